@@ -1,0 +1,57 @@
+# Everything runs in .venv, which is brought up to date when pyproject.toml or constraints.txt change.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
+TORCH := $(shell sed -n 's/^\(torch==[^ ;\#]*\).*/\1/p' constraints.txt)
+
+# The interpreter that makes the environment; `make PYTHON=...` chooses another.
+new_enough = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$python); then echo $$python; break; fi; done)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help env run test lint types bench format clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+env: $(STAMP) ## Create or update .venv
+
+# torch goes first and alone, by its exact version: unpinned, pip takes the newest build there is, which
+# may bring gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	$(if $(shell $(call new_enough,$(or $(PYTHON),false)) && echo yes),,$(error backhaul needs Python 3.11 or newer; name one with `make PYTHON=...`))
+	@echo "Setting up $(VENV); the first time this takes a few minutes."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) -c constraints.txt '$(TORCH)'
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: env ## Start workers and call them; ARGS go to examples/hello_workers.py
+	@$(BIN)/python examples/hello_workers.py $(ARGS)
+
+test: lint types ## Check everything: lint, types, tests; ARGS go to pytest
+	$(BIN)/pytest $(ARGS)
+
+lint: env ## Check style, formatting and the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+
+types: env ## Check types
+	$(BIN)/mypy
+
+bench: env ## Measure calls side by side with torch.distributed; ARGS go to benchmarks/calls.py
+	@$(BIN)/python benchmarks/calls.py $(ARGS)
+
+format: env ## Fix what can be fixed, and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove .venv, caches and build output
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,64 @@
+"""Backhaul: distributed autograd for PyTorch.
+
+Workers call each other's functions with tensors; see ``init``, ``launch`` and ``cluster`` for how they start, and
+``rpc_sync`` and ``rpc_async`` for calls.
+"""
+
+from backhaul.errors import (
+    AuthenticationError,
+    BackhaulError,
+    CallTimeoutError,
+    FrameTooLargeError,
+    FunctionNotFoundError,
+    NotInitializedError,
+    PeerLostError,
+    ProtocolError,
+    RemoteError,
+    RemoteTraceback,
+    RendezvousError,
+    SerializationError,
+    ShutdownTimeoutError,
+    UnknownWorkerError,
+    WorkerFailedError,
+)
+from backhaul.launch.embedded import cluster
+from backhaul.launch.local import launch
+from backhaul.rpc.api import get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
+from backhaul.rpc.dispatch import async_execution
+from backhaul.rpc.futures import Future, collect_all, wait_all
+from backhaul.types import Options, WorkerInfo
+from backhaul.worker import Worker, current_worker
+
+__all__ = [
+    "AuthenticationError",
+    "BackhaulError",
+    "CallTimeoutError",
+    "FrameTooLargeError",
+    "FunctionNotFoundError",
+    "Future",
+    "NotInitializedError",
+    "Options",
+    "PeerLostError",
+    "ProtocolError",
+    "RemoteError",
+    "RemoteTraceback",
+    "RendezvousError",
+    "SerializationError",
+    "ShutdownTimeoutError",
+    "UnknownWorkerError",
+    "Worker",
+    "WorkerFailedError",
+    "WorkerInfo",
+    "async_execution",
+    "cluster",
+    "collect_all",
+    "current_worker",
+    "get_worker_info",
+    "get_worker_infos",
+    "init",
+    "launch",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "wait_all",
+]

@@ -1,0 +1,230 @@
+"""The threads of a worker. Each waits for events, deals with what must happen in order, and runs what follows.
+
+    poll -> deliver (short, in order, never blocks) -> tasks (anything: user code, nested calls)
+
+The thread that reads a request runs it. Before a thread runs a task it makes sure that another one polls, so a
+worker always listens, however many of its handlers wait for something. Nothing here knows what a frame means.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import heapq
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from backhaul.runtime import Runtime
+from backhaul.transport.base import Endpoint, Event
+
+log = logging.getLogger("backhaul")
+
+Task = Callable[[], None]
+
+_IDLE = 5.0  # seconds without an event after which a thread ends
+_SPARE = 2  # threads that stay
+_OVERDUE = 0.05  # seconds a task waits for a place before it runs beyond the limit
+
+
+class Crew:
+    """Thread-safe. ``deliver`` is called by the polling threads, for each event once.
+
+    Args:
+        runtime: Threads and the clock.
+        endpoint: Where events come from.
+        deliver: Acts on an event at once and returns what is left to run.
+        limit: How many tasks run at the same time, not counting those in ``blocking``.
+        name: For the names of threads.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        deliver: Callable[[Event], Iterable[Task]],
+        *,
+        limit: int,
+        name: str,
+    ) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._deliver = deliver
+        self._limit = limit
+        self._name = name
+        self._numbers = itertools.count(1)
+        self._here = threading.local()  # .running: this thread runs a task that counts
+        self._lock = threading.Lock()  # guards everything below
+        self._threads: set[threading.Thread] = set()
+        self._tasks: collections.deque[tuple[float, Task]] = collections.deque()
+        self._alarms: list[tuple[float, int, Task]] = []
+        self._polling = 0  # threads that poll or are just about to
+        self._running = 0  # tasks that run and do not block
+        self._closing = False
+
+    def start(self) -> None:
+        """Begin to listen."""
+        with self._lock:
+            self._polling += 1
+        self._add_thread()
+
+    def submit(self, task: Task) -> None:
+        """Run ``task`` on a thread of the crew, soon."""
+        with self._lock:
+            self._tasks.append((self._runtime.now(), task))
+        self._endpoint.wake()
+
+    def call_at(self, when: float, task: Task) -> None:
+        """Run ``task``, which must be short, at the time ``when`` of the runtime's clock."""
+        with self._lock:
+            sooner = not self._alarms or when < self._alarms[0][0]
+            heapq.heappush(self._alarms, (when, next(self._numbers), task))
+        if sooner:
+            self._endpoint.wake()  # whoever polls had meant to sleep for longer
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread runs a task of this crew."""
+        return getattr(self._here, "running", False)
+
+    def blocking(self) -> contextlib.AbstractContextManager[None]:
+        """While inside, the task of the calling thread does not count against the limit."""
+        return _Blocking(self) if self.inside else _NOTHING
+
+    def _pause(self) -> None:
+        self._here.running = False
+        with self._lock:
+            self._running -= 1
+            waiting = bool(self._tasks)
+        if waiting:
+            self._endpoint.wake()
+
+    def _go_on(self) -> None:
+        self._here.running = True
+        with self._lock:
+            self._running += 1
+
+    def close(self, timeout: float) -> list[str]:
+        """Stop after the tasks that run now; return the names of threads that did not end in time.
+
+        The calling thread may be of the crew; it is not waited for.
+        """
+        with self._lock:
+            self._closing = True
+            self._tasks.clear()
+            self._alarms.clear()
+            threads = self._threads - {threading.current_thread()}
+        deadline = self._runtime.now() + timeout
+        for thread in threads:
+            while thread.is_alive():
+                self._endpoint.wake()
+                left = deadline - self._runtime.now()
+                thread.join(min(max(left, 0.0), 0.05))
+                if left <= 0:
+                    break
+        return [thread.name for thread in threads if thread.is_alive()]
+
+    # The threads.
+
+    def _add_thread(self) -> None:
+        """Start a thread that is counted as polling already."""
+        try:
+            thread = self._runtime.spawn(self._work, name=f"{self._name}-{next(self._numbers)}")
+        except RuntimeError as error:  # the system has no more threads
+            log.error("%s cannot listen while its handlers run: %s", self._name, error)
+            with self._lock:
+                self._polling -= 1
+            return
+        with self._lock:
+            self._threads.add(thread)
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            self._here.running = True
+            try:
+                task()
+            except BaseException:
+                log.exception("a task failed")
+            del task
+            self._here.running = False
+            with self._lock:
+                self._running -= 1
+                self._polling += 1
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _next(self) -> Task | None:
+        """Poll until there is a task for this thread. None: the thread should end."""
+        fresh: Iterable[Task] = ()
+        idle = False
+        while True:
+            cover = more = False
+            with self._lock:
+                now = self._runtime.now()
+                self._tasks.extend((now, task) for task in fresh)
+                if self._closing or (idle and self._polling > _SPARE and not self._tasks):
+                    self._polling -= 1
+                    return None
+                alarm = heapq.heappop(self._alarms)[2] if self._alarms and self._alarms[0][0] <= now else None
+                task = None
+                if alarm is None and self._tasks and self._may_run(now):
+                    task = self._tasks.popleft()[1]
+                    self._running += 1
+                    cover = self._polling == 1
+                    self._polling -= not cover  # the thread we add takes our place
+                    more = bool(self._tasks) and self._may_run(now)
+                patience = self._patience(now)
+            if task is not None:
+                if cover:
+                    self._add_thread()
+                elif more:
+                    self._endpoint.wake()
+                return task
+            fresh, idle = self._poll(patience) if alarm is None else self._ring(alarm)
+
+    def _may_run(self, now: float) -> bool:
+        return self._running < self._limit or self._tasks[0][0] + _OVERDUE <= now
+
+    def _patience(self, now: float) -> float:
+        patience = _IDLE
+        if self._alarms:
+            patience = min(patience, self._alarms[0][0] - now)
+        if self._tasks:
+            patience = min(patience, self._tasks[0][0] + _OVERDUE - now)
+        return max(patience, 0.0)
+
+    def _poll(self, patience: float) -> tuple[Iterable[Task], bool]:
+        """Wait for an event and deliver it: what is left to run, and whether there was nothing for long."""
+        try:
+            event = self._endpoint.poll(patience)
+            if event is None:
+                return (), patience == _IDLE
+            return self._deliver(event), False
+        except Exception:
+            log.exception("%s lost an event", self._name)
+            return (), False
+
+    @staticmethod
+    def _ring(alarm: Task) -> tuple[Iterable[Task], bool]:
+        try:
+            alarm()
+        except Exception:
+            log.exception("an alarm failed")
+        return (), False
+
+
+class _Blocking(contextlib.AbstractContextManager[None]):
+    __slots__ = ("_crew",)
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def __enter__(self) -> None:
+        self._crew._pause()
+
+    def __exit__(self, *_: object) -> None:
+        self._crew._go_on()
+
+
+_NOTHING = contextlib.nullcontext()

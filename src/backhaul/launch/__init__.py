@@ -1,0 +1,1 @@
+"""Ways to start workers: processes on this machine, or many inside one process."""

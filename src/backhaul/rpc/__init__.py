@@ -1,0 +1,1 @@
+"""Calls between workers: who is there, what runs where, what comes back."""

@@ -1,0 +1,365 @@
+"""Outgoing calls: each is sent, waits in the table of pending calls, and ends exactly once: by its reply, by the
+loss of its channel, by its deadline, or by shutdown."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from backhaul.errors import (
+    BackhaulError,
+    CallTimeoutError,
+    FrameTooLargeError,
+    NotInitializedError,
+    PeerLostError,
+    SerializationError,
+)
+from backhaul.rpc.futures import Future
+from backhaul.rpc.peers import Peer, Peers
+from backhaul.runtime import Gate
+from backhaul.transport.base import Channel, ChannelClosedError
+from backhaul.wire.callables import label_of, name_of
+from backhaul.wire.codec import decode, encode
+from backhaul.wire.faults import decode_fault
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Fault, Kind, Reply, Request, pack, unpack
+from backhaul.worker import Task, Worker
+
+_FOREVER = float("inf")
+
+
+class Pending:
+    """A call under way. ``settle`` is called once, with a reply frame or an exception, by whoever took it off the table."""
+
+    __slots__ = ("channel", "deadline", "label", "peer", "timeout")
+
+    def __init__(self, peer: Peer, label: str, timeout: float, deadline: float) -> None:
+        self.peer = peer
+        self.label = label
+        self.timeout = timeout
+        self.deadline = deadline
+        self.channel: Channel | None = None
+
+    def settle(self, outcome: Frame | BackhaulError) -> Task | None:
+        """Take the outcome; return what is left to run."""
+        raise NotImplementedError
+
+    def timed_out(self) -> CallTimeoutError:
+        """The error of a call whose deadline has passed."""
+        name = self.peer.info.name
+        return CallTimeoutError(
+            f"{self.label} on worker '{name}' gave no reply within {self.timeout:g} s",
+            worker=name,
+            function=self.label,
+            timeout=self.timeout,
+        )
+
+    def read(self, outcome: Frame | BackhaulError) -> Any:
+        """The value of an outcome, or raise what it says."""
+        if not isinstance(outcome, Frame):
+            raise outcome
+        if outcome.kind == Kind.FAULT:
+            raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
+        try:
+            return decode(unpack(outcome.body, Reply).payload, outcome.buffers)
+        except Exception as error:
+            raise SerializationError(
+                f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
+                f"{type(error).__name__}: {error}",
+                worker=self.peer.info.name,
+                path="result",
+            ) from error
+
+
+class SyncCall(Pending):
+    """A thread waits at the gate and reads the outcome itself."""
+
+    __slots__ = ("gate", "outcome")
+
+    def __init__(self, peer: Peer, label: str, timeout: float, deadline: float, gate: Gate) -> None:
+        super().__init__(peer, label, timeout, deadline)
+        self.gate = gate
+        self.outcome: Frame | BackhaulError | None = None
+
+    def settle(self, outcome: Frame | BackhaulError) -> Task | None:
+        self.outcome = outcome
+        self.gate.open()
+        return None
+
+
+class AsyncCall(Pending):
+    """A future waits; its callbacks are the user's, so it is completed in a task."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, peer: Peer, label: str, timeout: float, deadline: float) -> None:
+        super().__init__(peer, label, timeout, deadline)
+        self.future: Future[Any] = Future()
+
+    def settle(self, outcome: Frame | BackhaulError) -> Task | None:
+        return lambda: self._complete(outcome)
+
+    def _complete(self, outcome: Frame | BackhaulError) -> None:
+        try:
+            value = self.read(outcome)
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(value)
+
+
+class Agent:
+    """The calling half of a worker. Thread-safe."""
+
+    def __init__(self, worker: Worker, peers: Peers) -> None:
+        self.worker = worker
+        self.peers = peers
+        self.timeout = worker.options.timeout
+        self.sent = 0  # calls ever started
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._lock = threading.Lock()  # guards sent, _busy, _check_at
+        self._busy = 0  # things under way that may lead to calls: requests served, futures being completed
+        self._check_at = _FOREVER  # when deadlines are next looked at
+        self._idle_callbacks: list[Callable[[], None]] = []
+        self._closed = False
+        worker.on_frame(Kind.REPLY, self._on_reply)
+        worker.on_frame(Kind.FAULT, self._on_reply)
+        peers.on_lost(self._on_lost)
+
+    # Calls.
+
+    def call(
+        self,
+        to: Any,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float | None,
+    ) -> Any:
+        """Call and wait."""
+        peer, timeout, deadline = self._prepare(to, timeout)
+        pending = SyncCall(peer, label_of(function), timeout, deadline, self.worker.runtime.gate())
+        number = self._start(pending, function, args, kwargs)
+        with self.worker.crew.blocking():
+            left = None if deadline == _FOREVER else deadline - self.worker.runtime.now()
+            arrived = pending.gate.wait(left)
+        if not arrived:
+            if self._pending.pop(number, None) is not None:
+                self._look_idle()
+                raise pending.timed_out()
+            pending.gate.wait()  # the outcome came just now
+        assert pending.outcome is not None
+        return pending.read(pending.outcome)
+
+    def call_async(
+        self,
+        to: Any,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float | None,
+    ) -> Future[Any]:
+        """Call and return a future."""
+        peer, timeout, deadline = self._prepare(to, timeout)
+        pending = AsyncCall(peer, label_of(function), timeout, deadline)
+        try:
+            self._start(pending, function, args, kwargs)
+        except (PeerLostError, CallTimeoutError) as error:
+            pending.future.set_exception(error)
+            return pending.future
+        if deadline < self._check_at:
+            with self._lock:
+                sooner = deadline < self._check_at
+                self._check_at = min(deadline, self._check_at)
+            if sooner:
+                self.worker.crew.call_at(deadline, self._expire)
+        return pending.future
+
+    def _prepare(self, to: Any, timeout: float | None) -> tuple[Peer, float, float]:
+        peer = self.peers.find(to)
+        timeout = self.timeout if timeout is None else timeout
+        if timeout < 0:
+            raise ValueError(f"timeout must not be negative, got {timeout}; 0 means none")
+        return peer, timeout, self.worker.runtime.now() + timeout if timeout else _FOREVER
+
+    def _start(
+        self,
+        pending: Pending,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> int:
+        """Encode and send. On return the arguments may be changed."""
+        if not callable(function):
+            raise TypeError(f"only a callable can be called, not a {type(function).__name__}")
+        number = next(self._numbers)
+        frame = self._encode(pending, number, function, tuple(args or ()), dict(kwargs or {}))
+        peer, runtime = pending.peer, self.worker.runtime
+        left = pending.deadline - runtime.now()
+        try:
+            pending.channel = self.peers.channel_to(peer, left)
+            with self._lock:
+                self.sent += 1
+            self._pending[number] = pending
+            if self._closed:
+                raise ChannelClosedError("this worker was shut down")
+            pending.channel.send(frame, timeout=None if left == _FOREVER else max(left, 0.0))
+        except ChannelClosedError as error:
+            self._pending.pop(number, None)
+            self._look_idle()
+            if self._closed:
+                raise NotInitializedError(f"worker '{self.worker.name}' was shut down") from None
+            raise _lost(pending, str(error)) from None
+        except PeerLostError:
+            if pending.deadline <= runtime.now():
+                raise pending.timed_out() from None
+            raise
+        return number
+
+    def _encode(
+        self, pending: Pending, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Frame:
+        shared = pending.peer.main_shared
+        name = name_of(function, main_shared=shared)
+        root = f"call to {pending.label}"
+        try:
+            encoded = encode((args, kwargs) if name else (function, args, kwargs), root=root, main_shared=shared)
+        except SerializationError as error:
+            raise _in_call(error, root, named=name is not None) from error.__cause__
+        frame = Frame(
+            Kind.REQUEST,
+            number,
+            pack(Request(name or "", encoded.payload)),
+            encoded.buffers,
+            encoded.keep,
+        )
+        check_size(frame, pending.peer, root)
+        return frame
+
+    # Outcomes.
+
+    def _on_reply(self, channel: Channel, frame: Frame) -> Task | None:
+        pending = self._pending.get(frame.number)
+        if pending is None or pending.channel is not channel:
+            return None  # too late, or for somebody else
+        return self._settle(frame.number, frame)
+
+    def _settle(self, number: int, outcome: Frame | BackhaulError) -> Task | None:
+        pending = self._pending.pop(number, None)
+        if pending is None:
+            return None  # somebody was faster
+        task = pending.settle(outcome)
+        if task is None:
+            self._look_idle()
+            return None
+        self.begin()
+        return lambda: self._finish(task)
+
+    def _finish(self, task: Task) -> None:
+        try:
+            self.worker.run(task)
+        finally:
+            self.end()
+
+    def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
+        for number, pending in list(self._pending.items()):
+            if pending.channel is channel:
+                task = self._settle(number, _lost(pending, reason))
+                if task is not None:
+                    self.worker.crew.submit(task)
+
+    def _expire(self) -> None:
+        """End the calls whose time is up, and look again when the next one's is."""
+        with self._lock:
+            self._check_at = _FOREVER
+        now = self.worker.runtime.now()
+        soonest = _FOREVER
+        for number, pending in list(self._pending.items()):
+            if not isinstance(pending, AsyncCall):
+                continue  # its own thread watches the clock
+            if pending.deadline <= now:
+                task = self._settle(number, pending.timed_out())
+                if task is not None:
+                    self.worker.crew.submit(task)
+            else:
+                soonest = min(soonest, pending.deadline)
+        if soonest < _FOREVER:
+            with self._lock:
+                self._check_at = min(self._check_at, soonest)
+            self.worker.crew.call_at(soonest, self._expire)
+
+    # Idleness.
+
+    def begin(self) -> None:
+        """Something began that may lead to calls."""
+        with self._lock:
+            self._busy += 1
+
+    def end(self) -> None:
+        """It is over."""
+        with self._lock:
+            self._busy -= 1
+        self._look_idle()
+
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, as soon as no call is pending and nothing is under way."""
+        self._idle_callbacks.append(callback)
+        self._look_idle()
+
+    def _look_idle(self) -> None:
+        if self._idle_callbacks and not self._pending and not self._busy:
+            try:
+                callback = self._idle_callbacks.pop()
+            except IndexError:  # another thread took it
+                return
+            callback()
+
+    def close(self) -> None:
+        """Fail what is still pending."""
+        self._closed = True
+        error = f"worker '{self.worker.name}' was shut down while the call was under way"
+        for number in list(self._pending):
+            task = self._settle(number, NotInitializedError(error, worker=self.worker.name))
+            if task is not None:
+                task()
+
+    @property
+    def pending(self) -> list[Pending]:
+        """The calls under way."""
+        return list(self._pending.values())
+
+
+def check_size(frame: Frame, peer: Peer, what: str) -> None:
+    """Raise ``FrameTooLargeError`` if ``peer`` would not accept the frame."""
+    if frame.nbytes > peer.record.limit:
+        raise FrameTooLargeError(
+            f"{what} takes {frame.nbytes} bytes; worker '{peer.info.name}' accepts {peer.record.limit} (max_frame_bytes)",
+            worker=peer.info.name,
+            nbytes=frame.nbytes,
+            limit=peer.record.limit,
+        )
+
+
+def _lost(pending: Pending, reason: str) -> PeerLostError:
+    name = pending.peer.info.name
+    return PeerLostError(
+        f"lost worker '{name}' while {pending.label} was under way there: {reason}",
+        worker=name,
+        reason=reason,
+        function=pending.label,
+    )
+
+
+def _in_call(error: SerializationError, root: str, *, named: bool) -> SerializationError:
+    """Say ``args[0]`` where the encoder, which knows no calls, says ``[0][0]``."""
+    path = (error.path or root).removeprefix(root)
+    names = ("args", "kwargs") if named else ("function", "args", "kwargs")
+    for index, name in enumerate(names):
+        if path.startswith(f"[{index}]"):
+            path = name + path.removeprefix(f"[{index}]")
+            break
+    detail = str(error).removeprefix(error.path or root)
+    return SerializationError(f"{root}: {path}{detail}; nothing was sent", path=path)

@@ -1,0 +1,187 @@
+"""The functions users call. Each acts on the current worker."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from backhaul.errors import NotInitializedError
+from backhaul.rpc.futures import Future
+from backhaul.rpc.node import Node, describe, start_node
+from backhaul.rpc.rendezvous import Meeting, check_rank, open_store, secret_of
+from backhaul.transport.addresses import host_identity, is_loopback
+from backhaul.transport.sockets import SocketEndpoint
+from backhaul.types import Options, WorkerInfo, check_name
+from backhaul.worker import Worker, current_worker, running_workers
+
+T = TypeVar("T")
+
+
+def init(
+    name: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: dist.Store | None = None,
+    options: Options | None = None,
+) -> Worker:
+    """Make this process a worker and wait until all workers have come.
+
+    Where nothing is given, torchrun's environment is used (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+    ``MASTER_PORT``). Once this returns, every worker can be called by name; connections open at the first call.
+
+    Args:
+        name: A name no other worker has; ``worker<rank>`` if not given.
+        rank: This worker's number, 0 to ``world_size - 1``.
+        world_size: How many workers there are.
+        store: A ``torch.distributed.Store`` to meet at, instead of ``options.init_method``.
+        options: See ``Options``.
+
+    Raises:
+        RendezvousError: The others did not come in time, or a name is taken.
+        ValueError: Rank, size, name or options make no sense.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> worker = bh.init("alone", rank=0, world_size=1, store=torch.distributed.HashStore())
+        >>> bh.rpc_sync("alone", torch.add, args=(torch.ones(2), 1))
+        tensor([2., 2.])
+        >>> bh.shutdown()
+    """
+    options = options or Options()
+    if name is not None:
+        check_name(name)
+    if running_workers():
+        names = ", ".join(worker.name for worker in running_workers())
+        raise RuntimeError(f"this process is a worker already ({names}); shut it down first")
+    secret = secret_of(options)
+    if options.bind is not None and secret is None and not is_loopback(options.bind):
+        raise ValueError(
+            f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET to "
+            "the same value on every worker, or give Options(secret=...)"
+        )
+    if store is None:
+        store, rank, world_size = open_store(rank, world_size, options)
+    elif rank is None or world_size is None:
+        raise ValueError("with a store, init needs rank and world_size too")
+    check_rank(rank, world_size)
+    meeting = Meeting(store, rank, world_size, options.rendezvous_timeout)
+    endpoint = SocketEndpoint(
+        secret=meeting.agree_on_secret(secret),
+        unix=options.transport != "tcp",
+        bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
+        limit=options.max_frame_bytes,
+    )
+    own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
+    try:
+        records = meeting.exchange(own)
+    except BaseException:
+        endpoint.close()
+        raise
+    node = start_node(own, records, endpoint, options)
+    node.worker.attach(store)  # rank 0's may be the server: it lives as long as the worker
+    return node.worker
+
+
+def shutdown(*, graceful: bool = True, timeout: float | None = None) -> None:
+    """End the current worker.
+
+    With ``graceful`` this first waits until every worker has called ``shutdown`` and no call is under way
+    anywhere; workers that are lost are not waited for. Once this returns (or raises), the worker's threads and
+    sockets are gone and calls still pending have failed. Does nothing if there is no worker.
+
+    Args:
+        graceful: Whether to wait for the others.
+        timeout: At most so many seconds; default ``options.shutdown_timeout``.
+
+    Raises:
+        ShutdownTimeoutError: Others were not done in time. This worker is closed all the same.
+    """
+    try:
+        worker = current_worker()
+    except NotInitializedError:
+        if len(running_workers()) > 1:
+            raise
+        return
+    limit = worker.options.shutdown_timeout if timeout is None else timeout
+    worker.part(Node).shutdown(graceful=graceful, timeout=limit)
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for worker in running_workers():
+        worker.part(Node).shutdown(graceful=False, timeout=1.0)
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> T:
+    """Call ``func(*args, **kwargs)`` on another worker and return its result.
+
+    Args:
+        to: Name, id or ``WorkerInfo`` of the worker that runs it; it may be this one.
+        func: Any callable: functions both sides can import go by name, others by value.
+        args: Positional arguments; they travel by value.
+        kwargs: Keyword arguments.
+        timeout: Seconds to wait; 0: for ever; None: the worker's default (60).
+
+    Raises:
+        Exception: What ``func`` raised, with its own type if that can be imported here, else ``RemoteError``; its
+            ``__cause__`` is the remote traceback.
+        CallTimeoutError: No reply in time.
+        PeerLostError: The worker cannot be reached, or went away.
+        SerializationError: An argument or the result cannot travel.
+        UnknownWorkerError: There is no such worker.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     bh.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+        tensor([4., 4.])
+    """
+    result: T = current_worker().part(Node).agent.call(to, func, args, kwargs, timeout)
+    return result
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Future[T]:
+    """Start a call and return its future. Once this returns, the arguments may be changed.
+
+    Arguments as for ``rpc_sync``. What is wrong with the call itself (unknown worker, an argument that cannot travel)
+    raises here; what goes wrong later is the future's exception.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     futures = [bh.rpc_async("worker1", torch.add, args=(torch.ones(1), n)) for n in range(3)]
+        ...     bh.wait_all(futures)
+        [tensor([1.]), tensor([2.]), tensor([3.])]
+    """
+    return current_worker().part(Node).agent.call_async(to, func, args, kwargs, timeout)
+
+
+def get_worker_info(name: str | None = None) -> WorkerInfo:
+    """Name and id of a worker; of the current one if no name is given.
+
+    Raises:
+        UnknownWorkerError: There is no worker of that name.
+    """
+    worker = current_worker()
+    return worker.info if name is None else worker.part(Node).peers.find(name).info
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the cluster, by id."""
+    return [peer.info for peer in current_worker().part(Node).peers]

@@ -1,0 +1,216 @@
+"""Incoming calls: decode, run with this worker current, reply. A handler that returns a future (``async_execution``) or
+a coroutine frees its thread until that is done."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import torch
+
+from backhaul.errors import BackhaulError, FunctionNotFoundError, SerializationError
+from backhaul.rpc.agent import Agent, check_size
+from backhaul.transport.base import Channel, ChannelClosedError
+from backhaul.wire.callables import label_of, resolve
+from backhaul.wire.codec import decode, encode
+from backhaul.wire.faults import encode_fault
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Kind, Reply, Request, pack, unpack
+from backhaul.worker import Task, Worker
+
+log = logging.getLogger("backhaul")
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "_backhaul_async_execution"
+
+
+def async_execution(function: F) -> F:
+    """Mark a function whose result is a future: the caller gets the future's value.
+
+    The function must return a ``Future`` (or any ``torch.futures.Future``). Its thread is free for other calls while
+    the future is not done. Works on functions, and innermost on static and class methods.
+
+    Example:
+        >>> import backhaul as bh, torch
+        >>> @bh.async_execution
+        ... def add_far_away(to, x, y):
+        ...     return bh.rpc_async(to, torch.add, args=(x, y)).then(lambda done: done.value() + 1)
+        >>> with bh.cluster(3):
+        ...     bh.rpc_sync("worker1", add_far_away, args=("worker2", torch.ones(1), 2))
+        tensor([4.])
+    """
+    if not callable(function):
+        raise TypeError(f"async_execution marks functions, not a {type(function).__name__}; put it innermost")
+    setattr(function, _MARK, True)
+    return function
+
+
+class Dispatcher:
+    """The serving half of a worker. Thread-safe."""
+
+    def __init__(self, worker: Worker, agent: Agent) -> None:
+        self._worker = worker
+        self._agent = agent
+        self._loop = _Loop(worker)
+        self._lock = threading.Lock()  # guards served
+        self.served = 0  # requests ever answered
+        worker.on_frame(Kind.REQUEST, self._on_request)
+
+    def close(self) -> None:
+        """Stop the event loop of ``async def`` handlers, if there is one."""
+        self._loop.close()
+
+    def _on_request(self, channel: Channel, frame: Frame) -> Task:
+        self._agent.begin()
+        return functools.partial(self._serve, channel, frame)
+
+    def _serve(self, channel: Channel, frame: Frame) -> None:
+        if not torch.is_grad_enabled():  # an earlier handler may have switched it off for this thread
+            torch.set_grad_enabled(True)
+        self._worker.run(self._run, channel, frame)
+
+    def _run(self, channel: Channel, frame: Frame) -> None:
+        number = frame.number
+        try:
+            function, args, kwargs = self._decode(frame)
+            del frame
+            label = label_of(function)
+            result = function(*args, **kwargs)
+            if getattr(function, _MARK, False):
+                if not isinstance(result, torch.futures.Future):
+                    raise TypeError(
+                        f"{label} is marked with async_execution, so it must return a Future, "
+                        f"but it returned a {type(result).__name__}"
+                    )
+                result.add_done_callback(lambda done: self._reply_with_future(channel, number, label, done))
+                return
+            if inspect.iscoroutine(result):
+                self._loop.run(self._reply_with_coroutine(channel, number, label, result))
+                return
+        except BaseException as error:
+            self._reply_fault(channel, number, error)
+            return
+        self._reply(channel, number, label, result)
+
+    def _decode(self, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        name = self._worker.name
+        request = unpack(frame.body, Request)
+        function: Callable[..., Any] | None = None
+        if request.function:
+            try:
+                function = resolve(request.function)
+            except FunctionNotFoundError as error:
+                raise FunctionNotFoundError(
+                    f"worker '{name}' has no function {request.function!r}: {error.__cause__ or error}",
+                    worker=name,
+                    function=request.function,
+                ) from error
+        try:
+            value = decode(request.payload, frame.buffers)
+        except Exception as error:
+            raise SerializationError(
+                f"worker '{name}' cannot decode the call to {request.function or 'a function'}: "
+                f"{type(error).__name__}: {error}",
+                worker=name,
+            ) from error
+        if function is None:
+            function, *value = value
+        args, kwargs = value
+        return function, args, kwargs  # type: ignore[return-value]
+
+    # Replies. Each request gets exactly one, and is counted as served after that.
+
+    def _reply_with_future(
+        self, channel: Channel, number: int, label: str, done: torch.futures.Future[Any]
+    ) -> None:
+        try:
+            result = done.wait()
+        except BaseException as error:
+            self._reply_fault(channel, number, error)
+        else:
+            self._reply(channel, number, label, result)
+
+    async def _reply_with_coroutine(
+        self, channel: Channel, number: int, label: str, coroutine: Coroutine[Any, Any, Any]
+    ) -> None:
+        try:
+            result = await coroutine
+        except BaseException as error:
+            self._reply_fault(channel, number, error)
+        else:
+            self._reply(channel, number, label, result)
+
+    def _reply(self, channel: Channel, number: int, label: str, result: Any) -> None:
+        peer = self._agent.peers.of(channel)
+        try:
+            encoded = encode(result, root="result", main_shared=peer is not None and peer.main_shared)
+            frame = Frame(Kind.REPLY, number, pack(Reply(encoded.payload)), encoded.buffers, encoded.keep)
+            if peer is not None:
+                check_size(frame, peer, f"the result of {label}")
+        except SerializationError as error:
+            name = self._worker.name
+            problem = SerializationError(
+                f"{label} on worker '{name}' returned what cannot travel: {error}", worker=name, path=error.path
+            )
+            self._reply_fault(channel, number, problem)
+        except BackhaulError as error:
+            self._reply_fault(channel, number, error)
+        else:
+            self._send(channel, frame)
+
+    def _reply_fault(self, channel: Channel, number: int, error: BaseException) -> None:
+        fault, encoded = encode_fault(error, self._worker.name)
+        buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
+        self._send(channel, Frame(Kind.FAULT, number, pack(fault), buffers, keep))
+
+    def _send(self, channel: Channel, frame: Frame) -> None:
+        try:
+            channel.send(frame)
+        except ChannelClosedError as error:
+            log.debug("a reply was not sent: %s", error)  # the caller is gone, and knows it
+        finally:
+            with self._lock:
+                self.served += 1
+            self._agent.end()
+
+
+class _Loop:
+    """The event loop of a worker's ``async def`` handlers, on a thread of its own, made at the first use."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()  # guards both fields
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = self._worker.runtime.spawn(
+                    self._loop.run_forever, name=f"backhaul-{self._worker.name}-asyncio"
+                )
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+
+        def cancel_all() -> None:
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            loop.call_soon(loop.stop)
+
+        loop.call_soon_threadsafe(cancel_all)
+        if thread is not threading.current_thread():
+            thread.join(5.0)
+        if not loop.is_running():
+            loop.close()

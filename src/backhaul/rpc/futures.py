@@ -1,0 +1,150 @@
+"""The future that ``rpc_async`` returns: torch's, with types of exceptions kept and usable in asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+import torch.futures
+
+from backhaul.runtime import Runtime
+from backhaul.worker import blocking
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_runtime = Runtime()
+
+
+class Future(torch.futures.Future[T]):
+    """A value to come. Thread-safe; may be waited for by threads and awaited by asyncio tasks.
+
+    Callbacks run in the context (current worker, context variables) in which they were added, on the thread that
+    completes the future, or at once if it is complete.
+
+    Example:
+        >>> future = Future()
+        >>> doubled = future.then(lambda done: done.value() * 2)
+        >>> future.set_result(21)
+        >>> doubled.wait()
+        42
+    """
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the value is there and return it, or raise the exception that is.
+
+        Args:
+            timeout: Give up after so many seconds with ``TimeoutError``; the future itself goes on.
+        """
+        if not self.done():
+            gate = _runtime.gate()
+            self._when_done(lambda _: gate.open())
+            with blocking():
+                if not gate.wait(timeout):
+                    raise TimeoutError(f"the future was not done within {timeout:g} s")
+        return super().wait()
+
+    def _when_done(self, callback: Callable[[Any], None]) -> None:
+        super().add_done_callback(callback)
+
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
+        """Call ``callback(self)`` when done. What it raises is logged, not raised."""
+        _check(callback)
+        context = contextvars.copy_context()
+        super().add_done_callback(lambda _: context.run(callback, self))
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """Return the future of ``callback(self)``, which is called when this one is done, failed or not.
+
+        What ``callback`` raises becomes the new future's exception, its type kept.
+        """
+        _check(callback)
+        made: Future[S] = Future()
+        context = contextvars.copy_context()
+
+        def run(_: Any) -> None:
+            try:
+                made.set_result(context.run(callback, self))
+            except Exception as error:
+                made.set_exception(error)
+
+        super().add_done_callback(run)
+        return made
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def settle() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def notify(_: Any) -> None:
+            try:
+                loop.call_soon_threadsafe(settle)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+        self._when_done(notify)
+        yield from waiter
+        return super().wait()
+
+
+def _check(callback: Any) -> None:
+    if not callable(callback):
+        raise TypeError(f"a callback must be callable, not {type(callback).__name__}")
+
+
+def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
+    """Return a future of ``futures`` that is done when all of them are.
+
+    It fails if one of them failed, with the exception of the first in the list that did.
+
+    Example:
+        >>> one, two = Future(), Future()
+        >>> both = collect_all([one, two])
+        >>> one.set_result(1)
+        >>> two.set_result(2)
+        >>> [future.value() for future in both.wait()]
+        [1, 2]
+    """
+    members = list(futures)
+    made: Future[list[torch.futures.Future[Any]]] = Future()
+    left = len(members)
+    lock = threading.Lock()
+
+    def count(_: Any) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left > 0:
+                return
+        for member in members:
+            try:
+                member.wait()
+            except Exception as error:
+                made.set_exception(error)
+                return
+        made.set_result(members)
+
+    if not members:
+        made.set_result(members)
+    for member in members:
+        member.add_done_callback(count)
+    return made
+
+
+def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
+    """Wait for all and return their values in order; raise the first exception in that order.
+
+    Example:
+        >>> one, two = Future(), Future()
+        >>> one.set_result(1), two.set_result(2)
+        (None, None)
+        >>> wait_all([one, two])
+        [1, 2]
+    """
+    return [future.wait() for future in collect_all(futures).wait()]

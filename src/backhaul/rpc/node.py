@@ -1,0 +1,92 @@
+"""A worker with all of RPC attached: what ``init`` and ``cluster`` make, and how it ends."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import threading
+from collections.abc import Iterable, Sequence
+
+from backhaul.errors import BackhaulError
+from backhaul.rpc.agent import Agent
+from backhaul.rpc.dispatch import Dispatcher
+from backhaul.rpc.farewell import Farewell
+from backhaul.rpc.peers import Peers, WorkerRecord, main_identity
+from backhaul.transport.base import Endpoint
+from backhaul.types import Options
+from backhaul.worker import Worker
+
+
+class Node:
+    """The RPC parts of one worker, attached to it."""
+
+    def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
+        self.worker = worker
+        self.peers = Peers(worker, own, records)
+        self.agent = Agent(worker, self.peers)
+        self.dispatcher = Dispatcher(worker, self.agent)
+        self.farewell = Farewell(worker, self.agent, self.dispatcher)
+        self._ending = threading.Lock()  # held by the thread that shuts down
+        worker.attach(self)
+
+    def shutdown(self, *, graceful: bool, timeout: float) -> None:
+        """End this worker; see ``backhaul.shutdown``."""
+        if graceful and self.worker.crew.inside:
+            raise BackhaulError(
+                "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
+                "from the program's own thread",
+                worker=self.worker.name,
+            )
+        deadline = self.worker.runtime.now() + timeout
+        if not self._ending.acquire(timeout=timeout):
+            return  # another thread is at it, and has its own deadline
+        try:
+            if self.worker.closed:
+                return
+            try:
+                if graceful:
+                    self.farewell.wait(timeout)
+            finally:
+                self.agent.close()
+                left = deadline - self.worker.runtime.now()
+                self.worker.close(min(max(left, 0.5), 5.0))
+                self.dispatcher.close()
+        finally:
+            self._ending.release()
+
+
+def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, host: str) -> WorkerRecord:
+    """What a new worker on ``endpoint`` tells the others about itself."""
+    return WorkerRecord(
+        id=number,
+        name=name,
+        incarnation=secrets.token_hex(8),
+        host=host,
+        addresses=endpoint.addresses,
+        main=main_identity(),
+        limit=options.max_frame_bytes,
+    )
+
+
+def start_node(own: WorkerRecord, records: Iterable[WorkerRecord], endpoint: Endpoint, options: Options) -> Node:
+    """Make the worker that ``own`` describes and let it listen."""
+    node = Node(Worker(own.info, own.incarnation, endpoint, options), own, records)
+    node.worker.start()
+    return node
+
+
+def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) -> None:
+    """Shut several workers of this process down; raise the first error after all have ended."""
+    errors: list[BaseException] = []
+
+    def end(node: Node) -> None:
+        try:
+            node.shutdown(graceful=graceful, timeout=timeout)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [node.worker.runtime.spawn(functools.partial(end, node), name=f"shutdown-{node.worker.name}") for node in nodes]
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,79 @@
+"""When is everyone done? Pure logic of a graceful shutdown, as the leader (the lowest id) sees it.
+
+1. Every worker says READY when its program has called ``shutdown``.
+2. When all are ready, the leader asks for a tally of calls sent and served; each answers when it is idle.
+3. If two tallies in a row are the same, nothing happened between them, so nothing is under way anywhere: all may leave.
+   (One is not enough: a worker that was idle when asked may since have been called by one that was not.)
+
+Workers that are lost count as gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send COUNT to these workers."""
+
+    wave: int
+    to: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Send LEAVE to these workers; it is over."""
+
+    to: frozenset[int]
+
+
+class Roundup:
+    """Events in, instructions out."""
+
+    def __init__(self, members: Iterable[int]) -> None:
+        self._members = set(members)
+        self._unready = set(self._members)
+        self._wave = 0
+        self._tallies: dict[int, tuple[int, int]] = {}
+        self._before: dict[int, tuple[int, int]] = {}
+        self.over = False
+
+    @property
+    def waiting_for(self) -> frozenset[int]:
+        """Who has not done what was last asked of all."""
+        return frozenset(self._unready or self._members - self._tallies.keys())
+
+    def ready(self, who: int) -> Ask | Dismiss | None:
+        """A worker has called ``shutdown``."""
+        self._unready.discard(who)
+        return self._advance()
+
+    def gone(self, who: int) -> Ask | Dismiss | None:
+        """A worker is lost."""
+        if who not in self._members:
+            return None
+        self._members.discard(who)
+        self._unready.discard(who)
+        return self._advance()
+
+    def counted(self, who: int, wave: int, sent: int, served: int) -> Ask | Dismiss | None:
+        """A worker has answered. Answers to earlier waves are ignored."""
+        if wave != self._wave or who not in self._members:
+            return None
+        self._tallies[who] = (sent, served)
+        return self._advance()
+
+    def _advance(self) -> Ask | Dismiss | None:
+        if self.over or self._unready:
+            return None
+        if self._wave and self._members - self._tallies.keys():
+            return None
+        same = self._wave > 1 and all(self._tallies[w] == self._before.get(w) for w in self._members)
+        if same or not self._members:
+            self.over = True
+            return Dismiss(frozenset(self._members))
+        self._wave += 1
+        self._before, self._tallies = self._tallies, {}
+        return Ask(self._wave, frozenset(self._members))

@@ -1,0 +1,129 @@
+"""How workers find each other: each puts its record into a c10d store and waits for the others'. The store is used
+for addresses (and the secret, where none was given) and for nothing else."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets as random_secrets
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from backhaul.errors import RendezvousError
+from backhaul.rpc.peers import WorkerRecord
+from backhaul.types import MAX_WORKERS, Options
+
+SECRET_VARIABLE = "BACKHAUL_SECRET"
+
+
+def open_store(rank: int | None, world_size: int | None, options: Options) -> tuple[dist.Store, int, int]:
+    """The store that ``options.init_method`` names (default: torchrun's environment), our rank and the size."""
+    rank = _from_environment("RANK", rank)
+    world_size = _from_environment("WORLD_SIZE", world_size)
+    method = options.init_method or "env://"
+    if rank is None or world_size is None:
+        raise ValueError(
+            "init needs a rank and a world_size: pass them, or start under torchrun, which sets RANK and WORLD_SIZE; "
+            "for workers inside this process use backhaul.cluster()"
+        )
+    check_rank(rank, world_size)
+    if method == "env://":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"init does not know where to meet: set {' and '.join(missing)} (torchrun does), or give "
+                "Options(init_method='tcp://host:port' or 'file:///path'), or a store"
+            )
+    timeout = datetime.timedelta(seconds=options.rendezvous_timeout)
+    try:
+        store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise RendezvousError(f"cannot meet at {method}: {error}") from error
+    return store, rank, world_size
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise ``ValueError`` unless ``0 <= rank < world_size <= 65536``."""
+    if not 0 < world_size <= MAX_WORKERS:
+        raise ValueError(f"world_size must be 1 to {MAX_WORKERS}, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
+
+
+def _from_environment(name: str, given: int | None) -> int | None:
+    if given is not None:
+        return given
+    value = os.environ.get(name)
+    try:
+        return int(value) if value is not None else None
+    except ValueError:
+        raise ValueError(f"the environment's {name} is not a number: {value!r}") from None
+
+
+class Meeting:
+    """One meeting of all workers at a store. A second ``init`` on the same store is a meeting of its own."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+        self._rank = rank
+        self._size = world_size
+        self._timeout = timeout
+        try:
+            store.set_timeout(datetime.timedelta(seconds=timeout))
+            times = store.add(f"backhaul/times/{rank}", 1)  # every worker comes equally often
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(f"the store does not answer: {error}") from error
+        self._store = dist.PrefixStore(f"backhaul/{times}", store)
+
+    def agree_on_secret(self, given: bytes | None) -> bytes:
+        """The given secret, else one made by rank 0: whoever can read the store may take part."""
+        if given is not None:
+            return given
+        if self._rank == 0:
+            self._store.set("secret", random_secrets.token_hex(32))
+        return self._get("secret", [0])
+
+    def exchange(self, record: WorkerRecord) -> list[WorkerRecord]:
+        """Tell the others about us; return everyone's record by rank. Raises ``RendezvousError``."""
+        self._store.set(f"worker/{self._rank}", msgspec.json.encode(record))
+        everyone = list(range(self._size))
+        records = [
+            msgspec.json.decode(self._get(f"worker/{rank}", everyone), type=WorkerRecord)
+            for rank in everyone
+        ]
+        names: dict[str, int] = {}
+        for rank, found in enumerate(records):
+            if found.name in names:
+                raise RendezvousError(
+                    f"two workers are called '{found.name}': ranks {names[found.name]} and {rank}",
+                    worker=found.name,
+                )
+            names[found.name] = rank
+        return records
+
+    def _get(self, key: str, ranks: list[int]) -> bytes:
+        try:
+            value: bytes = self._store.get(key)
+            return value
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(
+                f"waited {self._timeout:g} s for the other workers (rendezvous_timeout): {self._missing(ranks)}"
+            ) from error
+
+    def _missing(self, ranks: list[int]) -> str:
+        try:
+            missing = [rank for rank in ranks if not self._store.check([f"worker/{rank}"])]
+        except (dist.DistError, RuntimeError):
+            return "the store is gone"
+        return f"{len(missing)} of {self._size} did not come: ranks {', '.join(map(str, missing))}"
+
+
+def secret_of(options: Options) -> bytes | None:
+    """The secret from the options or the environment, or None."""
+    secret = options.secret if options.secret is not None else os.environ.get(SECRET_VARIABLE)
+    if secret is None:
+        return None
+    if not secret:
+        raise ValueError("the cluster secret is empty")
+    return secret.encode() if isinstance(secret, str) else secret

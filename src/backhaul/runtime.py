@@ -1,0 +1,55 @@
+"""Threads, waits and the clock, behind one small object, so that a simulator can supply its own.
+
+Everything in Backhaul that blocks does so on a ``Gate`` or in a transport's ``poll``; everything that
+asks for the time asks ``Runtime.now``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Gate:
+    """Opens once and stays open; any number of threads may wait. Thread-safe."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        # Held while the gate is shut; a bare lock is the cheapest thing a thread can sleep on.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let all present and future waiters through. Opening twice does no harm."""
+        try:
+            self._lock.release()
+        except RuntimeError:
+            pass
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the gate is open; False if ``timeout`` seconds passed first."""
+        limit = -1.0 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=limit):
+            return False
+        self.open()  # the next waiter passes too
+        return True
+
+
+class Runtime:
+    """The real thing: OS threads and the monotonic clock."""
+
+    def now(self) -> float:
+        """Seconds of a clock that never goes back."""
+        return time.monotonic()
+
+    def gate(self) -> Gate:
+        """Make a shut gate."""
+        return Gate()
+
+    def spawn(self, target: Callable[[], None], *, name: str) -> threading.Thread:
+        """Start ``target`` on a thread that does not keep the process alive."""
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread

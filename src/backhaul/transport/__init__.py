@@ -1,0 +1,1 @@
+"""Moves frames between workers; knows no message."""

@@ -1,0 +1,103 @@
+"""What a transport is: one worker's end (``Endpoint``) and its connections (``Channel``). Moves frames, knows
+no message.
+
+Reading is pulled: any number of threads wait in ``Endpoint.poll``, and each event goes to exactly one of them. A
+channel that has delivered frames delivers no more until ``resume``, so whoever holds it may act in order before
+anyone sees what follows. That lets the thread which reads a request also run it, with no hand-off.
+
+[Note: blocking] ``poll`` and ``connect`` block, ``send`` may (back-pressure); nothing else does. Nothing here calls
+back into its user.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backhaul.wire.frames import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Frames arrived on a channel, in order. The channel is held until its ``resume``."""
+
+    channel: Channel
+    frames: list[Frame]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A channel is gone: the last event of a channel, and it comes exactly once.
+
+    It also comes for a channel that this end closed. ``reason`` is for people.
+    """
+
+    channel: Channel
+    reason: str
+
+
+Event = Received | Lost
+
+
+class ChannelClosedError(ConnectionError):
+    """The channel can take no more frames. ``Lost`` says why, to whoever polls."""
+
+
+class Channel(abc.ABC):
+    """A connection to one peer that carries frames in order, both ways. All methods are thread-safe."""
+
+    peer: str
+    """Where the other end is, for people."""
+
+    @abc.abstractmethod
+    def send(self, frame: Frame, *, timeout: float | None = None) -> None:
+        """Send a frame. Once this returns, the memory of its buffers may be changed.
+
+        Frames that one thread sends arrive in that order. If the peer reads too slowly, this waits; after
+        ``timeout`` seconds what is left is copied and sent when the peer reads on (0: never wait).
+
+        Raises:
+            ChannelClosedError: The channel is closed or lost. The frame may or may not have arrived.
+        """
+
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Let the channel deliver again; called once for each ``Received``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close both directions. What has been sent is still delivered where the peer reads on."""
+
+
+class Endpoint(abc.ABC):
+    """One worker's end of a transport. All methods are thread-safe."""
+
+    addresses: tuple[str, ...]
+    """Where others reach this end, best first."""
+
+    @abc.abstractmethod
+    def connect(self, address: str, *, timeout: float) -> Channel:
+        """Open a channel to the endpoint that listens at ``address``.
+
+        Raises:
+            ConnectionError: Nobody is there (within ``timeout`` seconds).
+            AuthenticationError: One side does not know the other's secret.
+            ValueError: The address is none of this transport's.
+        """
+
+    @abc.abstractmethod
+    def poll(self, timeout: float | None) -> Event | None:
+        """Wait for the next event. None: ``timeout`` passed, ``wake`` was called, or there was nothing to tell."""
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Make one thread that waits in ``poll``, or the next that comes, return at once."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop listening, close all channels, free everything. No thread may be in ``poll`` any more."""
+
+
+EndpointFactory = Callable[[], Endpoint]
+"""Makes an independent endpoint; what the conformance kit takes."""

@@ -1,0 +1,90 @@
+"""Names, ids and options: the plain data that all layers share. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NewType
+
+WorkerId = NewType("WorkerId", int)
+"""A worker's place in the cluster, 0 to 65535 (16 bits, so that it fits into a context id)."""
+
+CallId = NewType("CallId", int)
+"""Names one call among all calls its caller ever made."""
+
+MAX_WORKERS = 1 << 16
+
+_NAME = re.compile(r"[A-Za-z0-9_:.-]{1,128}")
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if a worker may be called so, else raise ``ValueError``."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is not a worker name: use 1 to 128 letters, digits, '_', '-', ':' or '.'"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Identifies one worker of the cluster.
+
+    Attributes:
+        name: Unique name, as given to ``init``.
+        id: Unique number; the rank where there are ranks.
+    """
+
+    name: str
+    id: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How one worker behaves. All have working defaults; times are in seconds, sizes in bytes.
+
+    Attributes:
+        timeout: Default timeout of a call; 0 means none.
+        threads: How many handlers run at once. Handlers that wait for Backhaul do not count, and a request
+            that has waited long for a place runs anyway, so this can slow calls down but never block them.
+        transport: ``"auto"`` listens on a Unix socket, and on TCP too where ``bind`` is given; ``"unix"`` and
+            ``"tcp"`` listen on that alone.
+        bind: Host or IP address for TCP to listen on; loopback unless given. Beyond loopback a ``secret``
+            is required.
+        secret: The cluster secret, which every peer must prove to know before it is listened to. Default: the
+            environment's ``BACKHAUL_SECRET``, else one made by worker 0 and shared through the store.
+        init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
+            ``file:///path``. Not used where ``init`` is given a store.
+        max_frame_bytes: Largest message this worker accepts.
+        connect_timeout: How long a first call may take to reach its peer.
+        rendezvous_timeout: How long ``init`` waits for the others.
+        shutdown_timeout: How long ``shutdown`` waits for the others by default.
+    """
+
+    timeout: float = 60.0
+    threads: int = 16
+    transport: Literal["auto", "unix", "tcp"] = "auto"
+    bind: str | None = None
+    secret: str | bytes | None = None
+    init_method: str | None = None
+    max_frame_bytes: int = 8 << 30
+    connect_timeout: float = 20.0
+    rendezvous_timeout: float = 120.0
+    shutdown_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in ("timeout", "connect_timeout", "rendezvous_timeout", "shutdown_timeout"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+        if self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.transport not in ("auto", "unix", "tcp"):
+            raise ValueError(f"transport must be 'auto', 'unix' or 'tcp', got {self.transport!r}")
+        if self.transport == "unix" and self.bind is not None:
+            raise ValueError("bind is an address for TCP, but transport is 'unix'")
+        if self.max_frame_bytes < 1 << 16:
+            raise ValueError(f"max_frame_bytes must be at least 65536, got {self.max_frame_bytes}")
+
+    def __repr__(self) -> str:
+        shown = (f for f in self.__slots__ if f != "secret")
+        return f"Options({', '.join(f'{f}={getattr(self, f)!r}' for f in shown)})"

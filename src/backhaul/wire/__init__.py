@@ -1,0 +1,1 @@
+"""Bytes <-> messages. No sockets, no autograd."""

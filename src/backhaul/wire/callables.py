@@ -1,0 +1,99 @@
+"""Functions by name: how a callable that both workers can import is told to the other.
+
+``name_of`` gives ``"module:qualname"`` for what can be found again under that name, else None (then the callable
+travels by value, see ``codec``); ``resolve`` finds it. Names are how trust is kept narrow: a name runs only
+what the worker already has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from backhaul.errors import FunctionNotFoundError
+
+SCRIPT = "torchscript"
+"""Module part of the name of a scripted function, which lives in a compilation unit, not in a module."""
+
+_names: dict[Any, str] = {}  # only what a module holds anyway, so nothing is kept alive by it
+
+
+def label_of(function: Any) -> str:
+    """What to call ``function`` in messages to people."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if isinstance(name, str):
+        return name.rpartition("<locals>.")[2]
+    return type(function).__name__
+
+
+def name_of(function: Any, *, main_shared: bool = False) -> str | None:
+    """The name under which the other worker finds ``function``, or None.
+
+    Args:
+        function: Any callable.
+        main_shared: Whether the other worker runs the same program, so that ``__main__`` means the same there.
+    """
+    try:
+        name = _names.get(function)
+    except TypeError:  # not hashable
+        return None
+    if name is None:
+        name = _search(function)
+        if name is None:
+            return None
+        _names[function] = name
+    return None if not main_shared and name.startswith("__main__:") else name
+
+
+def _search(function: Any) -> str | None:
+    if isinstance(function, torch.jit.ScriptFunction):
+        return f"{SCRIPT}:{torch._jit_internal._qualified_name(function)}"
+    if isinstance(function, torch._ops.OpOverload):
+        return f"torch:ops.{function._schema.name.replace('::', '.')}.{function._overloadname}"
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return f"torch:ops.{function._qualified_op_name.replace('::', '.')}"
+    qualname = getattr(function, "__qualname__", None)
+    if not isinstance(qualname, str) or "<" in qualname:
+        return None
+    owner = getattr(function, "__objclass__", None)  # a method of a C type
+    bound = getattr(function, "__self__", None)
+    if owner is None and isinstance(bound, type):  # a class method, or a static one of a C type
+        owner = bound
+    if owner is not None:
+        module, qualname = owner.__module__, f"{owner.__qualname__}.{function.__name__}"
+    else:
+        module = getattr(function, "__module__", None)
+    if not isinstance(module, str):
+        return None
+    try:
+        found = _walk(sys.modules[module], qualname)
+    except (KeyError, AttributeError):
+        return None
+    return f"{module}:{qualname}" if found == function else None
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """Find what ``name_of`` named. Raises ``FunctionNotFoundError``."""
+    module, _, qualname = name.partition(":")
+    try:
+        if module == SCRIPT:
+            function = torch.jit._state._python_cu.find_function(qualname)
+            if function is None:
+                raise AttributeError("no function of that name has been scripted here")
+        else:
+            function = _walk(sys.modules.get(module) or importlib.import_module(module), qualname)
+    except (ImportError, AttributeError) as error:
+        raise FunctionNotFoundError(f"no function {name!r} here: {error}", function=name) from error
+    if not callable(function):
+        raise FunctionNotFoundError(f"{name!r} is a {type(function).__name__}, not callable", function=name)
+    return function  # type: ignore[no-any-return]
+
+
+def _walk(start: Any, qualname: str) -> Any:
+    for step in qualname.split("."):
+        start = getattr(start, step)
+    return start

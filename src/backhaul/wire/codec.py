@@ -1,0 +1,227 @@
+"""Python values <-> payloads: a pickle with its tensors and large buffers taken out.
+
+What both ends can import goes by name; lambdas, closures and what only ``__main__`` knows goes by value
+(cloudpickle). Only ever applied to bytes of authenticated peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+
+from backhaul.errors import BackhaulError, SerializationError
+from backhaul.wire.callables import SCRIPT, name_of, resolve
+from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS, Buffer
+from backhaul.wire.messages import Payload
+from backhaul.wire.tensors import TensorWriter, read_tensors
+
+_SMALL_BUFFER = 4096  # below this a buffer is cheaper inside the pickle
+
+
+class Encoded:
+    """A value on its way out: the payload, the frame's buffers, and what owns their memory."""
+
+    __slots__ = ("buffers", "keep", "payload", "tensors")
+
+    def __init__(
+        self, payload: Payload, buffers: list[Buffer], keep: list[Any], tensors: list[torch.Tensor]
+    ) -> None:
+        self.payload = payload
+        self.buffers = buffers
+        self.keep = keep
+        self.tensors = tensors
+
+
+def encode(value: Any, *, root: str, main_shared: bool = False) -> Encoded:
+    """Encode ``value``. Raises ``SerializationError`` naming the part that cannot travel.
+
+    Args:
+        value: Anything.
+        root: What to call ``value`` in that error, for example ``"result"``.
+        main_shared: Whether ``__main__`` is the same program at the other end.
+    """
+    writer = TensorWriter()
+    loose: list[pickle.PickleBuffer] = []
+    out = io.BytesIO()
+    try:
+        _Pickler(out, writer, loose, main_shared).dump(value)
+        table, buffers, keep = writer.finish()
+    except Exception as error:
+        raise _explain(value, root, main_shared, error) from error
+    body = out.getvalue()
+    if len(body) > MAX_BODY - (1 << 16) or len(buffers) + len(loose) > MAX_BUFFERS:
+        raise SerializationError(
+            f"{root} is too large for one message: {len(body)} bytes of pickle, {len(buffers)} tensors",
+            path=root,
+        )
+    buffers.extend(buffer.raw() for buffer in loose)
+    return Encoded(Payload(body, table, len(loose)), buffers, [keep, loose], writer.tensors)
+
+
+def decode(payload: Payload, buffers: Sequence[Buffer]) -> Any:
+    """Make the value again. The tensors live on the memory of ``buffers``, which must be writable."""
+    split = len(buffers) - payload.loose
+    return load(payload, buffers[split:], read_tensors(payload.tensors, buffers[:split]))
+
+
+def load(payload: Payload, loose: Sequence[Buffer], tensors: Sequence[torch.Tensor]) -> Any:
+    """Unpickle a payload whose tensors have been read already."""
+    return _Unpickler(io.BytesIO(payload.pickle), tensors, loose).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's by-value rules for functions and classes, ours for tensors and ``__main__``."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        writer: TensorWriter,
+        loose: list[pickle.PickleBuffer],
+        main_shared: bool,
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._take_buffer)
+        self._writer = writer
+        self._loose = loose
+        self._main_shared = main_shared
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        try:
+            view = buffer.raw()
+        except BufferError:  # not contiguous
+            return True
+        if view.nbytes < _SMALL_BUFFER or view.readonly:
+            return True  # in-band; read-only memory comes back read-only that way
+        self._loose.append(buffer)
+        return False
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor:
+            return self._reduce_tensor(value)
+        if kind is torch.nn.Parameter:
+            plain = value.as_subclass(torch.Tensor) if value.requires_grad else value.detach()
+            return _parameter, (plain, value.requires_grad, dict(value.__dict__))
+        if issubclass(kind, torch.Tensor):
+            return self._reduce_subclass(value)
+        if issubclass(kind, torch.jit.ScriptModule):
+            return _script_module, (_saved(value),)
+        if kind is torch.jit.ScriptFunction or isinstance(
+            value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+        ):
+            return resolve, (name_of(value),)
+        if self._main_shared and isinstance(value, (type, types.FunctionType)) and _in_main(value):
+            return NotImplemented  # plain pickle: by name
+        return super().reducer_override(value)
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        reduced = _tensor, (self._writer.add(tensor),)
+        return (*reduced, tensor.__dict__, None, None, _set_attributes) if tensor.__dict__ else reduced
+
+    def _reduce_subclass(self, value: torch.Tensor) -> Any:
+        kind = type(value)
+        if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__:
+            return NotImplemented  # it has its own idea
+        if hasattr(value, "__tensor_flatten__"):
+            names, context = value.__tensor_flatten__()
+            inner = {name: getattr(value, name) for name in names}
+            return _wrapper, (kind, inner, context, tuple(value.shape), value.stride())
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = value.detach().as_subclass(torch.Tensor)
+            plain.requires_grad_(value.requires_grad)
+        return _subclass, (plain, kind, dict(value.__dict__))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor], loose: Sequence[Buffer]) -> None:
+        super().__init__(file, buffers=loose)
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_tensor" and module == __name__:
+            return self._tensors.__getitem__
+        return super().find_class(module, name)
+
+
+def _tensor(index: int) -> torch.Tensor:
+    """Stands in a pickle for the message's tensor of that index; the unpickler puts its own in its place."""
+    raise pickle.UnpicklingError("a payload's tensors are missing")
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    tensor.__dict__.update(attributes)
+
+
+def _parameter(tensor: torch.Tensor, requires_grad: bool, state: dict[str, Any]) -> torch.Tensor:
+    if tensor.grad_fn is not None:  # recorded on the way: part of a graph, so not a leaf here
+        return tensor
+    made = torch.nn.Parameter(tensor.detach(), requires_grad)
+    made.__dict__.update(state)
+    return made
+
+
+def _subclass(tensor: torch.Tensor, kind: type, state: dict[str, Any]) -> torch.Tensor:
+    made = tensor.as_subclass(kind)
+    made.__dict__.update(state)
+    return made  # type: ignore[no-any-return]
+
+
+def _wrapper(
+    kind: Any, inner: dict[str, torch.Tensor], context: Any, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    return kind.__tensor_unflatten__(inner, context, shape, stride)  # type: ignore[no-any-return]
+
+
+def _saved(module: torch.jit.ScriptModule) -> bytes:
+    out = io.BytesIO()
+    torch.jit.save(module, out)
+    return out.getvalue()
+
+
+def _script_module(saved: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(saved))
+
+
+def _in_main(value: Any) -> bool:
+    return value.__module__ == "__main__" and name_of(value, main_shared=True) is not None
+
+
+def _explain(value: Any, root: str, main_shared: bool, error: Exception) -> SerializationError:
+    """Find the innermost part that does not pickle on its own, and say so."""
+    path, culprit, reason = root, value, error
+    for _ in range(64):
+        for step, part in _children(culprit):
+            try:
+                _Pickler(io.BytesIO(), TensorWriter(), [], main_shared).dump(part)
+            except Exception as inner:
+                path, culprit, reason = path + step, part, inner
+                break
+        else:
+            break
+    why = str(reason) if isinstance(reason, BackhaulError) else f"{type(reason).__name__}: {reason}"
+    return SerializationError(f"{path} (a {type(culprit).__name__}) cannot be sent: {why}", path=path)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"[{key!r}]", item
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, item in enumerate(value):
+            yield f"[{index}]", item
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType) and value.__closure__:
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
+            with contextlib.suppress(ValueError):
+                yield f".<{name}>", cell.cell_contents
+    elif not isinstance(value, (type, types.ModuleType, torch.Tensor)):
+        for name, item in getattr(value, "__dict__", {}).items():
+            yield f".{name}", item

@@ -1,0 +1,66 @@
+"""Exceptions <-> faults. An exception arrives with its own type where that can be had, and always with the
+remote traceback as its cause."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+from backhaul.errors import BackhaulError, RemoteError, RemoteTraceback, SerializationError
+from backhaul.wire.codec import Encoded, decode, encode
+from backhaul.wire.frames import Buffer
+from backhaul.wire.messages import Fault
+
+
+def encode_fault(error: BaseException, worker: str) -> tuple[Fault, Encoded | None]:
+    """Describe ``error`` as raised on ``worker``; never fails."""
+    kind = type(error)
+    try:
+        text = "".join(traceback.format_exception(error))
+        message = str(error)
+    except Exception as trouble:  # a __str__ of the user's that raises
+        text = message = f"<{kind.__qualname__} that cannot be shown: {type(trouble).__name__}>"
+    if isinstance(error, BackhaulError) and error.worker is None:
+        error.worker = worker
+    try:
+        encoded: Encoded | None = encode(error, root="exception", main_shared=False)
+    except SerializationError:
+        encoded = None
+    fault = Fault(
+        worker,
+        f"{kind.__module__}.{kind.__qualname__}",
+        message,
+        text,
+        encoded.payload if encoded else None,
+    )
+    return fault, encoded
+
+
+def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
+    """Make the exception to raise at the caller; never fails."""
+    error: BaseException | None = None
+    if fault.payload is not None:
+        try:
+            value = decode(fault.payload, buffers)
+            error = value if isinstance(value, Exception) else None
+        except Exception:  # its type is not importable here, or its constructor has another signature
+            error = None
+    if error is None:
+        error = RemoteError(f"{fault.type_name}: {fault.message}", worker=fault.worker, type_name=fault.type_name)
+    else:
+        _rebase_on_main(error)
+    error.__cause__ = RemoteTraceback(fault.worker, fault.traceback)
+    error.add_note(f"raised on worker '{fault.worker}'")
+    return error
+
+
+def _rebase_on_main(error: BaseException) -> None:
+    """A class of ``__main__`` comes by value; where our own ``__main__`` has it, mean that one."""
+    kind = type(error)
+    own = getattr(sys.modules.get("__main__"), kind.__qualname__, None)
+    if kind.__module__ == "__main__" and own is not kind and isinstance(own, type):
+        try:
+            error.__class__ = own
+        except TypeError:  # another layout: then it is another class
+            return

@@ -1,0 +1,205 @@
+"""Frames: what a channel carries. Header, table of buffer lengths, body, raw buffers.
+
+    header  32 bytes   magic, version, kind, flags, number of buffers, body length, number, payload length
+    table   8 bytes per buffer: its length
+    body    a message, see ``messages``
+    payload the buffers, one behind the other
+
+Pure: no sockets, no threads. ``FrameReader`` turns bytes into frames and allocates nothing whose size it
+has not checked; large buffers are received straight into the memory they stay in.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from backhaul.errors import ProtocolError
+
+MAGIC = b"BkHl"
+VERSION = 1
+HEADER = struct.Struct("<4sBBHIIQQ")
+MAX_BUFFERS = 1 << 20
+MAX_BODY = (1 << 32) - 1
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Frame:
+    """One message on the wire.
+
+    Attributes:
+        kind: What the body is; see ``messages.Kind``.
+        number: Names the call the frame belongs to; 0 where there is none.
+        body: The encoded message.
+        buffers: Raw memory that goes along uncopied.
+        keep: Owners of that memory, kept alive as long as the frame.
+    """
+
+    __slots__ = ("body", "buffers", "keep", "kind", "number")
+
+    def __init__(
+        self, kind: int, number: int = 0, body: Buffer = b"", buffers: Sequence[Buffer] = (), keep: Any = None
+    ) -> None:
+        self.kind = kind
+        self.number = number
+        self.body = body
+        self.buffers = buffers
+        self.keep = keep
+
+    def __repr__(self) -> str:
+        return f"Frame(kind={self.kind}, number={self.number}, {self.nbytes} bytes)"
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire."""
+        size = HEADER.size + len(self.body)
+        for buffer in self.buffers:
+            size += 8 + len(buffer)
+        return size
+
+    def parts(self) -> list[Buffer]:
+        """The wire form, as pieces to be written in order."""
+        if not self.buffers:
+            return [HEADER.pack(MAGIC, VERSION, self.kind, 0, 0, len(self.body), self.number, 0) + self.body]
+        lengths = [len(buffer) for buffer in self.buffers]
+        header = HEADER.pack(
+            MAGIC, VERSION, self.kind, 0, len(lengths), len(self.body), self.number, sum(lengths)
+        )
+        head = header + struct.pack(f"<{len(lengths)}Q", *lengths) + self.body
+        return [head, *(buffer for buffer in self.buffers if len(buffer))]
+
+    def copied(self) -> Frame:
+        """The same frame on memory of its own, as if it had been received."""
+        return Frame(self.kind, self.number, bytes(self.body), [bytearray(b) for b in self.buffers])
+
+
+class FrameReader:
+    """Turns a stream of bytes into frames. One reader per channel; used by one thread at a time.
+
+    Ask ``writable`` for memory, put bytes there, say how many with ``fed``::
+
+        >>> reader = FrameReader(limit=1 << 20)
+        >>> wire = b"".join(Frame(3, 7, b"hello").parts())
+        >>> reader.writable()[: len(wire)] = wire
+        >>> reader.fed(len(wire))
+        [Frame(kind=3, number=7, 37 bytes)]
+    """
+
+    SCRATCH = 1 << 16
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._scratch = memoryview(bytearray(self.SCRATCH))
+        self._start = 0
+        self._end = 0
+        # A piece too large for the scratch is read straight into its own memory.
+        self._large: bytearray | None = None
+        self._filled = 0
+        # The frame being read: None until its header is there.
+        self._kind = 0
+        self._number = 0
+        self._pieces: list[int] | None = None  # sizes of table (if any), body, buffers still to come
+        self._payload = 0
+        self._has_table = False
+        self._body: bytes | bytearray = b""
+        self._body_read = False
+        self._buffers: list[Buffer] = []
+
+    @property
+    def large_pending(self) -> bool:
+        """Whether the next bytes go straight into a large buffer."""
+        return self._large is not None
+
+    @property
+    def midway(self) -> bool:
+        """Whether part of a frame has been read."""
+        return self._pieces is not None or self._end > self._start
+
+    def writable(self) -> memoryview:
+        """Memory for the next bytes; never empty."""
+        if self._large is not None:
+            return memoryview(self._large)[self._filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start and self._end - self._start < self.SCRATCH // 2:
+            rest = bytes(self._scratch[self._start : self._end])
+            self._scratch[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        return self._scratch[self._end :]
+
+    def fed(self, count: int) -> list[Frame]:
+        """Account for ``count`` bytes written to ``writable()``; return the frames now complete."""
+        frames: list[Frame] = []
+        if self._large is not None:
+            self._filled += count
+            if self._filled < len(self._large):
+                return frames
+            piece, self._large = self._large, None
+            self._accept(piece, frames)
+        else:
+            self._end += count
+        while True:
+            if self._pieces is None:
+                if self._end - self._start < HEADER.size:
+                    return frames
+                self._read_header(frames)
+                continue
+            need = self._pieces[0]
+            have = self._end - self._start
+            if have >= need:
+                piece = bytearray(self._scratch[self._start : self._start + need])
+                self._start += need
+                self._accept(piece, frames)
+            elif need > self.SCRATCH // 2:
+                self._large = bytearray(need)
+                self._large[:have] = self._scratch[self._start : self._end]
+                self._filled = have
+                self._start = self._end = 0
+                return frames
+            else:
+                return frames
+
+    def _read_header(self, frames: list[Frame]) -> None:
+        magic, version, kind, flags, count, body, number, payload = HEADER.unpack_from(
+            self._scratch, self._start
+        )
+        if magic != MAGIC:
+            raise ProtocolError(f"not a frame: it starts with {magic!r}")
+        if version != VERSION:
+            raise ProtocolError(f"frame of version {version}; this worker speaks version {VERSION}")
+        if flags:
+            raise ProtocolError(f"unknown frame flags {flags:#06x}")
+        size = HEADER.size + 8 * count + body + payload
+        if size > self._limit:
+            raise ProtocolError(f"frame of {size} bytes exceeds the limit of {self._limit} (max_frame_bytes)")
+        if count > MAX_BUFFERS or (count == 0 and payload):
+            raise ProtocolError(f"impossible frame: {count} buffers with {payload} bytes")
+        self._start += HEADER.size
+        self._kind, self._number, self._payload = kind, number, payload
+        self._has_table = count > 0
+        self._pieces = [8 * count, body] if count else [body]
+        self._body_read = False
+        self._buffers = []
+
+    def _accept(self, piece: bytearray, frames: list[Frame]) -> None:
+        assert self._pieces is not None
+        self._pieces.pop(0)
+        if self._has_table:
+            self._has_table = False
+            lengths = struct.unpack(f"<{len(piece) // 8}Q", piece)
+            if sum(lengths) != self._payload:
+                raise ProtocolError(
+                    f"buffer lengths add up to {sum(lengths)}, the header says {self._payload}"
+                )
+            self._pieces.extend(lengths)
+        elif not self._body_read:
+            self._body = piece
+            self._body_read = True
+        else:
+            self._buffers.append(piece)
+        if not self._pieces:
+            self._pieces = None
+            frames.append(Frame(self._kind, self._number, self._body, self._buffers))
+            self._body, self._buffers = b"", []

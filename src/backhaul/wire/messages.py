@@ -1,0 +1,112 @@
+"""The messages of the protocol, as plain records. Encoding and decoding check every field's type."""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+import msgspec
+
+from backhaul.errors import ProtocolError
+from backhaul.wire.frames import Buffer
+from backhaul.wire.tensors import EMPTY_TABLE, TensorTable
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class Kind(enum.IntEnum):
+    """What a frame's body is."""
+
+    HELLO = 1  # first frame of the connecting side: who it is, whom it means
+    REFUSE = 2  # answer to a hello that is wrong; the channel closes
+    REQUEST = 3
+    REPLY = 4
+    FAULT = 5  # a reply that is an exception
+    READY = 8  # shutdown: the sender has nothing more to start
+    COUNT = 9  # shutdown: say what you sent and served, once you are idle
+    TALLY = 10  # shutdown: the answer
+    LEAVE = 11  # shutdown: everyone is done
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """Opens a channel: who speaks, and whom it believes to speak to."""
+
+    worker: int
+    name: str
+    incarnation: str
+    to: str
+    to_incarnation: str
+
+
+class Refuse(msgspec.Struct, array_like=True, frozen=True):
+    """Why a hello was not accepted."""
+
+    reason: str
+
+
+class Payload(msgspec.Struct, array_like=True, frozen=True):
+    """Any Python value: a pickle whose tensors stand in ``tensors`` and whose large buffers are the frame's.
+
+    The frame's buffers are first those of the tensors, then ``loose`` more for the pickle.
+    """
+
+    pickle: bytes
+    tensors: TensorTable = EMPTY_TABLE
+    loose: int = 0
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """A call. ``function`` is a name, or empty: then the payload is ``(function, args, kwargs)``."""
+
+    function: str
+    payload: Payload
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """A call's result."""
+
+    payload: Payload
+
+
+class Fault(msgspec.Struct, array_like=True, frozen=True):
+    """An exception: enough to report it always, and its payload where it has one."""
+
+    worker: str
+    type_name: str
+    message: str
+    traceback: str
+    payload: Payload | None = None
+
+
+class Tally(msgspec.Struct, array_like=True, frozen=True):
+    """Shutdown: how many calls a worker has started and served since it began."""
+
+    wave: int
+    sent: int
+    served: int
+
+
+class Count(msgspec.Struct, array_like=True, frozen=True):
+    """Shutdown: asks for a tally."""
+
+    wave: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, msgspec.msgpack.Decoder[msgspec.Struct]] = {}
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    """Encode a message into a frame's body."""
+    return _encoder.encode(message)
+
+
+def unpack(body: Buffer, kind: type[M]) -> M:
+    """Decode a frame's body. Raises ``ProtocolError`` if it is not a ``kind``."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        return decoder.decode(body)  # type: ignore[return-value]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a {kind.__name__}: {error}") from error

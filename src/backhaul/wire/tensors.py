@@ -1,0 +1,310 @@
+"""Tensors <-> plain specs plus raw buffers. Nothing is pickled, and memory that several tensors of one
+message share is sent once and shared again at the other end.
+
+A *logical* tensor is what the user sees; a *part* is a strided tensor in memory. A strided tensor is its own
+only part, a sparse one has two or three (indices, values). ``TensorWriter`` collects the logical tensors of one
+message; ``read_tensors`` makes them again. Knows no message and no autograd: a spec says whether its tensor
+required grad, and that is all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from backhaul.errors import ProtocolError, SerializationError
+from backhaul.wire.frames import Buffer
+
+_PYBUF_READ = 0x100
+_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.restype = ctypes.py_object
+_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_COMPRESSED: dict[str, torch.layout] = {
+    "csr": torch.sparse_csr,
+    "csc": torch.sparse_csc,
+    "bsr": torch.sparse_bsr,
+    "bsc": torch.sparse_bsc,
+}
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """A strided tensor: where its bytes are and how they are laid out. ``buffer`` -1: it has none."""
+
+    buffer: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None  # None: contiguous
+    offset: int = 0  # in elements, into the buffer
+    device: str = ""  # "": cpu; "meta"
+
+
+class TensorSpec(msgspec.Struct, array_like=True, frozen=True):
+    """A logical tensor: its layout, its parts, and the little that is not in them."""
+
+    parts: tuple[int, ...]
+    requires_grad: bool = False
+    layout: str = ""  # "": strided
+    shape: tuple[int, ...] = ()
+    detail: tuple[Any, ...] = ()  # sparse: (coalesced,); quantized: (scale, zero_point) or (axis,)
+
+
+class TensorTable(msgspec.Struct, array_like=True, frozen=True):
+    """All tensors of one message."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+
+EMPTY_TABLE = TensorTable()
+
+
+class TensorWriter:
+    """Collects the tensors of one message, then lays out their memory."""
+
+    __slots__ = ("_parts", "_specs", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._specs: list[TensorSpec] = []
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Take in a logical tensor; return its index. Raises ``SerializationError`` if it cannot travel."""
+        if tensor.layout is torch.strided and not tensor.is_quantized:
+            spec = TensorSpec((self._part(tensor.detach()),), tensor.requires_grad)
+        else:
+            spec = self._composite(tensor)
+        self._specs.append(spec)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def _part(self, tensor: torch.Tensor) -> int:
+        device = tensor.device.type
+        if device not in ("cpu", "meta"):
+            raise SerializationError(
+                f"a tensor on {tensor.device} cannot travel: only CPU tensors can; move it with .cpu() first"
+            )
+        if tensor.is_conj():
+            tensor = tensor.resolve_conj()
+        if tensor.is_neg():
+            tensor = tensor.resolve_neg()
+        self._parts.append(tensor)
+        return len(self._parts) - 1
+
+    def _composite(self, tensor: torch.Tensor) -> TensorSpec:
+        value, grad, shape = tensor.detach(), tensor.requires_grad, tuple(tensor.shape)
+        if value.is_quantized:
+            if value.dtype not in (torch.qint8, torch.quint8, torch.qint32):
+                raise SerializationError(f"a tensor of {value.dtype} cannot travel")
+            parts: tuple[torch.Tensor, ...] = (value.int_repr(),)
+            if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+                detail: tuple[Any, ...] = (value.q_scale(), value.q_zero_point())
+                return TensorSpec(tuple(map(self._part, parts)), grad, "quantized", shape, detail)
+            parts += (value.q_per_channel_scales(), value.q_per_channel_zero_points())
+            detail = (value.q_per_channel_axis(),)
+            return TensorSpec(tuple(map(self._part, parts)), grad, "quantized_channel", shape, detail)
+        if value.layout is torch.sparse_coo:
+            parts = (value._indices(), value._values())
+            return TensorSpec(tuple(map(self._part, parts)), grad, "coo", shape, (value.is_coalesced(),))
+        for name, layout in _COMPRESSED.items():
+            if value.layout is layout:
+                rows = name in ("csr", "bsr")
+                parts = (
+                    value.crow_indices() if rows else value.ccol_indices(),
+                    value.col_indices() if rows else value.row_indices(),
+                    value.values(),
+                )
+                return TensorSpec(tuple(map(self._part, parts)), grad, name, shape)
+        raise SerializationError(f"a tensor of layout {value.layout} cannot travel")
+
+    def finish(self) -> tuple[TensorTable, list[Buffer], list[torch.Tensor]]:
+        """Return the table, the buffers to send, and the tensors that own the buffers' memory."""
+        if not self._parts:
+            return EMPTY_TABLE, [], []
+        buffers: list[Buffer] = []
+        keep: list[torch.Tensor] = []
+        placed: list[Part | None] = [None] * len(self._parts)
+        for cluster in _share_memory(self._parts):
+            if len(cluster) == 1:
+                index = cluster[0]
+                placed[index] = _place_alone(self._parts[index], buffers, keep)
+            else:
+                _place_together(self._parts, cluster, placed, buffers, keep)
+        return TensorTable(tuple(self._specs), tuple(p for p in placed if p is not None)), buffers, keep
+
+
+def _share_memory(parts: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Sort the parts into clusters whose memory overlaps."""
+    if len(parts) == 1:
+        return [[0]]
+    alone: list[list[int]] = []
+    by_storage: dict[int, list[int]] = {}
+    for index, part in enumerate(parts):
+        if part.numel() == 0 or part.device.type == "meta":
+            alone.append([index])
+        else:
+            by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(index)
+    clusters = alone
+    for indices in by_storage.values():
+        spans = sorted((parts[i].storage_offset() * parts[i].itemsize, i) for i in indices)
+        reach = -1
+        for start, index in spans:
+            if start >= reach:
+                clusters.append([])
+            clusters[-1].append(index)
+            reach = max(reach, start + _span(parts[index]) * parts[index].itemsize)
+    return clusters
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many elements lie between a non-empty tensor's first and last, both included."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _place_alone(tensor: torch.Tensor, buffers: list[Buffer], keep: list[torch.Tensor]) -> Part:
+    dtype, shape = _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+    if tensor.device.type == "meta":
+        return Part(-1, dtype, shape, tensor.stride(), 0, "meta")
+    if tensor.numel() == 0:
+        return Part(-1, dtype, shape, tensor.stride())
+    stride = None
+    elements = tensor.numel()
+    if not tensor.is_contiguous():
+        if _span(tensor) > elements:  # holes: send the elements, not what lies between them
+            tensor = tensor.clone(memory_format=torch.preserve_format)
+        elements = _span(tensor)
+        stride = tensor.stride()
+    buffers.append(_memory_of(tensor, elements))
+    keep.append(tensor)
+    return Part(len(buffers) - 1, dtype, shape, stride)
+
+
+def _place_together(
+    parts: Sequence[torch.Tensor],
+    cluster: list[int],
+    placed: list[Part | None],
+    buffers: list[Buffer],
+    keep: list[torch.Tensor],
+) -> None:
+    """Send the stretch of memory that a cluster covers once; every part becomes a view of it."""
+    align = max(parts[i].itemsize for i in cluster)
+    starts = {i: parts[i].storage_offset() * parts[i].itemsize for i in cluster}
+    first = min(starts.values()) // align * align
+    last = max(starts[i] + _span(parts[i]) * parts[i].itemsize for i in cluster)
+    origin = parts[cluster[0]]
+    base = origin.data_ptr() - starts[cluster[0]]
+    buffers.append(_memory(base + first, last - first, _PYBUF_READ))
+    for index in cluster:
+        part = parts[index]
+        keep.append(part)
+        placed[index] = Part(
+            len(buffers) - 1,
+            _DTYPE_NAMES[part.dtype],
+            tuple(part.shape),
+            part.stride(),
+            (starts[index] - first) // part.itemsize,
+        )
+
+
+def _memory_of(tensor: torch.Tensor, elements: int) -> memoryview:
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:  # fake tensors, functorch wrappers
+        raise SerializationError(f"a {type(tensor).__name__} has no memory to send: {error}") from error
+    view: memoryview = _memory(address, elements * tensor.itemsize, _PYBUF_READ)
+    return view
+
+
+def read_tensors(table: TensorTable, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+    """Make the tensors of a message again, on the very memory of ``buffers``."""
+    if not table.specs:
+        return []
+    uses = [0] * len(buffers)
+    for part in table.parts:
+        if not -1 <= part.buffer < len(buffers):
+            raise ProtocolError(f"a tensor points to buffer {part.buffer} of {len(buffers)}")
+        if part.buffer >= 0:
+            uses[part.buffer] += 1
+    bases: dict[int, torch.Tensor] = {}
+    try:
+        parts = [_read_part(part, buffers, uses, bases) for part in table.parts]
+        return [_read_spec(spec, [parts[i] for i in spec.parts]) for spec in table.specs]
+    except (KeyError, IndexError, ValueError, RuntimeError) as error:
+        raise ProtocolError(f"a tensor does not fit its buffer: {error}") from error
+
+
+def _read_part(
+    part: Part, buffers: Sequence[Buffer], uses: Sequence[int], bases: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    dtype = _DTYPES[part.dtype]
+    if part.buffer < 0:
+        stride = part.stride or ()
+        return torch.empty_strided(part.shape, stride, dtype=dtype, device=part.device or "cpu")
+    buffer = buffers[part.buffer]
+    if uses[part.buffer] == 1 and part.stride is None:
+        try:
+            flat = torch.frombuffer(buffer, dtype=dtype)
+            return flat if part.shape == (len(flat),) else flat.view(part.shape)
+        except (TypeError, NotImplementedError):  # a dtype frombuffer does not know
+            pass
+    base = bases.get(part.buffer)
+    if base is None:
+        base = bases[part.buffer] = torch.frombuffer(buffer, dtype=torch.uint8)
+    stride = part.stride
+    if stride is None:
+        stride = torch.empty(part.shape, device="meta").stride()
+    if min(part.shape, default=0) < 0 or min(stride, default=0) < 0 or part.offset < 0:
+        raise ValueError(f"negative size or stride in {part}")
+    reach = part.offset + 1 + sum((n - 1) * s for n, s in zip(part.shape, stride, strict=True))
+    if reach * dtype.itemsize > len(buffer):
+        raise ValueError(f"{part} reaches past its {len(buffer)} bytes")
+    return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), part.offset, part.shape, stride)
+
+
+def _read_spec(spec: TensorSpec, parts: list[torch.Tensor]) -> torch.Tensor:
+    tensor = parts[0] if not spec.layout else _REBUILD[spec.layout](spec, *parts)
+    return tensor.requires_grad_() if spec.requires_grad else tensor
+
+
+def _coo(spec: TensorSpec, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, spec.shape, is_coalesced=bool(spec.detail[0]), check_invariants=True
+    )
+
+
+def _compressed(spec: TensorSpec, *parts: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "sparse CSR support is in beta", once per process
+        return torch.sparse_compressed_tensor(
+            *parts, spec.shape, layout=_COMPRESSED[spec.layout], check_invariants=True
+        )
+
+
+def _quantized(spec: TensorSpec, ints: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized tensors are deprecated upstream
+        return torch._make_per_tensor_quantized_tensor(ints, *spec.detail)
+
+
+def _quantized_channel(spec: TensorSpec, *parts: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch._make_per_channel_quantized_tensor(*parts, *spec.detail)
+
+
+_REBUILD: dict[str, Callable[..., torch.Tensor]] = {
+    "coo": _coo,
+    "quantized": _quantized,
+    "quantized_channel": _quantized_channel,
+    **dict.fromkeys(_COMPRESSED, _compressed),
+}

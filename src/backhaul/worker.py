@@ -1,0 +1,235 @@
+"""The root object: everything one worker owns hangs off it, and nothing is global but which one is current.
+
+A worker is its identity, its end of a transport, its threads, and the parts that higher layers attach
+(RPC, autograd, ...). It routes each frame to the part that registered for its kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from backhaul.crew import Crew, Task
+from backhaul.errors import NotInitializedError, ProtocolError
+from backhaul.runtime import Runtime
+from backhaul.transport.base import Channel, Endpoint, Event, Lost
+from backhaul.types import Options, WorkerId, WorkerInfo
+from backhaul.wire.frames import Frame
+
+log = logging.getLogger("backhaul")
+
+P = TypeVar("P")
+FrameHandler = Callable[[Channel, Frame], Task | None]
+"""Acts on a frame while its channel is held: short, never blocks. May return what is left to run."""
+
+_current: contextvars.ContextVar[Worker | None] = contextvars.ContextVar("backhaul_worker", default=None)
+_entered: contextvars.ContextVar[tuple[contextvars.Token[Worker | None], ...]] = contextvars.ContextVar(
+    "backhaul_entered", default=()
+)
+_alive: weakref.WeakSet[Worker] = weakref.WeakSet()
+_alive_lock = threading.Lock()  # guards _alive and _closed_last
+_closed_last: str | None = None  # only for a better error message
+
+
+class Worker:
+    """One participant. Use it as a context manager to make it the current worker inside.
+
+    Args:
+        info: Name and id.
+        incarnation: Differs each time a worker of this name starts.
+        endpoint: Its end of the transport; the worker closes it.
+        options: How it behaves.
+        runtime: Threads and the clock.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: str,
+        endpoint: Endpoint,
+        options: Options,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.info = info
+        self.incarnation = incarnation
+        self.endpoint = endpoint
+        self.options = options
+        self.runtime = runtime or Runtime()
+        self.crew = Crew(
+            self.runtime, endpoint, self._deliver, limit=options.threads, name=f"backhaul-{info.name}"
+        )
+        self.loopback: Channel = _Loopback(self)
+        self.closed = False
+        self._parts: dict[type, Any] = {}
+        self._handlers: dict[int, FrameHandler] = {}
+        self._on_lost: list[Callable[[Channel, str], None]] = []
+        self._context = contextvars.Context()
+        self._context.run(_current.set, self)
+        with _alive_lock:
+            _alive.add(self)
+
+    def __repr__(self) -> str:
+        state = " closed" if self.closed else ""
+        return f"<Worker '{self.info.name}' (id {self.info.id}){state}>"
+
+    @property
+    def name(self) -> str:
+        """The worker's name."""
+        return self.info.name
+
+    # Parts and frames.
+
+    def attach(self, part: Any) -> None:
+        """Let a higher layer hang its state here, one object per type."""
+        self._parts[type(part)] = part
+
+    def part(self, kind: type[P]) -> P:
+        """The attached object of that type."""
+        found: P = self._parts[kind]
+        return found
+
+    def on_frame(self, kind: int, handler: FrameHandler) -> None:
+        """Route frames of ``kind`` to ``handler``."""
+        self._handlers[kind] = handler
+
+    def on_lost(self, handler: Callable[[Channel, str], None]) -> None:
+        """Call ``handler`` with each channel that is gone, and why. On a crew thread; it may block."""
+        self._on_lost.append(handler)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self.crew.start()
+
+    def _deliver(self, event: Event) -> list[Task]:
+        if isinstance(event, Lost):
+            return [functools.partial(self._lose, event)]
+        tasks: list[Task] = []
+        try:
+            for frame in event.frames:
+                task = self.route(event.channel, frame)
+                if task is not None:
+                    tasks.append(task)
+        finally:
+            event.channel.resume()
+        return tasks
+
+    def _lose(self, event: Lost) -> None:
+        for handler in self._on_lost:
+            handler(event.channel, event.reason)
+
+    def route(self, channel: Channel, frame: Frame) -> Task | None:
+        """Hand a frame to its part; close the channel if nobody wants it."""
+        try:
+            handler = self._handlers.get(frame.kind)
+            if handler is None:
+                raise ProtocolError(f"no part of this worker takes frames of kind {frame.kind}")
+            return handler(channel, frame)
+        except ProtocolError as error:
+            log.warning("closing the channel to %s: %s", channel.peer, error)
+            channel.close()
+            return None
+
+    def run(self, function: Callable[..., P], *args: Any) -> P:
+        """Call ``function`` with this worker current, in a fresh copy of its context variables."""
+        return self._context.copy().run(function, *args)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
+        with _alive_lock:
+            if self.closed:
+                return
+            self.closed = True
+            _alive.discard(self)
+            global _closed_last
+            _closed_last = self.name
+        stuck = self.crew.close(timeout)
+        if stuck:
+            log.warning("%s closed while handlers still ran on %s", self.name, ", ".join(stuck))
+        self.endpoint.close()
+
+    # Which worker is current.
+
+    def __enter__(self) -> Worker:
+        _entered.set((*_entered.get(), _current.set(self)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        *outer, token = _entered.get()
+        _current.reset(token)
+        _entered.set(tuple(outer))
+
+
+class _Loopback(Channel):
+    """A worker's channel to itself: values are copied as on any other."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.peer = "itself"
+        self._worker = weakref.ref(worker)
+
+    def send(self, frame: Frame, *, timeout: float | None = None) -> None:
+        worker = self._worker()
+        if worker is not None:
+            worker.crew.submit(functools.partial(self._arrive, worker, frame.copied()))
+
+    def _arrive(self, worker: Worker, frame: Frame) -> None:
+        task = worker.route(self, frame)
+        if task is not None:
+            task()
+
+    def resume(self) -> None:
+        """Nothing is ever held."""
+
+    def close(self) -> None:
+        """Never closes."""
+
+
+def current_worker() -> Worker:
+    """The worker that module-level functions act on.
+
+    It is the one made current by a ``with`` or by the handler that runs, else the only one of the process.
+
+    Raises:
+        NotInitializedError: There is none, or several and none is current.
+    """
+    worker = _current.get()
+    if worker is not None and not worker.closed:
+        return worker
+    with _alive_lock:
+        alive = list(_alive)
+        closed = worker.name if worker is not None else _closed_last
+    if len(alive) == 1:
+        return alive[0]
+    if alive:
+        names = ", ".join(sorted(w.name for w in alive))
+        raise NotInitializedError(
+            f"this process has {len(alive)} workers ({names}) and none is current here; use `with worker:`"
+        )
+    if closed is not None:
+        raise NotInitializedError(f"worker '{closed}' was shut down", worker=closed)
+    raise NotInitializedError("no worker in this process: call backhaul.init() or enter backhaul.cluster() first")
+
+
+def running_workers() -> list[Worker]:
+    """All workers of this process that have not been closed."""
+    with _alive_lock:
+        return list(_alive)
+
+
+@contextlib.contextmanager
+def blocking() -> Iterator[None]:
+    """Tell the current worker, if any, that this thread is about to wait."""
+    worker = _current.get()
+    if worker is None:
+        yield
+    else:
+        with worker.crew.blocking():
+            yield
