@@ -22,6 +22,7 @@ from backhaul.runtime import Runtime
 from backhaul.transport.base import Channel, Endpoint, Event, Lost
 from backhaul.types import Options, WorkerId, WorkerInfo
 from backhaul.wire.frames import Frame
+from backhaul.wire.memory import Recycler
 
 log = logging.getLogger("backhaul")
 
@@ -108,17 +109,18 @@ class Worker:
         self.crew.start()
 
     def _deliver(self, event: Event) -> list[Task]:
+        try:
+            return self.accept(event)
+        finally:
+            if not isinstance(event, Lost):
+                event.channel.resume()
+
+    def accept(self, event: Event) -> list[Task]:
+        """Act on an event while its channel is held; return what is left to run."""
         if isinstance(event, Lost):
             return [functools.partial(self._lose, event)]
-        tasks: list[Task] = []
-        try:
-            for frame in event.frames:
-                task = self.route(event.channel, frame)
-                if task is not None:
-                    tasks.append(task)
-        finally:
-            event.channel.resume()
-        return tasks
+        tasks = (self.route(event.channel, frame) for frame in event.frames)
+        return [task for task in tasks if task is not None]
 
     def _lose(self, event: Lost) -> None:
         for handler in self._on_lost:
@@ -174,11 +176,12 @@ class _Loopback(Channel):
     def __init__(self, worker: Worker) -> None:
         self.peer = "itself"
         self._worker = weakref.ref(worker)
+        self._recycler = Recycler()
 
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
         worker = self._worker()
         if worker is not None:
-            worker.crew.submit(functools.partial(self._arrive, worker, frame.copied()))
+            worker.crew.submit(functools.partial(self._arrive, worker, frame.copied(self._recycler)))
 
     def _arrive(self, worker: Worker, frame: Frame) -> None:
         task = worker.route(self, frame)

@@ -48,6 +48,7 @@ class Node:
                     self.farewell.wait(timeout)
             finally:
                 self.agent.close()
+                self.peers.close()
                 left = deadline - self.worker.runtime.now()
                 self.worker.close(min(max(left, 0.5), 5.0))
                 self.dispatcher.close()

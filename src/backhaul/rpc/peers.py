@@ -186,3 +186,8 @@ class Peers:
             peer.channel = None  # the next use opens another
         for listener in self._listeners:
             listener(peer, channel, reason)
+
+    def close(self) -> None:
+        """Close all channels, which wakes whoever reads or writes one."""
+        for channel in list(self._by_channel):
+            channel.close()

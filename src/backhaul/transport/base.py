@@ -20,7 +20,7 @@ from backhaul.wire.frames import Frame
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Frames arrived on a channel, in order. The channel is held until its ``resume``."""
+    """Frames arrived on a channel, in order. It is held, and delivers no more, until its ``resume``."""
 
     channel: Channel
     frames: list[Frame]
@@ -63,7 +63,21 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def resume(self) -> None:
-        """Let the channel deliver again; called once for each ``Received``."""
+        """Let the channel deliver again; called once for each ``Received`` and each successful ``hold``."""
+
+    def hold(self) -> bool:
+        """Take the channel from the pollers, so as to read it with ``receive``. False: it cannot be had now.
+
+        A thread that waits for a reply gets it without a hand-off that way. A transport need not offer it.
+        """
+        return False
+
+    def receive(self, timeout: float | None) -> Event | None:
+        """Wait for the next event of a channel that this thread holds; it stays held. None: ``timeout`` passed.
+
+        After ``Lost`` the channel is no longer held.
+        """
+        raise NotImplementedError("this channel cannot be held")
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -10,6 +10,7 @@ import weakref
 
 from backhaul.transport.base import Channel, ChannelClosedError, Endpoint, Event, Lost, Received
 from backhaul.wire.frames import Frame
+from backhaul.wire.memory import Recycler
 
 _numbers = itertools.count()
 _endpoints: weakref.WeakValueDictionary[str, InprocEndpoint] = weakref.WeakValueDictionary()
@@ -36,7 +37,7 @@ class InprocChannel(Channel):
         other = self._other
         if self._ended is not None or other is None:
             raise ChannelClosedError(f"the channel to {self.peer} is closed")
-        other._put(frame.copied())
+        other._put(frame.copied(other._endpoint.recycler))
 
     def _put(self, frame: Frame) -> None:
         with self._lock:
@@ -90,6 +91,7 @@ class InprocEndpoint(Endpoint):
         self._lock = threading.Lock()  # guards _channels and _closed
         self._channels: list[InprocChannel] = []
         self._closed = False
+        self.recycler = Recycler()
         _endpoints[self.addresses[0]] = self
 
     def connect(self, address: str, *, timeout: float) -> Channel:

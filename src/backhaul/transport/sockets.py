@@ -22,7 +22,8 @@ from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.transport import addresses
 from backhaul.transport.base import Channel, ChannelClosedError, Endpoint, Event, Lost, Received
 from backhaul.transport.handshake import ClientHandshake, ServerHandshake
-from backhaul.wire.frames import Buffer, Frame, FrameReader
+from backhaul.wire.frames import Frame, FrameReader
+from backhaul.wire.memory import Buffer, Recycler
 
 log = logging.getLogger("backhaul")
 
@@ -43,7 +44,10 @@ class SocketChannel(Channel):
         self._endpoint = endpoint
         self._sock = sock
         self._fd = sock.fileno()
-        self._reader = FrameReader(endpoint.limit)
+        self._reader = FrameReader(endpoint.limit, endpoint.recycler)
+        self._held = threading.Lock()  # held by whoever reads, until it resumes
+        self._poller = select.poll()  # for receive; used by the holder
+        self._poller.register(self._fd, select.POLLIN)
         self._ended: str | None = None  # why the channel is over; set once
         self._writing = threading.Lock()  # held by whoever writes to the socket; guards _stalled
         self._queue: collections.deque[bytes] = collections.deque()
@@ -55,7 +59,33 @@ class SocketChannel(Channel):
     # Reading: by the one thread that holds the channel.
 
     def read(self) -> Event | None:
-        """The channel is readable: return its frames, or that it is lost."""
+        """A poller was told that the channel is readable: take it, and return its frames or that it is lost."""
+        if not self._held.acquire(blocking=False):
+            return None  # somebody holds it, and arms it again
+        event = self._read()
+        if event is None:
+            self.resume()
+        return event
+
+    def hold(self) -> bool:
+        if not self._held.acquire(blocking=False):
+            return False
+        with contextlib.suppress(OSError, ValueError):
+            self._endpoint.arm(self._fd, 0)
+        return True
+
+    def receive(self, timeout: float | None) -> Event | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
+            if not self._poller.poll(left):
+                return None
+            event = self._read()
+            if event is not None:
+                return event
+
+    def _read(self) -> Event | None:
+        """Frames, or that the channel is lost, or None if there is nothing whole to be had now."""
         reader = self._reader
         try:
             while True:
@@ -67,17 +97,17 @@ class SocketChannel(Channel):
                 if frames:
                     return Received(self, frames)
         except BlockingIOError:
-            self.resume()
             return None
         except ProtocolError as error:
             log.warning("closing the channel to %s: %s", self.peer, error)
             return self._lose(f"malformed input: {error}")
         except OSError as error:
-            return self._lose(f"{os.strerror(error.errno or 0)}")
+            return self._lose(os.strerror(error.errno or 0))
 
     def resume(self) -> None:
-        # Once lost, the descriptor is gone; a channel that only ended reads on until it is lost.
-        with contextlib.suppress(OSError, ValueError):
+        # In this order: armed first, a poller could find the channel still held and drop its event.
+        self._held.release()
+        with contextlib.suppress(OSError, ValueError):  # the endpoint has been closed
             self._endpoint.arm(self._fd, select.EPOLLIN)
 
     def _lose(self, reason: str) -> Lost:
@@ -275,6 +305,7 @@ class SocketEndpoint(Endpoint):
     ) -> None:
         self.secret = secret
         self.limit = limit
+        self.recycler = Recycler()
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Edge-triggered and never read: each write wakes one poller.
@@ -395,7 +426,7 @@ class SocketEndpoint(Endpoint):
             self._newcomers.pop(fd, None)
             self._actions.pop(fd, None)
             self._channels[fd] = channel
-        channel.resume()
+        self.arm(fd, select.EPOLLIN)
 
     def drop(self, newcomer: _Newcomer) -> None:
         """Close a connection that did not prove itself."""

@@ -7,6 +7,7 @@ What both ends can import goes by name; lambdas, closures and what only ``__main
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 import sys
@@ -19,7 +20,8 @@ import torch
 
 from backhaul.errors import BackhaulError, SerializationError
 from backhaul.wire.callables import SCRIPT, name_of, resolve
-from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS, Buffer
+from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
+from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import Payload
 from backhaul.wire.tensors import TensorWriter, read_tensors
 
@@ -87,20 +89,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         loose: list[pickle.PickleBuffer],
         main_shared: bool,
     ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._take_buffer)
+        # Not a method: a pickler that refers to itself would keep all it has seen until the next collection.
+        super().__init__(file, protocol=5, buffer_callback=functools.partial(_take_buffer, loose))
         self._writer = writer
-        self._loose = loose
         self._main_shared = main_shared
-
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        try:
-            view = buffer.raw()
-        except BufferError:  # not contiguous
-            return True
-        if view.nbytes < _SMALL_BUFFER or view.readonly:
-            return True  # in-band; read-only memory comes back read-only that way
-        self._loose.append(buffer)
-        return False
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
@@ -137,6 +129,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             plain = value.detach().as_subclass(torch.Tensor)
             plain.requires_grad_(value.requires_grad)
         return _subclass, (plain, kind, dict(value.__dict__))
+
+
+def _take_buffer(loose: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
+    """Put a buffer beside the pickle, or return True to keep it inside."""
+    try:
+        view = buffer.raw()
+    except BufferError:  # not contiguous
+        return True
+    if view.nbytes < _SMALL_BUFFER or view.readonly:
+        return True  # read-only memory comes back read-only that way
+    loose.append(buffer)
+    return False
 
 
 class _Unpickler(pickle.Unpickler):

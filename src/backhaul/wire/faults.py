@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from backhaul.errors import BackhaulError, RemoteError, RemoteTraceback, SerializationError
 from backhaul.wire.codec import Encoded, decode, encode
-from backhaul.wire.frames import Buffer
+from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import Fault
 
 

@@ -16,15 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from backhaul.errors import ProtocolError
+from backhaul.wire.memory import Buffer, Recycler
 
 MAGIC = b"BkHl"
 VERSION = 1
 HEADER = struct.Struct("<4sBBHIIQQ")
 MAX_BUFFERS = 1 << 20
 MAX_BODY = (1 << 32) - 1
-
-Buffer = bytes | bytearray | memoryview
-
 
 class Frame:
     """One message on the wire.
@@ -70,9 +68,14 @@ class Frame:
         head = header + struct.pack(f"<{len(lengths)}Q", *lengths) + self.body
         return [head, *(buffer for buffer in self.buffers if len(buffer))]
 
-    def copied(self) -> Frame:
+    def copied(self, recycler: Recycler) -> Frame:
         """The same frame on memory of its own, as if it had been received."""
-        return Frame(self.kind, self.number, bytes(self.body), [bytearray(b) for b in self.buffers])
+        buffers = []
+        for buffer in self.buffers:
+            copy = recycler.allocate(len(buffer))
+            memoryview(copy).cast("B")[:] = memoryview(buffer).cast("B")
+            buffers.append(copy)
+        return Frame(self.kind, self.number, bytes(self.body), buffers)
 
 
 class FrameReader:
@@ -89,13 +92,15 @@ class FrameReader:
 
     SCRATCH = 1 << 16
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, recycler: Recycler | None = None) -> None:
         self._limit = limit
+        self._recycler = recycler or Recycler()
         self._scratch = memoryview(bytearray(self.SCRATCH))
         self._start = 0
         self._end = 0
         # A piece too large for the scratch is read straight into its own memory.
-        self._large: bytearray | None = None
+        self._block: Buffer = b""
+        self._large: memoryview | None = None
         self._filled = 0
         # The frame being read: None until its header is there.
         self._kind = 0
@@ -103,14 +108,9 @@ class FrameReader:
         self._pieces: list[int] | None = None  # sizes of table (if any), body, buffers still to come
         self._payload = 0
         self._has_table = False
-        self._body: bytes | bytearray = b""
+        self._body: Buffer = b""
         self._body_read = False
         self._buffers: list[Buffer] = []
-
-    @property
-    def large_pending(self) -> bool:
-        """Whether the next bytes go straight into a large buffer."""
-        return self._large is not None
 
     @property
     def midway(self) -> bool:
@@ -120,7 +120,7 @@ class FrameReader:
     def writable(self) -> memoryview:
         """Memory for the next bytes; never empty."""
         if self._large is not None:
-            return memoryview(self._large)[self._filled :]
+            return self._large[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start and self._end - self._start < self.SCRATCH // 2:
@@ -136,8 +136,8 @@ class FrameReader:
             self._filled += count
             if self._filled < len(self._large):
                 return frames
-            piece, self._large = self._large, None
-            self._accept(piece, frames)
+            block, self._block, self._large = self._block, b"", None
+            self._accept(block, frames)
         else:
             self._end += count
         while True:
@@ -153,7 +153,8 @@ class FrameReader:
                 self._start += need
                 self._accept(piece, frames)
             elif need > self.SCRATCH // 2:
-                self._large = bytearray(need)
+                self._block = self._recycler.allocate(need)
+                self._large = memoryview(self._block).cast("B")
                 self._large[:have] = self._scratch[self._start : self._end]
                 self._filled = have
                 self._start = self._end = 0
@@ -183,7 +184,7 @@ class FrameReader:
         self._body_read = False
         self._buffers = []
 
-    def _accept(self, piece: bytearray, frames: list[Frame]) -> None:
+    def _accept(self, piece: Buffer, frames: list[Frame]) -> None:
         assert self._pieces is not None
         self._pieces.pop(0)
         if self._has_table:

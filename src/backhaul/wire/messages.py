@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import Buffer
+from backhaul.wire.memory import Buffer
 from backhaul.wire.tensors import EMPTY_TABLE, TensorTable
 
 M = TypeVar("M", bound=msgspec.Struct)

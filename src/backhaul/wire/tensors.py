@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from backhaul.errors import ProtocolError, SerializationError
-from backhaul.wire.frames import Buffer
+from backhaul.wire.memory import Buffer
 
 _PYBUF_READ = 0x100
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory

@@ -1,0 +1,78 @@
+"""Memory for what is received. Large blocks are used again once the tensors on them are gone: the first touch of fresh
+memory costs several times what copying into it does."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import mmap
+import weakref
+from typing import Any
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap | ctypes.Array[Any]
+
+_SMALL = 128 << 10  # below this, malloc does well
+_HUGE = 4 << 20  # from here on in huge pages, where the system has them
+_KEEP = 256 << 20  # how much unused memory is kept
+
+
+class Recycler:
+    """Hands out writable blocks and takes them back when nothing refers to them any more. Thread-safe, no locks:
+    a block may come back in the middle of anything, whenever its last tensor dies."""
+
+    def __init__(self, keep: int = _KEEP) -> None:
+        self._keep = keep
+        self._free: dict[int, collections.deque[mmap.mmap]] = {}
+        self._leases: dict[int, _Lease] = {}  # by id: what they refer to has no hash
+
+    @property
+    def kept(self) -> int:
+        """Bytes that wait to be used again."""
+        return sum(size * len(blocks) for size, blocks in list(self._free.items()))
+
+    def allocate(self, size: int) -> Buffer:
+        """A block of ``size`` bytes with undefined content."""
+        if size < _SMALL:
+            return bytearray(size)
+        rounded = _round(size)
+        try:
+            memory = self._free[rounded].pop()
+        except (KeyError, IndexError):
+            memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if rounded >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        block = (ctypes.c_ubyte * size).from_buffer(memory)
+        lease = _Lease(block, self._take_back)
+        lease.memory = memory
+        self._leases[id(lease)] = lease
+        return block
+
+    def _take_back(self, lease: _Lease) -> None:
+        memory = lease.memory
+        self._leases.pop(id(lease), None)
+        blocks = self._free.setdefault(len(memory), collections.deque())
+        blocks.append(memory)
+        if self.kept > self._keep:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Let go of the largest blocks first."""
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and self.kept > self._keep:
+                try:
+                    self._free[size].popleft()
+                except IndexError:
+                    break
+
+
+class _Lease(weakref.ref[Any]):
+    """Tells the recycler when a block is no longer used."""
+
+    __slots__ = ("memory",)
+    memory: mmap.mmap
+
+
+def _round(size: int) -> int:
+    """Up to a quarter of the next lower power of two, so that sizes that vary a little share blocks."""
+    step = 1 << max(size.bit_length() - 3, 12)
+    return (size + step - 1) // step * step
