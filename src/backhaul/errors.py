@@ -144,9 +144,7 @@ class ShutdownTimeoutError(BackhaulError, TimeoutError):
         waiting_for: Names of the workers that were not done.
     """
 
-    def __init__(
-        self, message: str, *, worker: str | None = None, waiting_for: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, message: str, *, worker: str | None = None, waiting_for: tuple[str, ...] = ()) -> None:
         super().__init__(message, worker=worker)
         self.waiting_for = waiting_for
 

@@ -20,9 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:.-]{1,128}")
 def check_name(name: str) -> str:
     """Return ``name`` if a worker may be called so, else raise ``ValueError``."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
-            f"{name!r} is not a worker name: use 1 to 128 letters, digits, '_', '-', ':' or '.'"
-        )
+        raise ValueError(f"{name!r} is not a worker name: use 1 to 128 letters, digits, '_', '-', ':' or '.'")
     return name
 
 

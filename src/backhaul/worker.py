@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from backhaul.crew import Crew, Task
 from backhaul.errors import NotInitializedError, ProtocolError
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Channel, Endpoint, Event, Lost
-from backhaul.types import Options, WorkerId, WorkerInfo
+from backhaul.types import Options, WorkerInfo
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Recycler
 
@@ -63,9 +64,7 @@ class Worker:
         self.endpoint = endpoint
         self.options = options
         self.runtime = runtime or Runtime()
-        self.crew = Crew(
-            self.runtime, endpoint, self._deliver, limit=options.threads, name=f"backhaul-{info.name}"
-        )
+        self.crew = Crew(self.runtime, endpoint, self._deliver, limit=options.threads, name=f"backhaul-{info.name}")
         self.loopback: Channel = _Loopback(self)
         self.closed = False
         self._parts: dict[type, Any] = {}
@@ -219,6 +218,17 @@ def current_worker() -> Worker:
     if closed is not None:
         raise NotInitializedError(f"worker '{closed}' was shut down", worker=closed)
     raise NotInitializedError("no worker in this process: call backhaul.init() or enter backhaul.cluster() first")
+
+
+def _forget_all() -> None:
+    """In a forked child the workers are the parent's: their threads are not here, their sockets not ours to close."""
+    global _alive_lock
+    _alive_lock = threading.Lock()
+    _alive.clear()
+    _current.set(None)
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def running_workers() -> list[Worker]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import cloudpickle
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from backhaul.errors import PeerLostError, WorkerFailedError
 from backhaul.launch.embedded import worker_names
@@ -78,7 +78,7 @@ def launch(
     if start_method == "forkserver":
         context.set_forkserver_preload(["__main__", "backhaul"])
     job = _dump((function, tuple(args), dict(kwargs or {}), options))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -153,9 +153,7 @@ class _Crowd:
         return bool(ready)
 
     def _first_failure(self, outcomes: dict[int, _Outcome], dead: dict[int, float]) -> BaseException:
-        faults = sorted(
-            (outcome.at, rank) for rank, outcome in outcomes.items() if isinstance(outcome.body, Fault)
-        )
+        faults = sorted((outcome.at, rank) for rank, outcome in outcomes.items() if isinstance(outcome.body, Fault))
         if faults:
             outcome = outcomes[faults[0][1]]
             assert isinstance(outcome.body, Fault)
@@ -172,7 +170,8 @@ class _Crowd:
 
     def _read(self, outcome: _Outcome) -> Any:
         assert isinstance(outcome.body, Payload)
-        return decode(outcome.body, [bytearray(buffer) for buffer in outcome.buffers])
+        (result,) = decode(outcome.body, [bytearray(buffer) for buffer in outcome.buffers])
+        return result
 
     def end(self) -> None:
         """See to it that no process is left."""
@@ -194,9 +193,7 @@ class _Crowd:
             process.close()
 
 
-def _work(
-    job: bytes, name: str, environment: dict[str, str], pipe: multiprocessing.connection.Connection
-) -> None:
+def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocessing.connection.Connection) -> None:
     """What a worker process does."""
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
@@ -208,7 +205,7 @@ def _work(
         init(name, options=options)
         result = function(*args, **kwargs)
         shutdown()
-        encoded = encode(result, root=f"the result of worker '{name}'")
+        encoded = encode([result], names=[f"the result of worker '{name}'"])
         outcome = _Outcome(time.monotonic(), encoded.payload, [bytes(b) for b in encoded.buffers])
         pipe.send_bytes(pickle.dumps(outcome))
     except BaseException as error:

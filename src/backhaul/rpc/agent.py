@@ -1,5 +1,6 @@
 """Outgoing calls: each is sent, waits in the table of pending calls, and ends exactly once: by its reply, by the
-loss of its channel, by its deadline, or by shutdown."""
+loss of its channel, by its deadline, or by shutdown.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from backhaul.crew import Task
 from backhaul.errors import (
     BackhaulError,
     CallTimeoutError,
@@ -25,13 +27,13 @@ from backhaul.wire.codec import decode, encode
 from backhaul.wire.faults import decode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Fault, Kind, Reply, Request, pack, unpack
-from backhaul.worker import Task, Worker
+from backhaul.worker import Worker
 
 _FOREVER = float("inf")
 
 
 class Pending:
-    """A call under way. ``settle`` is called once, with a reply frame or an exception, by whoever took it off the table."""
+    """A call under way. Whoever takes it off the table calls ``settle``, once, with a reply frame or an exception."""
 
     __slots__ = ("channel", "deadline", "label", "peer", "timeout")
 
@@ -63,7 +65,8 @@ class Pending:
         if outcome.kind == Kind.FAULT:
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
         try:
-            return decode(unpack(outcome.body, Reply).payload, outcome.buffers)
+            (value,) = decode(unpack(outcome.body, Reply).payload, outcome.buffers)
+            return value
         except Exception as error:
             raise SerializationError(
                 f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
@@ -239,23 +242,26 @@ class Agent:
         return number
 
     def _encode(
-        self, pending: Pending, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        pending: Pending,
+        number: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Frame:
         shared = pending.peer.main_shared
         name = name_of(function, main_shared=shared)
-        root = f"call to {pending.label}"
+        what = f"call to {pending.label}"
+        values = args
+        if kwargs or not name:
+            values = ((function,) if not name else ()) + ((kwargs,) if kwargs else ()) + args
         try:
-            encoded = encode((args, kwargs) if name else (function, args, kwargs), root=root, main_shared=shared)
+            encoded = encode(values, names=_Names(not name, bool(kwargs), len(args)), main_shared=shared)
         except SerializationError as error:
-            raise _in_call(error, root, named=name is not None) from error.__cause__
-        frame = Frame(
-            Kind.REQUEST,
-            number,
-            pack(Request(name or "", encoded.payload)),
-            encoded.buffers,
-            encoded.keep,
-        )
-        check_size(frame, pending.peer, root)
+            raise SerializationError(f"{what}: {error}; nothing was sent", path=error.path) from error.__cause__
+        request = Request(name or "", encoded.payload, bool(kwargs))
+        frame = Frame(Kind.REQUEST, number, pack(request), encoded.buffers, encoded.keep)
+        check_size(frame, pending.peer, what)
         return frame
 
     # Outcomes.
@@ -355,7 +361,8 @@ def check_size(frame: Frame, peer: Peer, what: str) -> None:
     """Raise ``FrameTooLargeError`` if ``peer`` would not accept the frame."""
     if frame.nbytes > peer.record.limit:
         raise FrameTooLargeError(
-            f"{what} takes {frame.nbytes} bytes; worker '{peer.info.name}' accepts {peer.record.limit} (max_frame_bytes)",
+            f"{what} takes {frame.nbytes} bytes; worker '{peer.info.name}' accepts {peer.record.limit} "
+            "(max_frame_bytes)",
             worker=peer.info.name,
             nbytes=frame.nbytes,
             limit=peer.record.limit,
@@ -372,13 +379,17 @@ def _lost(pending: Pending, reason: str) -> PeerLostError:
     )
 
 
-def _in_call(error: SerializationError, root: str, *, named: bool) -> SerializationError:
-    """Say ``args[0]`` where the encoder, which knows no calls, says ``[0][0]``."""
-    path = (error.path or root).removeprefix(root)
-    names = ("args", "kwargs") if named else ("function", "args", "kwargs")
-    for index, name in enumerate(names):
-        if path.startswith(f"[{index}]"):
-            path = name + path.removeprefix(f"[{index}]")
-            break
-    detail = str(error).removeprefix(error.path or root)
-    return SerializationError(f"{root}: {path}{detail}; nothing was sent", path=path)
+class _Names(Sequence[str]):
+    """What to call the values of a request in an error; made on demand, since there rarely is one."""
+
+    def __init__(self, function: bool, keywords: bool, positional: int) -> None:
+        self._head = ["function"] * function + ["kwargs"] * keywords
+        self._positional = positional
+
+    def __len__(self) -> int:
+        return len(self._head) + self._positional
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        return self._head[index] if index < len(self._head) else f"args[{index - len(self._head)}]"

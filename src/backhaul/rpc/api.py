@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
@@ -25,7 +25,7 @@ def init(
     *,
     rank: int | None = None,
     world_size: int | None = None,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     options: Options | None = None,
 ) -> Worker:
     """Make this process a worker and wait until all workers have come.
@@ -60,8 +60,8 @@ def init(
     secret = secret_of(options)
     if options.bind is not None and secret is None and not is_loopback(options.bind):
         raise ValueError(
-            f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET to "
-            "the same value on every worker, or give Options(secret=...)"
+            f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
+            "to the same value on every worker, or give Options(secret=...)"
         )
     if store is None:
         store, rank, world_size = open_store(rank, world_size, options)

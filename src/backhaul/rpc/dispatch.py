@@ -1,5 +1,6 @@
 """Incoming calls: decode, run with this worker current, reply. A handler that returns a future (``async_execution``) or
-a coroutine frees its thread until that is done."""
+a coroutine frees its thread until that is done.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from backhaul.errors import BackhaulError, FunctionNotFoundError, SerializationError
+from backhaul.crew import Task
+from backhaul.errors import BackhaulError, FunctionNotFoundError, ProtocolError, SerializationError
 from backhaul.rpc.agent import Agent, check_size
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.callables import label_of, resolve
@@ -21,7 +23,7 @@ from backhaul.wire.codec import decode, encode
 from backhaul.wire.faults import encode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Kind, Reply, Request, pack, unpack
-from backhaul.worker import Task, Worker
+from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
 
@@ -66,6 +68,8 @@ class Dispatcher:
         self._loop.close()
 
     def _on_request(self, channel: Channel, frame: Frame) -> Task:
+        if self._agent.peers.of(channel) is None:
+            raise ProtocolError("a request from a peer that has not said who it is")
         self._agent.begin()
         return functools.partial(self._serve, channel, frame)
 
@@ -97,7 +101,7 @@ class Dispatcher:
             return
         self._reply(channel, number, label, result)
 
-    def _decode(self, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def _decode(self, frame: Frame) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         name = self._worker.name
         request = unpack(frame.body, Request)
         function: Callable[..., Any] | None = None
@@ -111,23 +115,21 @@ class Dispatcher:
                     function=request.function,
                 ) from error
         try:
-            value = decode(request.payload, frame.buffers)
+            values = decode(request.payload, frame.buffers)
+            if function is None:
+                function = values.pop(0)
+            kwargs = values.pop(0) if request.keywords else {}
         except Exception as error:
             raise SerializationError(
                 f"worker '{name}' cannot decode the call to {request.function or 'a function'}: "
                 f"{type(error).__name__}: {error}",
                 worker=name,
             ) from error
-        if function is None:
-            function, *value = value
-        args, kwargs = value
-        return function, args, kwargs  # type: ignore[return-value]
+        return function, values, kwargs
 
     # Replies. Each request gets exactly one, and is counted as served after that.
 
-    def _reply_with_future(
-        self, channel: Channel, number: int, label: str, done: torch.futures.Future[Any]
-    ) -> None:
+    def _reply_with_future(self, channel: Channel, number: int, label: str, done: torch.futures.Future[Any]) -> None:
         try:
             result = done.wait()
         except BaseException as error:
@@ -148,14 +150,16 @@ class Dispatcher:
     def _reply(self, channel: Channel, number: int, label: str, result: Any) -> None:
         peer = self._agent.peers.of(channel)
         try:
-            encoded = encode(result, root="result", main_shared=peer is not None and peer.main_shared)
+            encoded = encode([result], names=["result"], main_shared=peer is not None and peer.main_shared)
             frame = Frame(Kind.REPLY, number, pack(Reply(encoded.payload)), encoded.buffers, encoded.keep)
             if peer is not None:
                 check_size(frame, peer, f"the result of {label}")
         except SerializationError as error:
             name = self._worker.name
             problem = SerializationError(
-                f"{label} on worker '{name}' returned what cannot travel: {error}", worker=name, path=error.path
+                f"{label} on worker '{name}' returned what cannot travel: {error}",
+                worker=name,
+                path=error.path,
             )
             self._reply_fault(channel, number, problem)
         except BackhaulError as error:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from backhaul.crew import Task
 from backhaul.errors import AuthenticationError, PeerLostError, ShutdownTimeoutError
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Dispatcher
@@ -15,7 +16,7 @@ from backhaul.rpc.quiesce import Ask, Dismiss, Roundup
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Count, Kind, Tally, pack, unpack
-from backhaul.worker import Task, Worker
+from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
 
@@ -67,7 +68,8 @@ class Farewell:
         with self._lock:
             names = tuple(self._peers[who].info.name for who in sorted(self._roundup.waiting_for))
         return ShutdownTimeoutError(
-            f"worker '{self._worker.name}' waited {timeout:g} s for everyone to be done; still at work: {', '.join(names)}",
+            f"worker '{self._worker.name}' waited {timeout:g} s for everyone to be done; still at work: "
+            f"{', '.join(names)}",
             worker=self._worker.name,
             waiting_for=names,
         )
@@ -79,9 +81,7 @@ class Farewell:
 
     def _on_tally(self, channel: Channel, frame: Frame) -> Task | None:
         tally = unpack(frame.body, Tally)
-        return self._advance(
-            channel, lambda roundup, who: roundup.counted(who, tally.wave, tally.sent, tally.served)
-        )
+        return self._advance(channel, lambda roundup, who: roundup.counted(who, tally.wave, tally.sent, tally.served))
 
     def _on_count(self, channel: Channel, frame: Frame) -> Task:
         wave = unpack(frame.body, Count).wave

@@ -69,7 +69,7 @@ class Future(torch.futures.Future[T]):
             try:
                 made.set_result(context.run(callback, self))
             except Exception as error:
-                made.set_exception(error)
+                made.set_exception(error)  # type: ignore[arg-type]
 
         super().add_done_callback(run)
         return made
@@ -126,7 +126,7 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[tor
             try:
                 member.wait()
             except Exception as error:
-                made.set_exception(error)
+                made.set_exception(error)  # type: ignore[arg-type]
                 return
         made.set_result(members)
 

@@ -86,7 +86,9 @@ def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) 
         except BaseException as error:
             errors.append(error)
 
-    threads = [node.worker.runtime.spawn(functools.partial(end, node), name=f"shutdown-{node.worker.name}") for node in nodes]
+    threads = [
+        node.worker.runtime.spawn(functools.partial(end, node), name=f"shutdown-{node.worker.name}") for node in nodes
+    ]
     for thread in threads:
         thread.join()
     if errors:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 
+from backhaul.crew import Task
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import WorkerId, WorkerInfo
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Hello, Kind, Refuse, pack, unpack
-from backhaul.worker import Task, Worker
+from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
 
@@ -124,9 +125,7 @@ class Peers:
         name, address = peer.info.name, self._choose(peer)
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
-            hello = Hello(
-                self._own.id, self._own.name, self._own.incarnation, name, peer.record.incarnation
-            )
+            hello = Hello(self._own.id, self._own.name, self._own.incarnation, name, peer.record.incarnation)
             with self._lock:
                 self._by_channel[channel] = peer
             channel.send(Frame(Kind.HELLO, 0, pack(hello)))

@@ -1,5 +1,6 @@
 """How workers find each other: each puts its record into a c10d store and waits for the others'. The store is used
-for addresses (and the secret, where none was given) and for nothing else."""
+for addresses (and the secret, where none was given) and for nothing else.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import os
 import secrets as random_secrets
 
 import msgspec
-import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from backhaul.errors import RendezvousError
@@ -18,7 +19,7 @@ from backhaul.types import MAX_WORKERS, Options
 SECRET_VARIABLE = "BACKHAUL_SECRET"
 
 
-def open_store(rank: int | None, world_size: int | None, options: Options) -> tuple[dist.Store, int, int]:
+def open_store(rank: int | None, world_size: int | None, options: Options) -> tuple[Store, int, int]:
     """The store that ``options.init_method`` names (default: torchrun's environment), our rank and the size."""
     rank = _from_environment("RANK", rank)
     world_size = _from_environment("WORLD_SIZE", world_size)
@@ -39,7 +40,7 @@ def open_store(rank: int | None, world_size: int | None, options: Options) -> tu
     timeout = datetime.timedelta(seconds=options.rendezvous_timeout)
     try:
         store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
-    except (dist.DistError, RuntimeError, OSError) as error:
+    except (DistError, RuntimeError, OSError) as error:
         raise RendezvousError(f"cannot meet at {method}: {error}") from error
     return store, rank, world_size
 
@@ -65,16 +66,16 @@ def _from_environment(name: str, given: int | None) -> int | None:
 class Meeting:
     """One meeting of all workers at a store. A second ``init`` on the same store is a meeting of its own."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self._rank = rank
         self._size = world_size
         self._timeout = timeout
         try:
             store.set_timeout(datetime.timedelta(seconds=timeout))
             times = store.add(f"backhaul/times/{rank}", 1)  # every worker comes equally often
-        except (dist.DistError, RuntimeError) as error:
+        except (DistError, RuntimeError) as error:
             raise RendezvousError(f"the store does not answer: {error}") from error
-        self._store = dist.PrefixStore(f"backhaul/{times}", store)
+        self._store = PrefixStore(f"backhaul/{times}", store)
 
     def agree_on_secret(self, given: bytes | None) -> bytes:
         """The given secret, else one made by rank 0: whoever can read the store may take part."""
@@ -86,12 +87,9 @@ class Meeting:
 
     def exchange(self, record: WorkerRecord) -> list[WorkerRecord]:
         """Tell the others about us; return everyone's record by rank. Raises ``RendezvousError``."""
-        self._store.set(f"worker/{self._rank}", msgspec.json.encode(record))
+        self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
         everyone = list(range(self._size))
-        records = [
-            msgspec.json.decode(self._get(f"worker/{rank}", everyone), type=WorkerRecord)
-            for rank in everyone
-        ]
+        records = [msgspec.json.decode(self._get(f"worker/{rank}", everyone), type=WorkerRecord) for rank in everyone]
         names: dict[str, int] = {}
         for rank, found in enumerate(records):
             if found.name in names:
@@ -106,7 +104,7 @@ class Meeting:
         try:
             value: bytes = self._store.get(key)
             return value
-        except (dist.DistError, RuntimeError) as error:
+        except (DistError, RuntimeError) as error:
             raise RendezvousError(
                 f"waited {self._timeout:g} s for the other workers (rendezvous_timeout): {self._missing(ranks)}"
             ) from error
@@ -114,7 +112,7 @@ class Meeting:
     def _missing(self, ranks: list[int]) -> str:
         try:
             missing = [rank for rank in ranks if not self._store.check([f"worker/{rank}"])]
-        except (dist.DistError, RuntimeError):
+        except (DistError, RuntimeError):
             return "the store is gone"
         return f"{len(missing)} of {self._size} did not come: ranks {', '.join(map(str, missing))}"
 

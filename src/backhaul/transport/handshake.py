@@ -78,9 +78,7 @@ class ServerHandshake(_Side):
             self._client = self._check_greeting()
             self._input.clear()
             return self._greeting()
-        if not hmac.compare_digest(
-            self._input, _proof(self._secret, b"client", self._client, self._nonce)
-        ):
+        if not hmac.compare_digest(self._input, _proof(self._secret, b"client", self._client, self._nonce)):
             raise AuthenticationError("the other side does not know the cluster secret")
         self.done = True
         return _ACCEPTED + _proof(self._secret, b"server", self._client, self._nonce)
@@ -113,9 +111,7 @@ class ClientHandshake(_Side):
             return _proof(self._secret, b"client", self._nonce, self._server)
         if self._input[:1] != _ACCEPTED:
             raise AuthenticationError("the other side refused this one: their cluster secrets differ")
-        if not hmac.compare_digest(
-            self._input[1:], _proof(self._secret, b"server", self._nonce, self._server)
-        ):
+        if not hmac.compare_digest(self._input[1:], _proof(self._secret, b"server", self._nonce, self._server)):
             raise AuthenticationError("the other side does not know the cluster secret")
         self.done = True
         return b""

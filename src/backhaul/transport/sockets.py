@@ -6,9 +6,7 @@ the threads that wait in ``poll``, and the descriptor stays silent until it is a
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -16,239 +14,21 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from backhaul.errors import AuthenticationError, ProtocolError
+from backhaul.errors import AuthenticationError
 from backhaul.transport import addresses
-from backhaul.transport.base import Channel, ChannelClosedError, Endpoint, Event, Lost, Received
+from backhaul.transport.base import Channel, Endpoint, Event
 from backhaul.transport.handshake import ClientHandshake, ServerHandshake
-from backhaul.wire.frames import Frame, FrameReader
-from backhaul.wire.memory import Buffer, Recycler
+from backhaul.transport.socket_channel import SocketChannel
+from backhaul.wire.memory import Recycler
 
 log = logging.getLogger("backhaul")
 
 _ONE_SHOT = select.EPOLLONESHOT
 _SOCKET_BUFFER = 4 << 20
-_COALESCE = 1 << 16  # a frame up to this size may be copied so as not to wait for another writer
-_MAX_QUEUED = 16 << 20  # bytes of copied frames a channel holds before senders wait
-_MAX_PARTS = 512  # pieces per system call, well under the kernel's limit
 _HANDSHAKE_TIMEOUT = 10.0
 _MAX_HANDSHAKES = 256
-
-
-class SocketChannel(Channel):
-    """A connected, authenticated socket."""
-
-    def __init__(self, endpoint: SocketEndpoint, sock: socket.socket, peer: str) -> None:
-        self.peer = peer
-        self._endpoint = endpoint
-        self._sock = sock
-        self._fd = sock.fileno()
-        self._reader = FrameReader(endpoint.limit, endpoint.recycler)
-        self._held = threading.Lock()  # held by whoever reads, until it resumes
-        self._poller = select.poll()  # for receive; used by the holder
-        self._poller.register(self._fd, select.POLLIN)
-        self._ended: str | None = None  # why the channel is over; set once
-        self._writing = threading.Lock()  # held by whoever writes to the socket; guards _stalled
-        self._queue: collections.deque[bytes] = collections.deque()
-        self._queued = 0  # bytes in the queue
-        self._counting = threading.Lock()  # guards the two above, held for no longer than they change
-        self._stalled = False  # the queue waits for the socket; a poller goes on with it
-        self._out_fd = -1  # a second descriptor of the socket, to be told when it is writable
-
-    # Reading: by the one thread that holds the channel.
-
-    def read(self) -> Event | None:
-        """A poller was told that the channel is readable: take it, and return its frames or that it is lost."""
-        if not self._held.acquire(blocking=False):
-            return None  # somebody holds it, and arms it again
-        event = self._read()
-        if event is None:
-            self.resume()
-        return event
-
-    def hold(self) -> bool:
-        if not self._held.acquire(blocking=False):
-            return False
-        with contextlib.suppress(OSError, ValueError):
-            self._endpoint.arm(self._fd, 0)
-        return True
-
-    def receive(self, timeout: float | None) -> Event | None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
-            if not self._poller.poll(left):
-                return None
-            event = self._read()
-            if event is not None:
-                return event
-
-    def _read(self) -> Event | None:
-        """Frames, or that the channel is lost, or None if there is nothing whole to be had now."""
-        reader = self._reader
-        try:
-            while True:
-                count = self._sock.recv_into(reader.writable())
-                if not count:
-                    midway = " in the middle of a frame" if reader.midway else ""
-                    return self._lose(f"closed by the peer{midway}")
-                frames = reader.fed(count)
-                if frames:
-                    return Received(self, frames)
-        except BlockingIOError:
-            return None
-        except ProtocolError as error:
-            log.warning("closing the channel to %s: %s", self.peer, error)
-            return self._lose(f"malformed input: {error}")
-        except OSError as error:
-            return self._lose(os.strerror(error.errno or 0))
-
-    def resume(self) -> None:
-        # In this order: armed first, a poller could find the channel still held and drop its event.
-        self._held.release()
-        with contextlib.suppress(OSError, ValueError):  # the endpoint has been closed
-            self._endpoint.arm(self._fd, select.EPOLLIN)
-
-    def _lose(self, reason: str) -> Lost:
-        self._end(reason)
-        with self._writing:  # a writer that waits has been woken by the shutdown in _end
-            self._endpoint.forget(self._fd)
-            if self._out_fd >= 0:
-                self._endpoint.forget(self._out_fd)
-                os.close(self._out_fd)
-            self._sock.close()
-        return Lost(self, self._ended or reason)
-
-    def _end(self, reason: str) -> None:
-        if self._ended is None:
-            self._ended = reason
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, which reports the loss
-
-    def close(self) -> None:
-        if self._ended is None:
-            self._ended = "closed by this side"
-        self._end(self._ended)
-
-    # Writing: one thread at a time writes; what others queue meanwhile goes out before it lets go.
-
-    def send(self, frame: Frame, *, timeout: float | None = None) -> None:
-        if self._ended is not None:
-            raise ChannelClosedError(f"the channel to {self.peer} is closed: {self._ended}")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        parts = frame.parts()
-        small = len(parts) <= _MAX_PARTS and frame.nbytes <= _COALESCE
-        if self._writing.acquire(blocking=False):
-            pass
-        elif small and self._queued < _MAX_QUEUED:
-            self._enqueue(b"".join(parts))
-            self._flush_queue()
-            return
-        elif not self._writing.acquire(timeout=-1 if timeout is None else timeout):
-            self._enqueue(b"".join(parts))
-            self._flush_queue()
-            return
-        try:
-            if self._stalled or self._queue:
-                # Others are in front: get behind them, then help if the socket takes it.
-                if not (self._stalled and small):
-                    self._write_queue(deadline)
-                if self._stalled:
-                    self._enqueue(b"".join(parts))
-                    return
-            self._write(parts, deadline)
-        except OSError as error:
-            self._end(os.strerror(error.errno or 0))
-            raise ChannelClosedError(f"the channel to {self.peer} broke: {error}") from error
-        finally:
-            self._writing.release()
-        self._flush_queue()
-
-    def _enqueue(self, data: bytes, *, first: bool = False) -> None:
-        with self._counting:
-            if first:
-                self._queue.appendleft(data)
-            else:
-                self._queue.append(data)
-            self._queued += len(data)
-
-    def _dequeue(self) -> list[Buffer]:
-        batch: list[Buffer] = []
-        with self._counting:
-            while self._queue and len(batch) < _MAX_PARTS:
-                batch.append(self._queue.popleft())
-            self._queued -= sum(map(len, batch))
-        return batch
-
-    def _flush_queue(self) -> None:
-        """Write what others queued while we wrote, unless somebody else is at it."""
-        while self._queue and not self._stalled and self._ended is None:
-            if not self._writing.acquire(blocking=False):
-                return  # the holder looks at the queue again when it lets go
-            try:
-                if not self._stalled:
-                    self._write_queue(0.0)
-            except OSError as error:
-                self._end(os.strerror(error.errno or 0))
-            finally:
-                self._writing.release()
-
-    def _write_queue(self, deadline: float | None) -> None:
-        self._stalled = False
-        while self._queue and not self._stalled:
-            self._write(self._dequeue(), deadline)
-
-    def _write(self, parts: Sequence[Buffer], deadline: float | None) -> None:
-        """Write all parts; if the socket stays full past the deadline, leave the rest to a poller."""
-        first, skip = 0, 0  # everything before byte `skip` of part `first` is written
-        while first < len(parts):
-            batch = list(parts[first : first + _MAX_PARTS])
-            if skip:
-                batch[0] = memoryview(batch[0])[skip:]
-            try:
-                count = self._sock.sendmsg(batch)
-            except BlockingIOError:
-                if self._wait_writable(deadline):
-                    continue
-                self._stall(b"".join(batch + list(parts[first + len(batch) :])))
-                return
-            count += skip
-            while first < len(parts) and count >= len(parts[first]):
-                count -= len(parts[first])
-                first += 1
-            skip = count
-
-    def _wait_writable(self, deadline: float | None) -> bool:
-        wait = None if deadline is None else (deadline - time.monotonic()) * 1000
-        if wait is not None and wait <= 0:
-            return False
-        poller = select.poll()
-        poller.register(self._fd, select.POLLOUT)
-        ready = poller.poll(wait)
-        if self._ended is not None:
-            raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN))
-        return bool(ready)
-
-    def _stall(self, rest: bytes) -> None:
-        self._enqueue(rest, first=True)
-        self._stalled = True
-        if self._out_fd < 0:
-            self._out_fd = os.dup(self._fd)
-            self._endpoint.watch(self._out_fd, self.write_on, select.EPOLLOUT)
-        else:
-            self._endpoint.arm(self._out_fd, select.EPOLLOUT)
-
-    def write_on(self) -> None:
-        """The socket takes more: go on with a stalled queue."""
-        with self._writing:
-            if self._ended is not None or not self._stalled:
-                return
-            try:
-                self._write_queue(0.0)
-            except OSError as error:
-                self._end(os.strerror(error.errno or 0))
-        self._flush_queue()
 
 
 class _Newcomer:
@@ -300,9 +80,7 @@ class SocketEndpoint(Endpoint):
         limit: Largest frame to accept.
     """
 
-    def __init__(
-        self, *, secret: bytes, unix: bool = True, bind: str | None = None, limit: int = 8 << 30
-    ) -> None:
+    def __init__(self, *, secret: bytes, unix: bool = True, bind: str | None = None, limit: int = 8 << 30) -> None:
         self.secret = secret
         self.limit = limit
         self.recycler = Recycler()
@@ -336,9 +114,7 @@ class SocketEndpoint(Endpoint):
         return f"unix:@{name}"
 
     def _listen_tcp(self, host: str) -> str:
-        family, _, _, _, where = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         self._listeners.append(sock)
         sock.bind(where)
@@ -353,20 +129,18 @@ class SocketEndpoint(Endpoint):
         sock.listen(1024)
         self.watch(sock.fileno(), lambda: self._accept(sock), select.EPOLLIN)
 
-    # Descriptors.
+    # Descriptors; see ``socket_channel.Watcher``.
 
     def watch(self, fd: int, action: Callable[[], None], mask: int) -> None:
-        """Call ``action`` once when ``fd`` is ready; ``arm`` for more."""
         with self._lock:
             self._actions[fd] = action
         self._epoll.register(fd, mask | _ONE_SHOT)
 
     def arm(self, fd: int, mask: int) -> None:
-        """Watch ``fd`` for one more event."""
-        self._epoll.modify(fd, mask | _ONE_SHOT)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.modify(fd, mask | _ONE_SHOT)
 
     def forget(self, fd: int) -> None:
-        """Watch ``fd`` no more; called before it is closed."""
         with self._lock:
             self._actions.pop(fd, None)
             self._channels.pop(fd, None)
@@ -387,7 +161,9 @@ class SocketEndpoint(Endpoint):
         return None
 
     def wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     # Connections.
 
@@ -503,9 +279,10 @@ class SocketEndpoint(Endpoint):
             self.drop(newcomer)
         for channel in channels:
             channel.close()
-            channel._lose("closed by this side")
+            channel.free()
         self._epoll.close()
-        os.close(self._wake_fd)
+        with self._lock:
+            os.close(self._wake_fd)
 
 
 def _show_peer(sock: socket.socket, where: object) -> str:

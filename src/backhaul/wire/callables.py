@@ -90,7 +90,7 @@ def resolve(name: str) -> Callable[..., Any]:
         raise FunctionNotFoundError(f"no function {name!r} here: {error}", function=name) from error
     if not callable(function):
         raise FunctionNotFoundError(f"{name!r} is a {type(function).__name__}, not callable", function=name)
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _walk(start: Any, qualname: str) -> Any:

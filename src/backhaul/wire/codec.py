@@ -1,4 +1,4 @@
-"""Python values <-> payloads: a pickle with its tensors and large buffers taken out.
+"""Python values <-> payloads: plain data as it is, anything else pickled, tensors and large buffers beside it.
 
 What both ends can import goes by name; lambdas, closures and what only ``__main__`` knows goes by value
 (cloudpickle). Only ever applied to bytes of authenticated peers.
@@ -10,22 +10,24 @@ import contextlib
 import functools
 import io
 import pickle
-import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 
-from backhaul.errors import BackhaulError, SerializationError
-from backhaul.wire.callables import SCRIPT, name_of, resolve
+from backhaul.errors import BackhaulError, ProtocolError, SerializationError
+from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import Payload
 from backhaul.wire.tensors import TensorWriter, read_tensors
 
 _SMALL_BUFFER = 4096  # below this a buffer is cheaper inside the pickle
+_ALWAYS_PLAIN = frozenset((type(None), bool, float, bytes))
+_MAX_PLAIN = 64  # a list longer than this is left to pickle, which is in C
+_MAX_DEPTH = 64  # how deep to look for what cannot be sent
 
 
 class Encoded:
@@ -33,50 +35,87 @@ class Encoded:
 
     __slots__ = ("buffers", "keep", "payload", "tensors")
 
-    def __init__(
-        self, payload: Payload, buffers: list[Buffer], keep: list[Any], tensors: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, payload: Payload, buffers: list[Buffer], keep: list[Any], tensors: list[torch.Tensor]) -> None:
         self.payload = payload
         self.buffers = buffers
         self.keep = keep
         self.tensors = tensors
 
 
-def encode(value: Any, *, root: str, main_shared: bool = False) -> Encoded:
-    """Encode ``value``. Raises ``SerializationError`` naming the part that cannot travel.
+def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = False) -> Encoded:
+    """Encode a list of values. Raises ``SerializationError`` naming the part that cannot travel.
 
     Args:
-        value: Anything.
-        root: What to call ``value`` in that error, for example ``"result"``.
+        values: Anything.
+        names: What to call each value in that error.
         main_shared: Whether ``__main__`` is the same program at the other end.
     """
+    return _encode_plain(values) or _encode_pickled(values, names, main_shared)
+
+
+def _encode_plain(values: Sequence[Any]) -> Encoded | None:
+    """The form for plain scalars and tensors; None if there is anything else."""
+    writer = TensorWriter()
+    plain: list[Any] = []
+    places: list[tuple[int, int]] = []
+    for place, value in enumerate(values):
+        kind = type(value)
+        if kind is torch.Tensor and not value.__dict__ and value.device.type == "cpu":
+            known = [index for index, seen in enumerate(writer.tensors) if seen is value]
+            index = known[0] if known else writer.add(value)
+            places.append((place, index))
+            plain.append(None)
+        elif (
+            kind in _ALWAYS_PLAIN
+            or (kind is int and -(1 << 63) <= value < 1 << 64)
+            or (kind is str and value.isascii())
+        ):
+            plain.append(value)
+        else:
+            return None
+        if place > _MAX_PLAIN:
+            return None
+    table, buffers, keep = writer.finish()
+    return Encoded(Payload(table, plain, tuple(places)), buffers, [keep], writer.tensors)
+
+
+def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bool) -> Encoded:
     writer = TensorWriter()
     loose: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     try:
-        _Pickler(out, writer, loose, main_shared).dump(value)
+        _Pickler(out, writer, loose, main_shared).dump(list(values))
         table, buffers, keep = writer.finish()
     except Exception as error:
-        raise _explain(value, root, main_shared, error) from error
+        raise _explain(values, names, main_shared, error) from error
     body = out.getvalue()
     if len(body) > MAX_BODY - (1 << 16) or len(buffers) + len(loose) > MAX_BUFFERS:
         raise SerializationError(
-            f"{root} is too large for one message: {len(body)} bytes of pickle, {len(buffers)} tensors",
-            path=root,
+            f"too much for one message: {len(body)} bytes of pickle, {len(buffers)} buffers of tensors"
         )
     buffers.extend(buffer.raw() for buffer in loose)
-    return Encoded(Payload(body, table, len(loose)), buffers, [keep, loose], writer.tensors)
+    return Encoded(Payload(table, pickle=body, loose=len(loose)), buffers, [keep, loose], writer.tensors)
 
 
-def decode(payload: Payload, buffers: Sequence[Buffer]) -> Any:
-    """Make the value again. The tensors live on the memory of ``buffers``, which must be writable."""
+def decode(payload: Payload, buffers: Sequence[Buffer]) -> list[Any]:
+    """Make the values again. The tensors live on the memory of ``buffers``, which must be writable."""
     split = len(buffers) - payload.loose
     return load(payload, buffers[split:], read_tensors(payload.tensors, buffers[:split]))
 
 
-def load(payload: Payload, loose: Sequence[Buffer], tensors: Sequence[torch.Tensor]) -> Any:
-    """Unpickle a payload whose tensors have been read already."""
-    return _Unpickler(io.BytesIO(payload.pickle), tensors, loose).load()
+def load(payload: Payload, loose: Sequence[Buffer], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Put a payload together whose tensors have been read already."""
+    values = payload.plain
+    if values is None:
+        values = _Unpickler(io.BytesIO(payload.pickle), tensors, loose).load()
+        if not isinstance(values, list):
+            raise ProtocolError(f"a payload is a list of values, not a {type(values).__name__}")
+        return values
+    for place, index in payload.places:
+        if not (0 <= place < len(values) and 0 <= index < len(tensors)):
+            raise ProtocolError(f"no tensor {index} or no place {place} for it")
+        values[place] = tensors[index]
+    return values
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -105,9 +144,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_subclass(value)
         if issubclass(kind, torch.jit.ScriptModule):
             return _script_module, (_saved(value),)
-        if kind is torch.jit.ScriptFunction or isinstance(
-            value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-        ):
+        if kind is torch.jit.ScriptFunction or isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return resolve, (name_of(value),)
         if self._main_shared and isinstance(value, (type, types.FunctionType)) and _in_main(value):
             return NotImplemented  # plain pickle: by name
@@ -172,7 +209,7 @@ def _parameter(tensor: torch.Tensor, requires_grad: bool, state: dict[str, Any])
 
 
 def _subclass(tensor: torch.Tensor, kind: type, state: dict[str, Any]) -> torch.Tensor:
-    made = tensor.as_subclass(kind)
+    made: Any = tensor.as_subclass(kind)
     made.__dict__.update(state)
     return made  # type: ignore[no-any-return]
 
@@ -197,18 +234,17 @@ def _in_main(value: Any) -> bool:
     return value.__module__ == "__main__" and name_of(value, main_shared=True) is not None
 
 
-def _explain(value: Any, root: str, main_shared: bool, error: Exception) -> SerializationError:
+def _explain(values: Sequence[Any], names: Sequence[str], main_shared: bool, error: Exception) -> SerializationError:
     """Find the innermost part that does not pickle on its own, and say so."""
-    path, culprit, reason = root, value, error
-    for _ in range(64):
-        for step, part in _children(culprit):
-            try:
-                _Pickler(io.BytesIO(), TensorWriter(), [], main_shared).dump(part)
-            except Exception as inner:
-                path, culprit, reason = path + step, part, inner
-                break
-        else:
-            break
+    path, culprit, reason = "", values, error
+    parts = list(zip(names, values, strict=True))
+    while parts:
+        step, part = parts.pop(0)
+        try:
+            _Pickler(io.BytesIO(), TensorWriter(), [], main_shared).dump(part)
+        except Exception as inner:
+            path, culprit, reason = path + step, part, inner
+            parts = list(_children(part)) if path.count(".") + path.count("[") < _MAX_DEPTH else []
     why = str(reason) if isinstance(reason, BackhaulError) else f"{type(reason).__name__}: {reason}"
     return SerializationError(f"{path} (a {type(culprit).__name__}) cannot be sent: {why}", path=path)
 

@@ -1,5 +1,6 @@
 """Exceptions <-> faults. An exception arrives with its own type where that can be had, and always with the
-remote traceback as its cause."""
+remote traceback as its cause.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def encode_fault(error: BaseException, worker: str) -> tuple[Fault, Encoded | No
     if isinstance(error, BackhaulError) and error.worker is None:
         error.worker = worker
     try:
-        encoded: Encoded | None = encode(error, root="exception", main_shared=False)
+        encoded: Encoded | None = encode([error], names=["exception"])
     except SerializationError:
         encoded = None
     fault = Fault(
@@ -42,7 +43,7 @@ def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
     error: BaseException | None = None
     if fault.payload is not None:
         try:
-            value = decode(fault.payload, buffers)
+            (value,) = decode(fault.payload, buffers)
             error = value if isinstance(value, Exception) else None
         except Exception:  # its type is not importable here, or its constructor has another signature
             error = None

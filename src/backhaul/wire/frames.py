@@ -24,6 +24,7 @@ HEADER = struct.Struct("<4sBBHIIQQ")
 MAX_BUFFERS = 1 << 20
 MAX_BODY = (1 << 32) - 1
 
+
 class Frame:
     """One message on the wire.
 
@@ -62,9 +63,7 @@ class Frame:
         if not self.buffers:
             return [HEADER.pack(MAGIC, VERSION, self.kind, 0, 0, len(self.body), self.number, 0) + self.body]
         lengths = [len(buffer) for buffer in self.buffers]
-        header = HEADER.pack(
-            MAGIC, VERSION, self.kind, 0, len(lengths), len(self.body), self.number, sum(lengths)
-        )
+        header = HEADER.pack(MAGIC, VERSION, self.kind, 0, len(lengths), len(self.body), self.number, sum(lengths))
         head = header + struct.pack(f"<{len(lengths)}Q", *lengths) + self.body
         return [head, *(buffer for buffer in self.buffers if len(buffer))]
 
@@ -163,9 +162,7 @@ class FrameReader:
                 return frames
 
     def _read_header(self, frames: list[Frame]) -> None:
-        magic, version, kind, flags, count, body, number, payload = HEADER.unpack_from(
-            self._scratch, self._start
-        )
+        magic, version, kind, flags, count, body, number, payload = HEADER.unpack_from(self._scratch, self._start)
         if magic != MAGIC:
             raise ProtocolError(f"not a frame: it starts with {magic!r}")
         if version != VERSION:
@@ -191,9 +188,7 @@ class FrameReader:
             self._has_table = False
             lengths = struct.unpack(f"<{len(piece) // 8}Q", piece)
             if sum(lengths) != self._payload:
-                raise ProtocolError(
-                    f"buffer lengths add up to {sum(lengths)}, the header says {self._payload}"
-                )
+                raise ProtocolError(f"buffer lengths add up to {sum(lengths)}, the header says {self._payload}")
             self._pieces.extend(lengths)
         elif not self._body_read:
             self._body = piece

@@ -1,5 +1,6 @@
 """Memory for what is received. Large blocks are used again once the tensors on them are gone: the first touch of fresh
-memory costs several times what copying into it does."""
+memory costs several times what copying into it does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _KEEP = 256 << 20  # how much unused memory is kept
 
 class Recycler:
     """Hands out writable blocks and takes them back when nothing refers to them any more. Thread-safe, no locks:
-    a block may come back in the middle of anything, whenever its last tensor dies."""
+    a block may come back in the middle of anything, whenever its last tensor dies.
+    """
 
     def __init__(self, keep: int = _KEEP) -> None:
         self._keep = keep

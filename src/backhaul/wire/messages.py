@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -45,31 +45,38 @@ class Refuse(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True):
-    """Any Python value: a pickle whose tensors stand in ``tensors`` and whose large buffers are the frame's.
+    """A list of values, in one of two forms. Tensors stand in ``tensors`` either way.
 
-    The frame's buffers are first those of the tensors, then ``loose`` more for the pickle.
+    Plain data and tensors go as ``plain``, a tensor's place taken by None and named in ``places``. Anything else is
+    a pickle of the whole list; its large buffers follow those of the tensors in the frame, ``loose`` in number.
     """
 
-    pickle: bytes
     tensors: TensorTable = EMPTY_TABLE
+    plain: list[Any] | None = None
+    places: tuple[tuple[int, int], ...] = ()  # (place in ``plain``, index of the tensor)
+    pickle: bytes = b""
     loose: int = 0
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
-    """A call. ``function`` is a name, or empty: then the payload is ``(function, args, kwargs)``."""
+    """A call. The values are the keyword arguments as one dict if ``keywords``, then the positional ones.
+
+    ``function`` is a name, or empty: then the function itself is the first value.
+    """
 
     function: str
     payload: Payload
+    keywords: bool = False
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """A call's result."""
+    """A call's result: one value."""
 
     payload: Payload
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
-    """An exception: enough to report it always, and its payload where it has one."""
+    """An exception: enough to report it always, and the exception itself as one value where it can travel."""
 
     worker: str
     type_name: str

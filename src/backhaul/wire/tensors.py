@@ -156,14 +156,19 @@ def _share_memory(parts: Sequence[torch.Tensor]) -> list[list[int]]:
             by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(index)
     clusters = alone
     for indices in by_storage.values():
-        spans = sorted((parts[i].storage_offset() * parts[i].itemsize, i) for i in indices)
-        reach = -1
+        spans = sorted((_start(parts[i]), i) for i in indices)
+        reach: int = -1
         for start, index in spans:
             if start >= reach:
                 clusters.append([])
             clusters[-1].append(index)
             reach = max(reach, start + _span(parts[index]) * parts[index].itemsize)
     return clusters
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """Where in its storage a tensor begins, in bytes."""
+    return int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -198,7 +203,7 @@ def _place_together(
 ) -> None:
     """Send the stretch of memory that a cluster covers once; every part becomes a view of it."""
     align = max(parts[i].itemsize for i in cluster)
-    starts = {i: parts[i].storage_offset() * parts[i].itemsize for i in cluster}
+    starts = {i: _start(parts[i]) for i in cluster}
     first = min(starts.values()) // align * align
     last = max(starts[i] + _span(parts[i]) * parts[i].itemsize for i in cluster)
     origin = parts[cluster[0]]
@@ -260,9 +265,7 @@ def _read_part(
     base = bases.get(part.buffer)
     if base is None:
         base = bases[part.buffer] = torch.frombuffer(buffer, dtype=torch.uint8)
-    stride = part.stride
-    if stride is None:
-        stride = torch.empty(part.shape, device="meta").stride()
+    stride = torch.empty(part.shape, device="meta").stride() if part.stride is None else part.stride
     if min(part.shape, default=0) < 0 or min(stride, default=0) < 0 or part.offset < 0:
         raise ValueError(f"negative size or stride in {part}")
     reach = part.offset + 1 + sum((n - 1) * s for n, s in zip(part.shape, stride, strict=True))
@@ -285,9 +288,8 @@ def _coo(spec: TensorSpec, indices: torch.Tensor, values: torch.Tensor) -> torch
 def _compressed(spec: TensorSpec, *parts: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "sparse CSR support is in beta", once per process
-        return torch.sparse_compressed_tensor(
-            *parts, spec.shape, layout=_COMPRESSED[spec.layout], check_invariants=True
-        )
+        build: Callable[..., torch.Tensor] = torch.sparse_compressed_tensor
+        return build(*parts, spec.shape, layout=_COMPRESSED[spec.layout], check_invariants=True)
 
 
 def _quantized(spec: TensorSpec, ints: torch.Tensor) -> torch.Tensor:
@@ -299,7 +301,7 @@ def _quantized(spec: TensorSpec, ints: torch.Tensor) -> torch.Tensor:
 def _quantized_channel(spec: TensorSpec, *parts: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch._make_per_channel_quantized_tensor(*parts, *spec.detail)
+        return torch._make_per_channel_quantized_tensor(*parts, *spec.detail)  # type: ignore[arg-type]
 
 
 _REBUILD: dict[str, Callable[..., torch.Tensor]] = {

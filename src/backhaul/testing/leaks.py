@@ -1,0 +1,102 @@
+"""A pytest plugin that fails a test which leaves threads, file descriptors, child processes or shared memory behind.
+
+Load it with ``pytest_plugins = ["backhaul.testing.leaks"]``. A test that must leave something behind is marked
+``@pytest.mark.may_leak``. Linux only; elsewhere only threads are looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+_PATIENCE = 5.0  # seconds for what is ending to end
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the process has at one moment; each thing as (identity, description)."""
+
+    threads: frozenset[tuple[int, str]] = field(default_factory=frozenset)
+    descriptors: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+    processes: frozenset[tuple[int, str]] = field(default_factory=frozenset)
+    segments: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+
+    def beyond(self, before: Snapshot) -> list[str]:
+        """What is here now and was not before, for people."""
+        found = []
+        for kind in ("threads", "descriptors", "processes", "segments"):
+            extra = getattr(self, kind) - getattr(before, kind)
+            if extra:
+                found.append(f"{kind}: {', '.join(sorted(text for _, text in extra))}")
+        return found
+
+
+def take_snapshot() -> Snapshot:
+    """Look at what this process has."""
+    return Snapshot(
+        threads=frozenset((t.ident or 0, t.name) for t in threading.enumerate()),
+        descriptors=frozenset(_descriptors()),
+        processes=frozenset(_children()),
+        segments=frozenset((p.name, p.name) for p in _list(Path("/dev/shm"))),
+    )
+
+
+def _list(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _descriptors() -> Iterator[tuple[str, str]]:
+    for link in _list(Path("/proc/self/fd")):
+        try:
+            target = os.readlink(link)
+        except OSError:  # the one used for listing
+            continue
+        # Sockets and pipes have unique targets; for the rest the number tells them apart.
+        unique = target if ":[" in target and "anon_inode" not in target else f"{target} as {link.name}"
+        if not target.startswith(("/dev/", "/proc/")):
+            yield unique, f"{link.name} -> {target}"
+
+
+def _children() -> Iterator[tuple[int, str]]:
+    for task in _list(Path("/proc/self/task")):
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+            except OSError:
+                continue
+            yield int(pid), f"{pid} {command[:80]}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test if something it made is still there."""
+    if request.node.get_closest_marker("may_leak") is not None:
+        yield
+        return
+    before = take_snapshot()
+    yield
+    deadline = time.monotonic() + _PATIENCE
+    while left := take_snapshot().beyond(before):
+        gc.collect()
+        if time.monotonic() > deadline:
+            pytest.fail("the test left behind " + "; ".join(left), pytrace=False)
+        time.sleep(0.01)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", "may_leak: this test may leave threads, descriptors or processes behind")

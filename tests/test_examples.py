@@ -1,0 +1,27 @@
+"""The examples run, in a short form."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=EXAMPLES, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_hello_workers() -> None:
+    done = run("hello_workers.py", "--workers", "3", "--size", "100")
+    assert done.returncode == 0, done.stderr
+    assert "All results equal the local ones" in done.stdout
+
+
+def test_hello_workers_says_what_is_wrong() -> None:
+    done = run("hello_workers.py", "--workers", "1")
+    assert done.returncode == 2
+    assert "at least 2 workers" in done.stderr

@@ -1,0 +1,74 @@
+"""The public API, frozen: adding or removing a name is a decision, so it changes this file too."""
+
+from __future__ import annotations
+
+import inspect
+
+import backhaul as bh
+
+NAMES = [
+    "AuthenticationError",
+    "BackhaulError",
+    "CallTimeoutError",
+    "FrameTooLargeError",
+    "FunctionNotFoundError",
+    "Future",
+    "NotInitializedError",
+    "Options",
+    "PeerLostError",
+    "ProtocolError",
+    "RemoteError",
+    "RemoteTraceback",
+    "RendezvousError",
+    "SerializationError",
+    "ShutdownTimeoutError",
+    "UnknownWorkerError",
+    "Worker",
+    "WorkerFailedError",
+    "WorkerInfo",
+    "async_execution",
+    "cluster",
+    "collect_all",
+    "current_worker",
+    "get_worker_info",
+    "get_worker_infos",
+    "init",
+    "launch",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "wait_all",
+]
+
+SIGNATURES = {
+    "init": "(name, *, rank, world_size, store, options)",
+    "shutdown": "(*, graceful, timeout)",
+    "launch": "(function, workers, *, args, kwargs, options, timeout, start_method)",
+    "cluster": "(workers, *, options, endpoints)",
+    "rpc_sync": "(to, func, args, kwargs, timeout)",
+    "rpc_async": "(to, func, args, kwargs, timeout)",
+    "get_worker_info": "(name)",
+}
+
+
+def shape(function: object) -> str:
+    parts, starred = [], False
+    for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        parts.append(parameter.name)
+    return f"({', '.join(parts)})"
+
+
+def test_names() -> None:
+    assert sorted(bh.__all__) == NAMES
+
+
+def test_signatures() -> None:
+    assert {name: shape(getattr(bh, name)) for name in SIGNATURES} == SIGNATURES
+
+
+def test_every_public_thing_is_documented() -> None:
+    for name in bh.__all__:
+        assert inspect.getdoc(getattr(bh, name)), name
