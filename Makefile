@@ -30,8 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-run: env ## Start workers and call them; ARGS go to examples/hello_workers.py
-	@$(BIN)/python examples/hello_workers.py $(ARGS)
+run: env ## Train a model split over workers; ARGS go to examples/train_transformer.py
+	@$(BIN)/python examples/train_transformer.py $(ARGS)
 
 test: lint types ## Check everything: lint, types, tests; ARGS go to pytest
 	$(BIN)/pytest $(ARGS)
@@ -44,8 +44,9 @@ lint: env ## Check style, formatting and the layers
 types: env ## Check types
 	$(BIN)/mypy
 
-bench: env ## Measure calls side by side with torch.distributed; ARGS go to benchmarks/calls.py
+bench: env ## Measure calls side by side with torch.distributed; ARGS go to both benchmarks
 	@$(BIN)/python benchmarks/calls.py $(ARGS)
+	@$(BIN)/python benchmarks/backward.py $(ARGS)
 
 format: env ## Fix what can be fixed, and format
 	$(BIN)/ruff check --fix .

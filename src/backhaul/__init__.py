@@ -4,12 +4,16 @@ Workers call each other's functions with tensors; see ``init``, ``launch`` and `
 ``rpc_sync`` and ``rpc_async`` for calls.
 """
 
+from backhaul.autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
+    BackwardTimeoutError,
     CallTimeoutError,
+    ContextError,
     FrameTooLargeError,
     FunctionNotFoundError,
+    GraphFreedError,
     NotInitializedError,
     PeerLostError,
     ProtocolError,
@@ -18,12 +22,13 @@ from backhaul.errors import (
     RendezvousError,
     SerializationError,
     ShutdownTimeoutError,
+    UnknownContextError,
     UnknownWorkerError,
     WorkerFailedError,
 )
 from backhaul.launch.embedded import cluster
 from backhaul.launch.local import launch
-from backhaul.rpc.api import get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
+from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
 from backhaul.types import Options, WorkerInfo
@@ -32,10 +37,14 @@ from backhaul.worker import Worker, current_worker
 __all__ = [
     "AuthenticationError",
     "BackhaulError",
+    "BackwardTimeoutError",
     "CallTimeoutError",
+    "ContextError",
+    "ContextHandle",
     "FrameTooLargeError",
     "FunctionNotFoundError",
     "Future",
+    "GraphFreedError",
     "NotInitializedError",
     "Options",
     "PeerLostError",
@@ -45,14 +54,19 @@ __all__ = [
     "RendezvousError",
     "SerializationError",
     "ShutdownTimeoutError",
+    "UnknownContextError",
     "UnknownWorkerError",
     "Worker",
     "WorkerFailedError",
     "WorkerInfo",
     "async_execution",
+    "backward",
     "cluster",
     "collect_all",
+    "context",
     "current_worker",
+    "get_debug_info",
+    "get_gradients",
     "get_worker_info",
     "get_worker_infos",
     "init",

@@ -61,12 +61,14 @@ class Crew:
         self._alarms: list[tuple[float, int, Task]] = []
         self._polling = 0  # threads that poll or are just about to
         self._running = 0  # tasks that run and do not block
+        self._alive = 0  # threads that have been decided on and have not ended
         self._closing = False
 
     def start(self) -> None:
         """Begin to listen."""
         with self._lock:
             self._polling += 1
+            self._alive += 1
         self._add_thread()
 
     def submit(self, task: Task) -> None:
@@ -114,15 +116,16 @@ class Crew:
             self._closing = True
             self._tasks.clear()
             self._alarms.clear()
-            threads = self._threads - {threading.current_thread()}
+            own = threading.current_thread() in self._threads
         deadline = self._runtime.now() + timeout
+        pause = self._runtime.gate()
+        while self._alive > own and self._runtime.now() < deadline:
+            self._endpoint.wake()
+            pause.wait(0.001)
+        with self._lock:
+            threads = self._threads - {threading.current_thread()}
         for thread in threads:
-            while thread.is_alive():
-                self._endpoint.wake()
-                left = deadline - self._runtime.now()
-                thread.join(min(max(left, 0.0), 0.05))
-                if left <= 0:
-                    break
+            thread.join(max(deadline - self._runtime.now(), 0.01))
         return [thread.name for thread in threads if thread.is_alive()]
 
     # The threads.
@@ -135,6 +138,7 @@ class Crew:
             log.error("%s cannot listen while its handlers run: %s", self._name, error)
             with self._lock:
                 self._polling -= 1
+                self._alive -= 1
             return
         with self._lock:
             self._threads.add(thread)
@@ -153,6 +157,7 @@ class Crew:
                 self._polling += 1
         with self._lock:
             self._threads.discard(threading.current_thread())
+            self._alive -= 1
 
     def _next(self) -> Task | None:
         """Poll until there is a task for this thread. None: the thread should end."""
@@ -172,6 +177,7 @@ class Crew:
                     task = self._tasks.popleft()[1]
                     self._running += 1
                     cover = self._polling == 1
+                    self._alive += cover
                     self._polling -= not cover  # the thread we add takes our place
                     more = bool(self._tasks) and self._may_run(now)
                 patience = self._patience(now)
@@ -179,7 +185,8 @@ class Crew:
                 if cover:
                     self._add_thread()
                 elif more:
-                    self._endpoint.wake()
+                    # Most tasks are over before another thread would have got hold of the interpreter.
+                    self._endpoint.wake_soon()
                 return task
             fresh, idle = self._poll(patience) if alarm is None else self._ring(alarm)
 

@@ -178,3 +178,47 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"on worker '{self.worker}':\n\n{self.text.rstrip()}"
+
+
+class ContextError(BackhaulError):
+    """Something is wrong with an autograd context.
+
+    Attributes:
+        context: Id of the context.
+        message: Id of the message it is about, where there is one.
+    """
+
+    def __init__(
+        self, text: str, *, worker: str | None = None, context: int | None = None, message: int | None = None
+    ) -> None:
+        super().__init__(text, worker=worker)
+        self.context = context
+        self.message = message
+
+
+class UnknownContextError(ContextError, LookupError):
+    """The context was released, or this worker never saw it."""
+
+
+class GraphFreedError(ContextError):
+    """A pass reached a graph a second time that an earlier one freed; that one needed ``retain_graph=True``."""
+
+
+class BackwardTimeoutError(ContextError, TimeoutError):
+    """A backward pass reached its deadline.
+
+    Attributes:
+        outstanding: Messages that were under way, each with the name of the worker it was at.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        worker: str | None = None,
+        context: int | None = None,
+        message: int | None = None,
+        outstanding: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(text, worker=worker, context=context, message=message)
+        self.outstanding = outstanding or {}

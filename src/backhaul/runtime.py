@@ -14,15 +14,17 @@ from collections.abc import Callable
 class Gate:
     """Opens once and stays open; any number of threads may wait. Thread-safe."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_lock", "_opened")
 
     def __init__(self) -> None:
         # Held while the gate is shut; a bare lock is the cheapest thing a thread can sleep on.
         self._lock = threading.Lock()
         self._lock.acquire()
+        self._opened = False
 
     def open(self) -> None:
         """Let all present and future waiters through. Opening twice does no harm."""
+        self._opened = True
         try:
             self._lock.release()
         except RuntimeError:
@@ -30,11 +32,12 @@ class Gate:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the gate is open; False if ``timeout`` seconds passed first."""
+        if self._opened:
+            return True
         limit = -1.0 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
-        if not self._lock.acquire(timeout=limit):
-            return False
-        self.open()  # the next waiter passes too
-        return True
+        if self._lock.acquire(timeout=limit):
+            self.open()  # the next waiter passes too
+        return self._opened
 
 
 class Runtime:

@@ -56,6 +56,7 @@ class Options:
         max_frame_bytes: Largest message this worker accepts.
         connect_timeout: How long a first call may take to reach its peer.
         rendezvous_timeout: How long ``init`` waits for the others.
+        backward_timeout: How long a backward pass may take; 0 means any time.
         shutdown_timeout: How long ``shutdown`` waits for the others by default.
     """
 
@@ -68,11 +69,12 @@ class Options:
     max_frame_bytes: int = 8 << 30
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
+    backward_timeout: float = 600.0
     shutdown_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for field in ("timeout", "connect_timeout", "rendezvous_timeout", "shutdown_timeout"):
-            if getattr(self, field) < 0:
+        for field in ("timeout", "connect_timeout", "rendezvous_timeout", "backward_timeout", "shutdown_timeout"):
+            if not getattr(self, field) >= 0:  # so that a NaN is refused too
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")

@@ -32,6 +32,9 @@ FrameHandler = Callable[[Channel, Frame], Task | None]
 """Acts on a frame while its channel is held: short, never blocks. May return what is left to run."""
 
 _current: contextvars.ContextVar[Worker | None] = contextvars.ContextVar("backhaul_worker", default=None)
+serving: contextvars.ContextVar[bool] = contextvars.ContextVar("backhaul_serving", default=False)
+"""Whether a handler is running here, on whatever thread or event loop."""
+
 _entered: contextvars.ContextVar[tuple[contextvars.Token[Worker | None], ...]] = contextvars.ContextVar(
     "backhaul_entered", default=()
 )
@@ -67,6 +70,7 @@ class Worker:
         self.crew = Crew(self.runtime, endpoint, self._deliver, limit=options.threads, name=f"backhaul-{info.name}")
         self.loopback: Channel = _Loopback(self)
         self.closed = False
+        self.counters: dict[str, Callable[[], int]] = {}  # of all parts, for people
         self._parts: dict[type, Any] = {}
         self._handlers: dict[int, FrameHandler] = {}
         self._on_lost: list[Callable[[Channel, str], None]] = []
@@ -134,8 +138,10 @@ class Worker:
             return handler(channel, frame)
         except ProtocolError as error:
             log.warning("closing the channel to %s: %s", channel.peer, error)
-            channel.close()
-            return None
+        except Exception:  # ours to fix, but no reason to lose the frames that came with it
+            log.exception("closing the channel to %s", channel.peer)
+        channel.close()
+        return None
 
     def run(self, function: Callable[..., P], *args: Any) -> P:
         """Call ``function`` with this worker current, in a fresh copy of its context variables."""
@@ -203,11 +209,13 @@ def current_worker() -> Worker:
         NotInitializedError: There is none, or several and none is current.
     """
     worker = _current.get()
-    if worker is not None and not worker.closed:
+    if worker is not None:
+        if worker.closed:
+            raise NotInitializedError(f"worker '{worker.name}' was shut down", worker=worker.name)
         return worker
     with _alive_lock:
         alive = list(_alive)
-        closed = worker.name if worker is not None else _closed_last
+        closed = _closed_last
     if len(alive) == 1:
         return alive[0]
     if alive:

@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from backhaul.errors import PeerLostError, WorkerFailedError
+from backhaul.errors import WorkerFailedError
 from backhaul.launch.embedded import worker_names
 from backhaul.rpc.api import init, shutdown
 from backhaul.rpc.rendezvous import SECRET_VARIABLE
@@ -154,12 +154,10 @@ class _Crowd:
 
     def _first_failure(self, outcomes: dict[int, _Outcome], dead: dict[int, float]) -> BaseException:
         faults = sorted((outcome.at, rank) for rank, outcome in outcomes.items() if isinstance(outcome.body, Fault))
-        if faults:
+        if faults and not dead:  # a death comes before what follows from it
             outcome = outcomes[faults[0][1]]
             assert isinstance(outcome.body, Fault)
-            error = decode_fault(outcome.body, [bytearray(b) for b in outcome.buffers])
-            if not (dead and isinstance(error, PeerLostError)):  # else the loss is a consequence
-                return error
+            return decode_fault(outcome.body, [bytearray(b) for b in outcome.buffers])
         rank = min(dead, key=lambda r: dead[r])
         process = self._processes[rank]
         process.join(_GRACE)

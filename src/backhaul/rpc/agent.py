@@ -19,11 +19,12 @@ from backhaul.errors import (
     SerializationError,
 )
 from backhaul.rpc.futures import Future
+from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer, Peers
 from backhaul.runtime import Gate
 from backhaul.transport.base import Channel, ChannelClosedError, Lost
 from backhaul.wire.callables import label_of, name_of
-from backhaul.wire.codec import decode, encode
+from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.faults import decode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Fault, Kind, Reply, Request, pack, unpack
@@ -35,7 +36,7 @@ _FOREVER = float("inf")
 class Pending:
     """A call under way. Whoever takes it off the table calls ``settle``, once, with a reply frame or an exception."""
 
-    __slots__ = ("channel", "deadline", "label", "peer", "timeout")
+    __slots__ = ("channel", "deadline", "kept", "label", "peer", "timeout")
 
     def __init__(self, peer: Peer, label: str, timeout: float, deadline: float) -> None:
         self.peer = peer
@@ -43,6 +44,7 @@ class Pending:
         self.timeout = timeout
         self.deadline = deadline
         self.channel: Channel | None = None
+        self.kept: list[tuple[Interceptor, Any]] = []
 
     def settle(self, outcome: Frame | BackhaulError) -> Task | None:
         """Take the outcome; return what is left to run."""
@@ -65,7 +67,11 @@ class Pending:
         if outcome.kind == Kind.FAULT:
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
         try:
-            (value,) = decode(unpack(outcome.body, Reply).payload, outcome.buffers)
+            reply = unpack(outcome.body, Reply)
+            tensors = tensors_of(reply.payload, outcome.buffers)
+            for interceptor, kept in self.kept:
+                tensors = interceptor.reply_in(self.peer, kept, reply.notes.get(interceptor.key), tensors)
+            (value,) = load(reply.payload, outcome.buffers, tensors)
             return value
         except Exception as error:
             raise SerializationError(
@@ -120,9 +126,11 @@ class Agent:
         self.worker = worker
         self.peers = peers
         self.timeout = worker.options.timeout
+        self.interceptors: list[Interceptor] = []
         self.sent = 0  # calls ever started
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
+        self._completing: dict[int, Pending] = {}  # taken off the table, but their futures are not done
         self._lock = threading.Lock()  # guards sent, _busy, _check_at
         self._busy = 0  # things under way that may lead to calls: requests served, futures being completed
         self._check_at = _FOREVER  # when deadlines are next looked at
@@ -259,7 +267,13 @@ class Agent:
             encoded = encode(values, names=_Names(not name, bool(kwargs), len(args)), main_shared=shared)
         except SerializationError as error:
             raise SerializationError(f"{what}: {error}; nothing was sent", path=error.path) from error.__cause__
-        request = Request(name or "", encoded.payload, bool(kwargs))
+        notes: dict[str, bytes] = {}
+        for interceptor in self.interceptors:
+            note, kept = interceptor.request_out(pending.peer, encoded.tensors)
+            if note is not None:
+                notes[interceptor.key] = note
+            pending.kept.append((interceptor, kept))
+        request = Request(name or "", encoded.payload, bool(kwargs), notes)
         frame = Frame(Kind.REQUEST, number, pack(request), encoded.buffers, encoded.keep)
         check_size(frame, pending.peer, what)
         return frame
@@ -281,11 +295,13 @@ class Agent:
             self._look_idle()
             return None
         self.begin()
-        return lambda: self._finish(task)
+        self._completing[number] = pending
+        return lambda: self._finish(number, task)
 
-    def _finish(self, task: Task) -> None:
+    def _finish(self, number: int, task: Task) -> None:
         try:
-            self.worker.run(task)
+            if self._completing.pop(number, None) is not None:
+                self.worker.run(task)
         finally:
             self.end()
 
@@ -350,6 +366,15 @@ class Agent:
             task = self._settle(number, NotInitializedError(error, worker=self.worker.name))
             if task is not None:
                 task()
+
+    def abandon(self) -> None:
+        """Complete what no thread is left to complete."""
+        for number in list(self._completing):
+            pending = self._completing.pop(number, None)
+            if isinstance(pending, AsyncCall):
+                pending.future.set_exception(
+                    NotInitializedError(f"worker '{self.worker.name}' was shut down", worker=self.worker.name)
+                )
 
     @property
     def pending(self) -> list[Pending]:

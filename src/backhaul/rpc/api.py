@@ -102,9 +102,9 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> None:
     """
     try:
         worker = current_worker()
-    except NotInitializedError:
-        if len(running_workers()) > 1:
-            raise
+    except NotInitializedError as error:
+        if error.worker is None and running_workers():
+            raise  # there are several, and it is not clear which one is meant
         return
     limit = worker.options.shutdown_timeout if timeout is None else timeout
     worker.part(Node).shutdown(graceful=graceful, timeout=limit)
@@ -180,6 +180,11 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
     """
     worker = current_worker()
     return worker.info if name is None else worker.part(Node).peers.find(name).info
+
+
+def get_debug_info() -> dict[str, int]:
+    """Counters of the current worker: calls pending and served, bytes sent, contexts, backward passes it drives."""
+    return {name: count() for name, count in current_worker().counters.items()}
 
 
 def get_worker_infos() -> list[WorkerInfo]:

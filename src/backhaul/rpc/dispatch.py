@@ -15,15 +15,17 @@ from typing import Any, TypeVar
 import torch
 
 from backhaul.crew import Task
-from backhaul.errors import BackhaulError, FunctionNotFoundError, ProtocolError, SerializationError
+from backhaul.errors import FunctionNotFoundError, ProtocolError, SerializationError
 from backhaul.rpc.agent import Agent, check_size
+from backhaul.rpc.intercept import Interceptor
+from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.callables import label_of, resolve
-from backhaul.wire.codec import decode, encode
+from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.faults import encode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Kind, Reply, Request, pack, unpack
-from backhaul.worker import Worker
+from backhaul.worker import Worker, serving
 
 log = logging.getLogger("backhaul")
 
@@ -79,29 +81,30 @@ class Dispatcher:
         self._worker.run(self._run, channel, frame)
 
     def _run(self, channel: Channel, frame: Frame) -> None:
-        number = frame.number
+        serving.set(True)  # in the handler's own context
+        answer = _Answer(channel, frame.number, self._agent.peers.of(channel))
         try:
-            function, args, kwargs = self._decode(frame)
+            function, args, kwargs = self._decode(frame, answer)
             del frame
-            label = label_of(function)
+            answer.label = label_of(function)
             result = function(*args, **kwargs)
             if getattr(function, _MARK, False):
                 if not isinstance(result, torch.futures.Future):
                     raise TypeError(
-                        f"{label} is marked with async_execution, so it must return a Future, "
+                        f"{answer.label} is marked with async_execution, so it must return a Future, "
                         f"but it returned a {type(result).__name__}"
                     )
-                result.add_done_callback(lambda done: self._reply_with_future(channel, number, label, done))
+                result.add_done_callback(lambda done: self._reply_with_future(answer, done))
                 return
             if inspect.iscoroutine(result):
-                self._loop.run(self._reply_with_coroutine(channel, number, label, result))
+                self._loop.run(self._reply_with_coroutine(answer, result))
                 return
         except BaseException as error:
-            self._reply_fault(channel, number, error)
+            self._reply_fault(answer, error)
             return
-        self._reply(channel, number, label, result)
+        self._reply(answer, result)
 
-    def _decode(self, frame: Frame) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    def _decode(self, frame: Frame, answer: _Answer) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         name = self._worker.name
         request = unpack(frame.body, Request)
         function: Callable[..., Any] | None = None
@@ -115,7 +118,13 @@ class Dispatcher:
                     function=request.function,
                 ) from error
         try:
-            values = decode(request.payload, frame.buffers)
+            tensors = tensors_of(request.payload, frame.buffers)
+            if answer.peer is not None:
+                for interceptor in self._agent.interceptors:
+                    note = request.notes.get(interceptor.key)
+                    tensors, kept = interceptor.request_in(answer.peer, note, tensors)
+                    answer.kept.append((interceptor, kept))
+            values = load(request.payload, frame.buffers, tensors)
             if function is None:
                 function = values.pop(0)
             kwargs = values.pop(0) if request.keywords else {}
@@ -129,58 +138,74 @@ class Dispatcher:
 
     # Replies. Each request gets exactly one, and is counted as served after that.
 
-    def _reply_with_future(self, channel: Channel, number: int, label: str, done: torch.futures.Future[Any]) -> None:
+    def _reply_with_future(self, answer: _Answer, done: torch.futures.Future[Any]) -> None:
         try:
             result = done.wait()
         except BaseException as error:
-            self._reply_fault(channel, number, error)
+            self._reply_fault(answer, error)
         else:
-            self._reply(channel, number, label, result)
+            self._reply(answer, result)
 
-    async def _reply_with_coroutine(
-        self, channel: Channel, number: int, label: str, coroutine: Coroutine[Any, Any, Any]
-    ) -> None:
+    async def _reply_with_coroutine(self, answer: _Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
         try:
             result = await coroutine
         except BaseException as error:
-            self._reply_fault(channel, number, error)
+            self._reply_fault(answer, error)
         else:
-            self._reply(channel, number, label, result)
+            self._reply(answer, result)
 
-    def _reply(self, channel: Channel, number: int, label: str, result: Any) -> None:
-        peer = self._agent.peers.of(channel)
+    def _reply(self, answer: _Answer, result: Any) -> None:
+        peer = answer.peer
         try:
             encoded = encode([result], names=["result"], main_shared=peer is not None and peer.main_shared)
-            frame = Frame(Kind.REPLY, number, pack(Reply(encoded.payload)), encoded.buffers, encoded.keep)
+            notes: dict[str, bytes] = {}
+            for interceptor, kept in answer.kept:
+                assert peer is not None
+                note = interceptor.reply_out(peer, kept, encoded.tensors)
+                if note is not None:
+                    notes[interceptor.key] = note
+            body = pack(Reply(encoded.payload, notes))
+            frame = Frame(Kind.REPLY, answer.number, body, encoded.buffers, encoded.keep)
             if peer is not None:
-                check_size(frame, peer, f"the result of {label}")
+                check_size(frame, peer, f"the result of {answer.label}")
         except SerializationError as error:
             name = self._worker.name
             problem = SerializationError(
-                f"{label} on worker '{name}' returned what cannot travel: {error}",
-                worker=name,
-                path=error.path,
+                f"{answer.label} on worker '{name}' returned what cannot travel: {error}", worker=name, path=error.path
             )
-            self._reply_fault(channel, number, problem)
-        except BackhaulError as error:
-            self._reply_fault(channel, number, error)
+            self._reply_fault(answer, problem)
+        except Exception as error:
+            self._reply_fault(answer, error)
         else:
-            self._send(channel, frame)
+            self._send(answer, frame)
 
-    def _reply_fault(self, channel: Channel, number: int, error: BaseException) -> None:
+    def _reply_fault(self, answer: _Answer, error: BaseException) -> None:
         fault, encoded = encode_fault(error, self._worker.name)
         buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
-        self._send(channel, Frame(Kind.FAULT, number, pack(fault), buffers, keep))
+        self._send(answer, Frame(Kind.FAULT, answer.number, pack(fault), buffers, keep))
 
-    def _send(self, channel: Channel, frame: Frame) -> None:
+    def _send(self, answer: _Answer, frame: Frame) -> None:
         try:
-            channel.send(frame)
+            answer.channel.send(frame)
         except ChannelClosedError as error:
             log.debug("a reply was not sent: %s", error)  # the caller is gone, and knows it
         finally:
             with self._lock:
                 self.served += 1
             self._agent.end()
+
+
+class _Answer:
+    """Where the reply to one request goes, and what is needed for it."""
+
+    __slots__ = ("channel", "kept", "label", "number", "peer")
+
+    def __init__(self, channel: Channel, number: int, peer: Peer | None) -> None:
+        self.channel = channel
+        self.number = number
+        self.peer = peer
+        self.label = "a function"
+        self.kept: list[tuple[Interceptor, Any]] = []
 
 
 class _Loop:
@@ -197,7 +222,7 @@ class _Loop:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = self._worker.runtime.spawn(
-                    self._loop.run_forever, name=f"backhaul-{self._worker.name}-asyncio"
+                    functools.partial(self._serve, self._loop), name=f"backhaul-{self._worker.name}-asyncio"
                 )
             asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -216,5 +241,10 @@ class _Loop:
         loop.call_soon_threadsafe(cancel_all)
         if thread is not threading.current_thread():
             thread.join(5.0)
-        if not loop.is_running():
+
+    @staticmethod
+    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_forever()
+        finally:
             loop.close()

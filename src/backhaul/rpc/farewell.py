@@ -50,7 +50,7 @@ class Farewell:
         self._started = True
         if self._roundup is not None:
             for peer in self._peers.values():  # open a channel to everyone, so that we learn of losses
-                self._reach(peer, deadline)
+                self._worker.crew.submit(functools.partial(self._meet, peer, deadline))
         self._send(self._peers[self._leader], Frame(Kind.READY), deadline)
         if not self._dismissed.wait(deadline - self._worker.runtime.now()):
             raise self._too_late(timeout)
@@ -138,11 +138,15 @@ class Farewell:
         for who in sorted(order.to, reverse=True):  # the leader itself last
             self._send(self._peers[who], frame, deadline)
 
+    def _meet(self, peer: Peer, deadline: float) -> None:
+        self._reach(peer, deadline)
+
     def _reach(self, peer: Peer, deadline: float) -> Channel | None:
         try:
             return self._agent.peers.channel_to(peer, max(deadline - self._worker.runtime.now(), 0.001))
         except (PeerLostError, AuthenticationError) as error:
-            self._gone(peer.record.id, str(error))
+            if not isinstance(error.__cause__, TimeoutError):  # one that does not answer may yet come
+                self._gone(peer.record.id, str(error))
             return None
 
     def _send(self, peer: Peer, frame: Frame, deadline: float) -> None:

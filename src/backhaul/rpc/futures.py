@@ -47,6 +47,16 @@ class Future(torch.futures.Future[T]):
                     raise TimeoutError(f"the future was not done within {timeout:g} s")
         return super().wait()
 
+    def set_exception(self, result: Any) -> None:
+        """Complete the future with an exception, which ``wait`` raises.
+
+        Raises:
+            RuntimeError: The future is complete already; it stays as it is.
+        """
+        if self.done():
+            raise RuntimeError("the future is complete already")
+        super().set_exception(result)
+
     def _when_done(self, callback: Callable[[Any], None]) -> None:
         super().add_done_callback(callback)
 
@@ -67,9 +77,14 @@ class Future(torch.futures.Future[T]):
 
         def run(_: Any) -> None:
             try:
-                made.set_result(context.run(callback, self))
+                result = context.run(callback, self)
             except Exception as error:
-                made.set_exception(error)  # type: ignore[arg-type]
+                made.set_exception(error)
+            except BaseException as error:  # meant for this thread, but those who wait must not wait for ever
+                made.set_exception(RuntimeError(f"a callback ended with {type(error).__name__}: {error}"))
+                raise
+            else:
+                made.set_result(result)
 
         super().add_done_callback(run)
         return made
@@ -126,7 +141,7 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[tor
             try:
                 member.wait()
             except Exception as error:
-                made.set_exception(error)  # type: ignore[arg-type]
+                made.set_exception(error)
                 return
         made.set_result(members)
 

@@ -11,10 +11,11 @@ from backhaul.errors import BackhaulError
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
+from backhaul.rpc.intercept import extensions
 from backhaul.rpc.peers import Peers, WorkerRecord, main_identity
 from backhaul.transport.base import Endpoint
 from backhaul.types import Options
-from backhaul.worker import Worker
+from backhaul.worker import Worker, serving
 
 
 class Node:
@@ -28,10 +29,13 @@ class Node:
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
         self._ending = threading.Lock()  # held by the thread that shuts down
         worker.attach(self)
+        worker.counters["num_pending_calls"] = lambda: len(self.agent.pending)
+        worker.counters["num_calls_served"] = lambda: self.dispatcher.served
+        worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent
 
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
         """End this worker; see ``backhaul.shutdown``."""
-        if graceful and self.worker.crew.inside:
+        if graceful and serving.get():
             raise BackhaulError(
                 "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
                 "from the program's own thread",
@@ -52,6 +56,7 @@ class Node:
                 left = deadline - self.worker.runtime.now()
                 self.worker.close(min(max(left, 0.5), 5.0))
                 self.dispatcher.close()
+                self.agent.abandon()
         finally:
             self._ending.release()
 
@@ -72,6 +77,8 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
 def start_node(own: WorkerRecord, records: Iterable[WorkerRecord], endpoint: Endpoint, options: Options) -> Node:
     """Make the worker that ``own`` describes and let it listen."""
     node = Node(Worker(own.info, own.incarnation, endpoint, options), own, records)
+    for extend in extensions:
+        extend(node)
     node.worker.start()
     return node
 

@@ -76,6 +76,7 @@ class Peers:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
+        self._sent_before = 0  # bytes that went over channels that are gone
         for record in records:
             peer = Peer(record, own)
             self._by_id[record.id] = self._by_name[record.name] = peer
@@ -158,7 +159,10 @@ class Peers:
             problem = f"worker '{self._own.name}' knows no such worker '{hello.name}' (id {hello.worker})"
         if problem is not None:
             log.warning("refused %s at %s: %s", hello.name, channel.peer, problem)
-            channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
+            try:
+                channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
+            except ChannelClosedError:
+                pass
             channel.close()
             return None
         assert peer is not None
@@ -179,12 +183,19 @@ class Peers:
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
+            self._sent_before += channel.bytes_sent
         if peer is None:
             return
         if peer.channel is channel:
             peer.channel = None  # the next use opens another
         for listener in self._listeners:
             listener(peer, channel, reason)
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes went to other workers, over all channels that ever were."""
+        with self._lock:
+            return self._sent_before + sum(channel.bytes_sent for channel in self._by_channel)
 
     def close(self) -> None:
         """Close all channels, which wakes whoever reads or writes one."""

@@ -5,7 +5,7 @@
 3. If two tallies in a row are the same, nothing happened between them, so nothing is under way anywhere: all may leave.
    (One is not enough: a worker that was idle when asked may since have been called by one that was not.)
 
-Workers that are lost count as gone.
+Workers that are lost count as gone, and counting begins anew.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Roundup:
             return None
         self._members.discard(who)
         self._unready.discard(who)
+        # It may have sent calls that nobody has counted: two more tallies have to agree.
+        self._before = {}
         return self._advance()
 
     def counted(self, who: int, wave: int, sent: int, served: int) -> Ask | Dismiss | None:
@@ -70,7 +72,7 @@ class Roundup:
             return None
         if self._wave and self._members - self._tallies.keys():
             return None
-        same = self._wave > 1 and all(self._tallies[w] == self._before.get(w) for w in self._members)
+        same = all(self._tallies[w] == self._before.get(w) for w in self._members) if self._before else False
         if same or not self._members:
             self.over = True
             return Dismiss(frozenset(self._members))

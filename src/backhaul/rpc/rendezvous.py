@@ -7,6 +7,8 @@ from __future__ import annotations
 import datetime
 import os
 import secrets as random_secrets
+import urllib.parse
+from pathlib import Path
 
 import msgspec
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
@@ -17,6 +19,8 @@ from backhaul.rpc.peers import WorkerRecord
 from backhaul.types import MAX_WORKERS, Options
 
 SECRET_VARIABLE = "BACKHAUL_SECRET"
+
+_read_record = msgspec.json.Decoder(WorkerRecord)
 
 
 def open_store(rank: int | None, world_size: int | None, options: Options) -> tuple[Store, int, int]:
@@ -37,6 +41,11 @@ def open_store(rank: int | None, world_size: int | None, options: Options) -> tu
                 f"init does not know where to meet: set {' and '.join(missing)} (torchrun does), or give "
                 "Options(init_method='tcp://host:port' or 'file:///path'), or a store"
             )
+    if method.startswith("file://"):
+        # torch would wait for the folder to appear, and stop every thread of the process meanwhile.
+        folder = Path(urllib.parse.urlparse(method).path).parent
+        if not folder.is_dir():
+            raise RendezvousError(f"cannot meet at {method}: there is no folder {folder}")
     timeout = datetime.timedelta(seconds=options.rendezvous_timeout)
     try:
         store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
@@ -89,7 +98,7 @@ class Meeting:
         """Tell the others about us; return everyone's record by rank. Raises ``RendezvousError``."""
         self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
         everyone = list(range(self._size))
-        records = [msgspec.json.decode(self._get(f"worker/{rank}", everyone), type=WorkerRecord) for rank in everyone]
+        records = [_read_record.decode(self._get(f"worker/{rank}", everyone)) for rank in everyone]
         names: dict[str, int] = {}
         for rank, found in enumerate(records):
             if found.name in names:

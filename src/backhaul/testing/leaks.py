@@ -32,9 +32,10 @@ class Snapshot:
         """What is here now and was not before, for people."""
         found = []
         for kind in ("threads", "descriptors", "processes", "segments"):
-            extra = getattr(self, kind) - getattr(before, kind)
+            known = {identity for identity, _ in getattr(before, kind)}
+            extra = sorted(text for identity, text in getattr(self, kind) if identity not in known)
             if extra:
-                found.append(f"{kind}: {', '.join(sorted(text for _, text in extra))}")
+                found.append(f"{kind}: {', '.join(extra)}")
         return found
 
 

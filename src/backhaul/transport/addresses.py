@@ -20,10 +20,12 @@ def parse(address: str) -> tuple[socket.AddressFamily, SocketAddress]:
     if scheme == "unix" and rest.startswith("@") and len(rest) > 1:
         return socket.AF_UNIX, "\0" + rest[1:]
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65535:
+    if scheme != "tcp" or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"not a socket address: {address!r} (unix:@name or tcp:host:port)")
-    if host.startswith("[") and host.endswith("]"):
+    if host.startswith("[") and host.endswith("]") and len(host) > 2:
         return socket.AF_INET6, (host[1:-1], int(port))
+    if any(sign in host for sign in ":/[]"):
+        raise ValueError(f"not a host: {host!r}; an IPv6 address stands in brackets")
     return socket.AF_INET, (host, int(port))
 
 
@@ -40,7 +42,7 @@ def is_loopback(host: str) -> bool:
     """Whether everything that ``host`` names stays on this machine."""
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # no such host, or no host's name
         return False
     return bool(found) and all(ipaddress.ip_address(str(ip).partition("%")[0]).is_loopback for ip in found)
 

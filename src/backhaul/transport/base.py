@@ -40,6 +40,10 @@ class Lost:
 Event = Received | Lost
 
 
+class ConnectTimeoutError(ConnectionError, TimeoutError):
+    """Somebody may be there, but did not answer in time."""
+
+
 class ChannelClosedError(ConnectionError):
     """The channel can take no more frames. ``Lost`` says why, to whoever polls."""
 
@@ -49,6 +53,9 @@ class Channel(abc.ABC):
 
     peer: str
     """Where the other end is, for people."""
+
+    bytes_sent: int = 0
+    """How many bytes have gone out."""
 
     @abc.abstractmethod
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
@@ -60,6 +67,15 @@ class Channel(abc.ABC):
         Raises:
             ChannelClosedError: The channel is closed or lost. The frame may or may not have arrived.
         """
+
+    def send_soon(self, frame: Frame) -> None:
+        """As ``send``, for one of several frames: it may wait for those that follow, until ``flush`` or about a
+        millisecond has passed. A transport that gains nothing by it sends at once.
+        """
+        self.send(frame)
+
+    def flush(self) -> None:  # noqa: B027
+        """Send what waits; nothing does, where ``send_soon`` sends at once."""
 
     @abc.abstractmethod
     def resume(self) -> None:
@@ -81,7 +97,11 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close both directions. What has been sent is still delivered where the peer reads on."""
+        """Close both directions.
+
+        What has been sent is still delivered to a peer that reads on; where that peer is sending at the same time, TCP
+        may drop what it has not read.
+        """
 
 
 class Endpoint(abc.ABC):
@@ -95,7 +115,7 @@ class Endpoint(abc.ABC):
         """Open a channel to the endpoint that listens at ``address``.
 
         Raises:
-            ConnectionError: Nobody is there (within ``timeout`` seconds).
+            ConnectionError: Nobody is there; ``ConnectTimeoutError`` if nobody answered within ``timeout`` seconds.
             AuthenticationError: One side does not know the other's secret.
             ValueError: The address is none of this transport's.
         """
@@ -107,6 +127,10 @@ class Endpoint(abc.ABC):
     @abc.abstractmethod
     def wake(self) -> None:
         """Make one thread that waits in ``poll``, or the next that comes, return at once."""
+
+    def wake_soon(self) -> None:
+        """As ``wake``, but about a millisecond later where the transport can: it may not be needed any more."""
+        self.wake()
 
     @abc.abstractmethod
     def close(self) -> None:

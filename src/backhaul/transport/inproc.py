@@ -38,6 +38,8 @@ class InprocChannel(Channel):
         if self._ended is not None or other is None:
             raise ChannelClosedError(f"the channel to {self.peer} is closed")
         other._put(frame.copied(other._endpoint.recycler))
+        with self._lock:
+            self.bytes_sent += frame.nbytes
 
     def _put(self, frame: Frame) -> None:
         with self._lock:
@@ -102,8 +104,13 @@ class InprocEndpoint(Endpoint):
             raise ConnectionRefusedError(f"no worker of this process listens at {address}")
         mine, theirs = InprocChannel(self, address), InprocChannel(there, self.addresses[0])
         mine.pair_with(theirs)
-        there._adopt(theirs)
         self._adopt(mine)
+        try:
+            there._adopt(theirs)
+        except ConnectionError:
+            with self._lock:
+                self._channels.remove(mine)
+            raise
         return mine
 
     def _adopt(self, channel: InprocChannel) -> None:

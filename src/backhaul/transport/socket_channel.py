@@ -23,6 +23,7 @@ log = logging.getLogger("backhaul")
 
 _COALESCE = 1 << 16  # a frame up to this size may be copied so as not to wait for another writer
 _MAX_QUEUED = 16 << 20  # bytes of copied frames a channel holds before senders wait
+_LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
 _MAX_PARTS = 512  # pieces per system call, well under the kernel's limit
 
 
@@ -40,6 +41,9 @@ class Watcher(Protocol):
 
     def forget(self, fd: int) -> None:
         """Watch ``fd`` no more; called before it is closed."""
+
+    def flush_soon(self, channel: SocketChannel) -> None:
+        """Call the channel's ``flush`` in about a millisecond."""
 
 
 class SocketChannel(Channel):
@@ -60,6 +64,8 @@ class SocketChannel(Channel):
         self._queued = 0  # bytes in the queue
         self._counting = threading.Lock()  # guards the two above, held for no longer than they change
         self._stalled = False  # the queue waits for the socket; a poller goes on with it
+        self._closing = False  # closed by this side; ends when the queue is written
+        self._writable = False  # a poller was told so while another thread wrote: that one goes on with the queue
         self._out_fd = -1  # a second descriptor of the socket, to be told when it is writable
 
     # Reading: by the one thread that holds the channel.
@@ -82,9 +88,11 @@ class SocketChannel(Channel):
     def receive(self, timeout: float | None) -> Event | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
-            if not self._poller.poll(left):
-                return None
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not self._poller.poll(None if left is None else min(left, _LONGEST) * 1000):
+                if left is not None and left <= _LONGEST:
+                    return None
+                continue
             event = self._read()
             if event is not None:
                 return event
@@ -121,6 +129,7 @@ class SocketChannel(Channel):
 
     def free(self) -> None:
         """Close the descriptors. Only for the thread that holds the channel, or when nobody polls any more."""
+        self._end("closed by this side")
         with self._writing:  # a writer that waits has been woken by the shutdown in _end
             self._endpoint.forget(self._fd)
             if self._out_fd >= 0:
@@ -136,14 +145,17 @@ class SocketChannel(Channel):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, which reports the loss
 
     def close(self) -> None:
-        if self._ended is None:
-            self._ended = "closed by this side"
-        self._end(self._ended)
+        self._closing = True
+        if not self._writing.acquire(blocking=False):
+            self._end("closed by this side")  # a writer waits in the middle of a frame: nothing whole can follow
+            return
+        self._writing.release()
+        self._flush_queue()
 
     # Writing: one thread at a time writes; what others queue meanwhile goes out before it lets go.
 
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
-        if self._ended is not None:
+        if self._ended is not None or self._closing:
             raise ChannelClosedError(f"the channel to {self.peer} is closed: {self._ended}")
         deadline = None if timeout is None else time.monotonic() + timeout
         parts = frame.parts()
@@ -159,17 +171,33 @@ class SocketChannel(Channel):
         try:
             if self._stalled or self._queue:
                 # Others are in front: get behind them, then help if the socket takes it.
-                if not (self._stalled and small):
+                if not (self._stalled and small and self._queued < _MAX_QUEUED):
                     self._write_queue(deadline)
                 if self._stalled:
                     self._enqueue(b"".join(parts))
-                    return
-            self._write(parts, deadline)
+                else:
+                    self._write(parts, deadline)
+            else:
+                self._write(parts, deadline)
         except OSError as error:
             self._end(os.strerror(error.errno or 0))
             raise ChannelClosedError(f"the channel to {self.peer} broke: {error}") from error
         finally:
             self._writing.release()
+        self._flush_queue()
+
+    def send_soon(self, frame: Frame) -> None:
+        if frame.nbytes > _COALESCE or self._queued > _COALESCE:
+            self.send(frame)
+            return
+        if self._ended is not None or self._closing:
+            raise ChannelClosedError(f"the channel to {self.peer} is closed: {self._ended}")
+        first = not self._queue
+        self._enqueue(b"".join(frame.parts()))
+        if first:
+            self._endpoint.flush_soon(self)
+
+    def flush(self) -> None:
         self._flush_queue()
 
     def _enqueue(self, data: bytes, *, first: bool = False) -> None:
@@ -190,19 +218,21 @@ class SocketChannel(Channel):
 
     def _flush_queue(self) -> None:
         """Write what others queued while we wrote, unless somebody else is at it."""
-        while self._queue and not self._stalled and self._ended is None:
+        while self._queue and (self._writable or not self._stalled) and self._ended is None:
             if not self._writing.acquire(blocking=False):
                 return  # the holder looks at the queue again when it lets go
             try:
-                if not self._stalled:
+                if self._writable or not self._stalled:
                     self._write_queue(0.0)
             except OSError as error:
                 self._end(os.strerror(error.errno or 0))
             finally:
                 self._writing.release()
+        if self._closing and not self._queue:
+            self._end(self._ended or "closed by this side")
 
     def _write_queue(self, deadline: float | None) -> None:
-        self._stalled = False
+        self._stalled = self._writable = False
         while self._queue and not self._stalled:
             self._write(self._dequeue(), deadline)
 
@@ -220,6 +250,7 @@ class SocketChannel(Channel):
                     continue
                 self._stall(b"".join(batch + list(parts[first + len(batch) :])))
                 return
+            self.bytes_sent += count
             count += skip
             while first < len(parts) and count >= len(parts[first]):
                 count -= len(parts[first])
@@ -227,15 +258,17 @@ class SocketChannel(Channel):
             skip = count
 
     def _wait_writable(self, deadline: float | None) -> bool:
-        wait = None if deadline is None else (deadline - time.monotonic()) * 1000
-        if wait is not None and wait <= 0:
-            return False
         poller = select.poll()
         poller.register(self._fd, select.POLLOUT)
-        ready = poller.poll(wait)
-        if self._ended is not None:
-            raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN))
-        return bool(ready)
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            ready = poller.poll(None if left is None else min(left, _LONGEST) * 1000)
+            if self._ended is not None:
+                raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN))
+            if ready:
+                return True
 
     def _stall(self, rest: bytes) -> None:
         self._enqueue(rest, first=True)
@@ -248,11 +281,5 @@ class SocketChannel(Channel):
 
     def write_on(self) -> None:
         """The socket takes more: go on with a stalled queue."""
-        with self._writing:
-            if self._ended is not None or not self._stalled:
-                return
-            try:
-                self._write_queue(0.0)
-            except OSError as error:
-                self._end(os.strerror(error.errno or 0))
+        self._writable = True
         self._flush_queue()

@@ -18,17 +18,22 @@ from collections.abc import Callable
 
 from backhaul.errors import AuthenticationError
 from backhaul.transport import addresses
-from backhaul.transport.base import Channel, Endpoint, Event
+from backhaul.transport.base import Channel, ConnectTimeoutError, Endpoint, Event
 from backhaul.transport.handshake import ClientHandshake, ServerHandshake
 from backhaul.transport.socket_channel import SocketChannel
+from backhaul.transport.timer import Timer
 from backhaul.wire.memory import Recycler
 
 log = logging.getLogger("backhaul")
 
 _ONE_SHOT = select.EPOLLONESHOT
 _SOCKET_BUFFER = 4 << 20
+_SOON = 0.001  # seconds
 _HANDSHAKE_TIMEOUT = 10.0
 _MAX_HANDSHAKES = 256
+_BATCH = 16  # connections accepted at once, so that those which have come are heard before others crowd them out
+_DEAF = 0.1  # seconds
+_LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
 
 
 class _Newcomer:
@@ -88,12 +93,17 @@ class SocketEndpoint(Endpoint):
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Edge-triggered and never read: each write wakes one poller.
         self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
+        self._timer = Timer()
+        self._epoll.register(self._timer.fd, select.EPOLLIN | select.EPOLLET)
         self._lock = threading.Lock()  # guards the tables below
         self._actions: dict[int, Callable[[], None]] = {}  # descriptor -> what to call when it is ready
         self._channels: dict[int, SocketChannel] = {}
         self._newcomers: dict[int, _Newcomer] = {}
         self._listeners: list[socket.socket] = []
+        self._unflushed: set[SocketChannel] = set()
         self._closed = False
+        self._deaf: list[socket.socket] = []  # listeners that could not accept, left alone for a while
+        self._deaf_until = 0.0
         found: list[str] = []
         try:
             if unix:
@@ -149,7 +159,10 @@ class SocketEndpoint(Endpoint):
             self._epoll.unregister(fd)
 
     def poll(self, timeout: float | None) -> Event | None:
-        ready = self._epoll.poll(timeout, 1)
+        if self._deaf:
+            self._listen_again()
+            timeout = _DEAF if timeout is None else min(timeout, _DEAF)
+        ready = self._epoll.poll(timeout if timeout is None else min(timeout, _LONGEST), 1)
         if not ready:
             return None
         channel = self._channels.get(ready[0][0])
@@ -158,6 +171,9 @@ class SocketEndpoint(Endpoint):
         action = self._actions.get(ready[0][0])
         if action is not None:
             action()
+        while self._unflushed and ready[0][0] == self._timer.fd:
+            with contextlib.suppress(KeyError):  # another thread took it
+                self._unflushed.pop().flush()
         return None
 
     def wake(self) -> None:
@@ -165,11 +181,27 @@ class SocketEndpoint(Endpoint):
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
+    def wake_soon(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._timer.start(_SOON)
+
+    def flush_soon(self, channel: SocketChannel) -> None:
+        self._unflushed.add(channel)
+        self.wake_soon()
+
     # Connections.
+
+    def _listen_again(self) -> None:
+        with self._lock:
+            due = self._deaf and time.monotonic() >= self._deaf_until
+            listeners, self._deaf = (self._deaf, []) if due else ([], self._deaf)
+        for listener in listeners:
+            self.arm(listener.fileno(), select.EPOLLIN)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            while True:
+            for _ in range(_BATCH):
                 sock, where = listener.accept()
                 sock.setblocking(False)
                 self._tune(sock)
@@ -182,6 +214,10 @@ class SocketEndpoint(Endpoint):
             pass
         except OSError as error:  # too many descriptors, say: try again at the next connection
             log.warning("could not accept a connection: %s", error)
+            with self._lock:
+                self._deaf.append(listener)
+                self._deaf_until = time.monotonic() + _DEAF
+            return
         self.arm(listener.fileno(), select.EPOLLIN)
 
     def _shed_newcomers(self) -> None:
@@ -233,7 +269,7 @@ class SocketEndpoint(Endpoint):
             return channel
         except TimeoutError as error:
             sock.close()
-            raise ConnectionError(f"{address} did not answer within {timeout:g} s") from error
+            raise ConnectTimeoutError(f"{address} did not answer within {timeout:g} s") from error
         except BaseException:
             sock.close()
             raise
@@ -247,7 +283,7 @@ class SocketEndpoint(Endpoint):
                 return socket.create_connection(where, timeout)
             sock = socket.socket(family, socket.SOCK_STREAM)
         except TimeoutError as error:
-            raise ConnectionError(f"{address} did not answer within {timeout:g} s") from error
+            raise ConnectTimeoutError(f"{address} did not answer within {timeout:g} s") from error
         except OSError as error:
             raise ConnectionError(f"cannot connect to {address}: {error}") from error
         try:
@@ -283,6 +319,7 @@ class SocketEndpoint(Endpoint):
         self._epoll.close()
         with self._lock:
             os.close(self._wake_fd)
+            self._timer.close()
 
 
 def _show_peer(sock: socket.socket, where: object) -> str:

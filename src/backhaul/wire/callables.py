@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,6 @@ from backhaul.errors import FunctionNotFoundError
 
 SCRIPT = "torchscript"
 """Module part of the name of a scripted function, which lives in a compilation unit, not in a module."""
-
-_names: dict[Any, str] = {}  # only what a module holds anyway, so nothing is kept alive by it
 
 
 def label_of(function: Any) -> str:
@@ -37,16 +36,8 @@ def name_of(function: Any, *, main_shared: bool = False) -> str | None:
         function: Any callable.
         main_shared: Whether the other worker runs the same program, so that ``__main__`` means the same there.
     """
-    try:
-        name = _names.get(function)
-    except TypeError:  # not hashable
-        return None
-    if name is None:
-        name = _search(function)
-        if name is None:
-            return None
-        _names[function] = name
-    return None if not main_shared and name.startswith("__main__:") else name
+    name = _search(function)
+    return None if name is None or (not main_shared and name.startswith("__main__:")) else name
 
 
 def _search(function: Any) -> str | None:
@@ -61,8 +52,12 @@ def _search(function: Any) -> str | None:
         return None
     owner = getattr(function, "__objclass__", None)  # a method of a C type
     bound = getattr(function, "__self__", None)
-    if owner is None and isinstance(bound, type):  # a class method, or a static one of a C type
+    if owner is None and isinstance(bound, type):  # a class method
         owner = bound
+    elif bound is None and isinstance(function, types.BuiltinFunctionType):  # a static method of a C type?
+        reduced = function.__reduce__()
+        if isinstance(reduced, tuple) and reduced[0] is getattr and isinstance(reduced[1][0], type):
+            owner = reduced[1][0]
     if owner is not None:
         module, qualname = owner.__module__, f"{owner.__qualname__}.{function.__name__}"
     else:
@@ -86,7 +81,7 @@ def resolve(name: str) -> Callable[..., Any]:
                 raise AttributeError("no function of that name has been scripted here")
         else:
             function = _walk(sys.modules.get(module) or importlib.import_module(module), qualname)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise FunctionNotFoundError(f"no function {name!r} here: {error}", function=name) from error
     if not callable(function):
         raise FunctionNotFoundError(f"{name!r} is a {type(function).__name__}, not callable", function=name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import pickle
 import types
 from collections.abc import Iterator, Sequence
@@ -50,7 +51,11 @@ def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = F
         names: What to call each value in that error.
         main_shared: Whether ``__main__`` is the same program at the other end.
     """
-    return _encode_plain(values) or _encode_pickled(values, names, main_shared)
+    try:
+        plain = _encode_plain(values)
+    except Exception:  # a tensor that cannot travel: the other form says which
+        plain = None
+    return plain or _encode_pickled(values, names, main_shared)
 
 
 def _encode_plain(values: Sequence[Any]) -> Encoded | None:
@@ -99,14 +104,21 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
 
 def decode(payload: Payload, buffers: Sequence[Buffer]) -> list[Any]:
     """Make the values again. The tensors live on the memory of ``buffers``, which must be writable."""
-    split = len(buffers) - payload.loose
-    return load(payload, buffers[split:], read_tensors(payload.tensors, buffers[:split]))
+    return load(payload, buffers, tensors_of(payload, buffers))
 
 
-def load(payload: Payload, loose: Sequence[Buffer], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Put a payload together whose tensors have been read already."""
+def tensors_of(payload: Payload, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+    """The tensors of a payload, in the order of ``Encoded.tensors``."""
+    if payload.loose:
+        buffers = buffers[: len(buffers) - payload.loose]
+    return read_tensors(payload.tensors, buffers)
+
+
+def load(payload: Payload, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Put a payload together from its tensors, or from others in their place."""
     values = payload.plain
     if values is None:
+        loose = buffers[len(buffers) - payload.loose :]
         values = _Unpickler(io.BytesIO(payload.pickle), tensors, loose).load()
         if not isinstance(values, list):
             raise ProtocolError(f"a payload is a list of values, not a {type(values).__name__}")
@@ -139,11 +151,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_tensor(value)
         if kind is torch.nn.Parameter:
             plain = value.as_subclass(torch.Tensor) if value.requires_grad else value.detach()
-            return _parameter, (plain, value.requires_grad, dict(value.__dict__))
+            return _parameter, (plain, value.requires_grad), value.__dict__, None, None, _set_attributes
         if issubclass(kind, torch.Tensor):
             return self._reduce_subclass(value)
+        if issubclass(kind, io.IOBase) and not issubclass(kind, (io.BytesIO, io.StringIO)):
+            raise TypeError("an open file belongs to its process")
         if issubclass(kind, torch.jit.ScriptModule):
-            return _script_module, (_saved(value),)
+            return _script_module, (value.save_to_buffer(),)
         if kind is torch.jit.ScriptFunction or isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return resolve, (name_of(value),)
         if self._main_shared and isinstance(value, (type, types.FunctionType)) and _in_main(value):
@@ -161,11 +175,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
             inner = {name: getattr(value, name) for name in names}
-            return _wrapper, (kind, inner, context, tuple(value.shape), value.stride())
+            is_parameter = bool(getattr(value, "_is_param", False))
+            made: tuple[Any, ...] = (
+                _wrapper,
+                (
+                    (kind, inner, context, tuple(value.shape), value.stride()),
+                    value.requires_grad and value.is_leaf,
+                    is_parameter,
+                ),
+            )
+            rest = {name: item for name, item in value.__dict__.items() if name not in inner and name != "_is_param"}
+            return (*made, rest, None, None, _set_attributes)
         with torch._C.DisableTorchFunctionSubclass():
             plain = value.detach().as_subclass(torch.Tensor)
             plain.requires_grad_(value.requires_grad)
-        return _subclass, (plain, kind, dict(value.__dict__))
+        return _subclass, (plain, kind), value.__dict__, None, None, _set_attributes
 
 
 def _take_buffer(loose: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
@@ -200,34 +224,31 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     tensor.__dict__.update(attributes)
 
 
-def _parameter(tensor: torch.Tensor, requires_grad: bool, state: dict[str, Any]) -> torch.Tensor:
+def _parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     if tensor.grad_fn is not None:  # recorded on the way: part of a graph, so not a leaf here
         return tensor
-    made = torch.nn.Parameter(tensor.detach(), requires_grad)
-    made.__dict__.update(state)
+    return torch.nn.Parameter(tensor.detach(), requires_grad)
+
+
+def _subclass(tensor: torch.Tensor, kind: type) -> Any:
+    return tensor.as_subclass(kind)
+
+
+def _wrapper(made_of: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    kind, inner, context, shape, stride = made_of
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
+    if is_parameter:
+        return torch.nn.Parameter(made, requires_grad)
+    if requires_grad and made.is_leaf:
+        made.requires_grad_()
     return made
 
 
-def _subclass(tensor: torch.Tensor, kind: type, state: dict[str, Any]) -> torch.Tensor:
-    made: Any = tensor.as_subclass(kind)
-    made.__dict__.update(state)
-    return made  # type: ignore[no-any-return]
-
-
-def _wrapper(
-    kind: Any, inner: dict[str, torch.Tensor], context: Any, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> torch.Tensor:
-    return kind.__tensor_unflatten__(inner, context, shape, stride)  # type: ignore[no-any-return]
-
-
-def _saved(module: torch.jit.ScriptModule) -> bytes:
-    out = io.BytesIO()
-    torch.jit.save(module, out)
-    return out.getvalue()
-
-
 def _script_module(saved: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(saved))
+    # As torch.jit.load does it, without its remark that TorchScript is deprecated.
+    unit = torch._C.CompilationUnit()
+    module = torch._C.import_ir_module_from_buffer(unit, saved, None, {}, False)  # type: ignore[call-arg, arg-type]
+    return torch.jit._recursive.wrap_cpp_module(module)
 
 
 def _in_main(value: Any) -> bool:
@@ -235,18 +256,56 @@ def _in_main(value: Any) -> bool:
 
 
 def _explain(values: Sequence[Any], names: Sequence[str], main_shared: bool, error: Exception) -> SerializationError:
-    """Find the innermost part that does not pickle on its own, and say so."""
-    path, culprit, reason = "", values, error
-    parts = list(zip(names, values, strict=True))
-    while parts:
-        step, part = parts.pop(0)
-        try:
-            _Pickler(io.BytesIO(), TensorWriter(), [], main_shared).dump(part)
-        except Exception as inner:
-            path, culprit, reason = path + step, part, inner
-            parts = list(_children(part)) if path.count(".") + path.count("[") < _MAX_DEPTH else []
-    why = str(reason) if isinstance(reason, BackhaulError) else f"{type(reason).__name__}: {reason}"
+    """Find the innermost part that does not travel on its own, and say so."""
+    search = _Search(main_shared)
+    for name, value in zip(names, values, strict=True):
+        found = search.locate(name, value, frozenset((id(value),)), 0)
+        if found is not None:
+            path, culprit, why = found
+            break
+    else:  # a circle, or nothing to be found in reasonable time
+        path, culprit, why = ", ".join(itertools.islice(names, 8)), values, _reason(error)
     return SerializationError(f"{path} (a {type(culprit).__name__}) cannot be sent: {why}", path=path)
+
+
+class _Search:
+    """Looks for what cannot travel, by trying part after part."""
+
+    def __init__(self, main_shared: bool) -> None:
+        self._main_shared = main_shared
+        self._tries = 2000
+
+    def locate(self, path: str, value: Any, above: frozenset[int], depth: int) -> tuple[str, Any, str] | None:
+        """The culprit at or below ``value``, with its path and what is wrong with it."""
+        self._tries -= 1
+        why = _trouble(value, self._main_shared)
+        if why is None:
+            return None
+        circular = False
+        for step, part in _children(value) if depth < _MAX_DEPTH and self._tries > 0 else ():
+            if id(part) in above:
+                circular = True
+                continue
+            found = self.locate(path + step, part, above | {id(part)}, depth + 1)
+            if found is not None:
+                return found
+        # What refers back to something above it may only suffer from that.
+        return None if circular and depth else (path, value, why)
+
+
+def _trouble(value: Any, main_shared: bool) -> str | None:
+    """Why ``value`` does not travel. Text, not the exception: that would hold on to all it went through."""
+    try:
+        writer = TensorWriter()
+        _Pickler(io.BytesIO(), writer, [], main_shared).dump(value)
+        writer.finish()
+    except Exception as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, BackhaulError) else f"{type(error).__name__}: {error}"
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -265,3 +324,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, (type, types.ModuleType, torch.Tensor)):
         for name, item in getattr(value, "__dict__", {}).items():
             yield f".{name}", item
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                    yield f".{name}", getattr(value, name)

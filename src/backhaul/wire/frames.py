@@ -11,6 +11,7 @@ has not checked; large buffers are received straight into the memory they stay i
 
 from __future__ import annotations
 
+import collections
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -104,7 +105,7 @@ class FrameReader:
         # The frame being read: None until its header is there.
         self._kind = 0
         self._number = 0
-        self._pieces: list[int] | None = None  # sizes of table (if any), body, buffers still to come
+        self._pieces: collections.deque[int] | None = None  # sizes of table (if any), body, buffers still to come
         self._payload = 0
         self._has_table = False
         self._body: Buffer = b""
@@ -177,13 +178,13 @@ class FrameReader:
         self._start += HEADER.size
         self._kind, self._number, self._payload = kind, number, payload
         self._has_table = count > 0
-        self._pieces = [8 * count, body] if count else [body]
+        self._pieces = collections.deque((8 * count, body) if count else (body,))
         self._body_read = False
         self._buffers = []
 
     def _accept(self, piece: Buffer, frames: list[Frame]) -> None:
         assert self._pieces is not None
-        self._pieces.pop(0)
+        self._pieces.popleft()
         if self._has_table:
             self._has_table = False
             lengths = struct.unpack(f"<{len(piece) // 8}Q", piece)

@@ -67,12 +67,14 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     function: str
     payload: Payload
     keywords: bool = False
+    notes: dict[str, bytes] = {}  # of layers above; see rpc.intercept
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
     """A call's result: one value."""
 
     payload: Payload
+    notes: dict[str, bytes] = {}
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
@@ -103,6 +105,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 
 
+def prepare(*kinds: type[msgspec.Struct]) -> None:
+    """Make messages known to ``unpack``. Called where they are defined: making a decoder is not thread-safe."""
+    for kind in kinds:
+        _decoders[kind] = msgspec.msgpack.Decoder(kind)
+
+
 def pack(message: msgspec.Struct) -> bytes:
     """Encode a message into a frame's body."""
     return _encoder.encode(message)
@@ -110,10 +118,10 @@ def pack(message: msgspec.Struct) -> bytes:
 
 def unpack(body: Buffer, kind: type[M]) -> M:
     """Decode a frame's body. Raises ``ProtocolError`` if it is not a ``kind``."""
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
-        return decoder.decode(body)  # type: ignore[return-value]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _decoders[kind].decode(body)  # type: ignore[return-value]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a {kind.__name__}: {error}") from error
+
+
+prepare(Hello, Refuse, Payload, Request, Reply, Fault, Tally, Count)

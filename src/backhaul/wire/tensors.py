@@ -10,6 +10,10 @@ required grad, and that is all.
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
+import re
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +33,11 @@ _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_UNCOPIED = {dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"u?int[1-7]|bits.*|float4.*", name)} & {
+    dtype for dtype in _DTYPES.values() if dtype.itemsize == 1
+}
+"""Types of one byte that torch stores but does not copy with a change of layout."""
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _COMPRESSED: dict[str, torch.layout] = {
     "csr": torch.sparse_csr,
     "csc": torch.sparse_csc,
@@ -80,7 +89,7 @@ class TensorWriter:
 
     def add(self, tensor: torch.Tensor) -> int:
         """Take in a logical tensor; return its index. Raises ``SerializationError`` if it cannot travel."""
-        if tensor.layout is torch.strided and not tensor.is_quantized:
+        if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested):
             spec = TensorSpec((self._part(tensor.detach()),), tensor.requires_grad)
         else:
             spec = self._composite(tensor)
@@ -102,7 +111,10 @@ class TensorWriter:
         return len(self._parts) - 1
 
     def _composite(self, tensor: torch.Tensor) -> TensorSpec:
-        value, grad, shape = tensor.detach(), tensor.requires_grad, tuple(tensor.shape)
+        value, grad = tensor.detach(), tensor.requires_grad
+        if value.is_nested:
+            return TensorSpec(tuple(map(self._part, value.unbind())), grad, "nested")
+        shape = tuple(tensor.shape)
         if value.is_quantized:
             if value.dtype not in (torch.qint8, torch.quint8, torch.qint32):
                 raise SerializationError(f"a tensor of {value.dtype} cannot travel")
@@ -156,6 +168,9 @@ def _share_memory(parts: Sequence[torch.Tensor]) -> list[list[int]]:
             by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(index)
     clusters = alone
     for indices in by_storage.values():
+        if _interleaved([parts[i] for i in indices]):
+            clusters.extend([i] for i in indices)
+            continue
         spans = sorted((_start(parts[i]), i) for i in indices)
         reach: int = -1
         for start, index in spans:
@@ -164,6 +179,18 @@ def _share_memory(parts: Sequence[torch.Tensor]) -> list[list[int]]:
             clusters[-1].append(index)
             reach = max(reach, start + _span(parts[index]) * parts[index].itemsize)
     return clusters
+
+
+def _interleaved(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether parts of one storage lie between each other without sharing an element, as columns of a matrix do."""
+    first = min(map(_start, parts))
+    last = max(_start(part) + _span(part) * part.itemsize for part in parts)
+    used = sum(part.numel() * part.itemsize for part in parts)
+    if len(parts) == 1 or last - first <= 2 * used or len({part.itemsize for part in parts}) > 1:
+        return False
+    places = [torch.arange(_span(part)).as_strided(part.shape, part.stride()).flatten() for part in parts]
+    found = torch.cat([place + int(part.storage_offset()) for place, part in zip(places, parts, strict=True)])
+    return bool(found.unique().numel() == found.numel())
 
 
 def _start(tensor: torch.Tensor) -> int:
@@ -186,12 +213,18 @@ def _place_alone(tensor: torch.Tensor, buffers: list[Buffer], keep: list[torch.T
     elements = tensor.numel()
     if not tensor.is_contiguous():
         if _span(tensor) > elements:  # holes: send the elements, not what lies between them
-            tensor = tensor.clone(memory_format=torch.preserve_format)
+            tensor = _compact(tensor)
         elements = _span(tensor)
         stride = tensor.stride()
     buffers.append(_memory_of(tensor, elements))
     keep.append(tensor)
     return Part(len(buffers) - 1, dtype, shape, stride)
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype in _UNCOPIED:
+        return tensor.view(torch.uint8).clone(memory_format=torch.preserve_format).view(tensor.dtype)
+    return tensor.clone(memory_format=torch.preserve_format)
 
 
 def _place_together(
@@ -235,26 +268,57 @@ def read_tensors(table: TensorTable, buffers: Sequence[Buffer]) -> list[torch.Te
     if not table.specs:
         return []
     uses = [0] * len(buffers)
-    for part in table.parts:
-        if not -1 <= part.buffer < len(buffers):
-            raise ProtocolError(f"a tensor points to buffer {part.buffer} of {len(buffers)}")
-        if part.buffer >= 0:
-            uses[part.buffer] += 1
-    bases: dict[int, torch.Tensor] = {}
     try:
+        for part in table.parts:
+            _check_part(part, buffers)
+            if part.buffer >= 0:
+                uses[part.buffer] += 1
+        bases: dict[int, torch.Tensor] = {}
         parts = [_read_part(part, buffers, uses, bases) for part in table.parts]
-        return [_read_spec(spec, [parts[i] for i in spec.parts]) for spec in table.specs]
-    except (KeyError, IndexError, ValueError, RuntimeError) as error:
-        raise ProtocolError(f"a tensor does not fit its buffer: {error}") from error
+        return [_read_spec(spec, parts) for spec in table.specs]
+    except ProtocolError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"a tensor does not fit its description: {type(error).__name__}: {error}") from error
+
+
+def _check_part(part: Part, buffers: Sequence[Buffer]) -> None:
+    """Refuse a part that is not wholly inside its buffer, or has no business being there."""
+    dtype = _DTYPES.get(part.dtype)
+    if dtype is None or dtype in _QUANTIZED or part.device not in ("", "meta"):
+        raise ProtocolError(f"no tensor can be made of {part}")
+    if part.stride is not None and len(part.stride) != len(part.shape):
+        raise ProtocolError(f"shape and stride of {part} do not match")
+    numbers = (*part.shape, *(part.stride or ()), part.offset)
+    if min(numbers) < 0 or max(numbers) >= 1 << 62:
+        raise ProtocolError(f"impossible sizes in {part}")
+    elements = math.prod(part.shape)
+    if part.buffer == -1:
+        if elements and part.device != "meta":
+            raise ProtocolError(f"{part} has elements but no memory")
+        if part.stride is None or part.offset:
+            raise ProtocolError(f"{part} has no memory to be laid out in")
+        return
+    if not 0 <= part.buffer < len(buffers) or part.device or not elements:
+        raise ProtocolError(f"{part} has no buffer among {len(buffers)}")
+    if part.stride is None and part.offset:
+        raise ProtocolError(f"{part} starts inside of memory that is all its own")
+    reach = elements
+    if part.stride is not None:
+        reach = part.offset + 1 + sum((n - 1) * s for n, s in zip(part.shape, part.stride, strict=True))
+    size = memoryview(buffers[part.buffer]).nbytes
+    if reach * dtype.itemsize > size or (part.stride is None and elements * dtype.itemsize != size):
+        raise ProtocolError(f"{part} does not fit its {size} bytes")
 
 
 def _read_part(
     part: Part, buffers: Sequence[Buffer], uses: Sequence[int], bases: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     dtype = _DTYPES[part.dtype]
+    if dtype is torch.complex32:
+        _hush()
     if part.buffer < 0:
-        stride = part.stride or ()
-        return torch.empty_strided(part.shape, stride, dtype=dtype, device=part.device or "cpu")
+        return torch.empty_strided(part.shape, part.stride or (), dtype=dtype, device=part.device or "cpu")
     buffer = buffers[part.buffer]
     if uses[part.buffer] == 1 and part.stride is None:
         try:
@@ -266,46 +330,80 @@ def _read_part(
     if base is None:
         base = bases[part.buffer] = torch.frombuffer(buffer, dtype=torch.uint8)
     stride = torch.empty(part.shape, device="meta").stride() if part.stride is None else part.stride
-    if min(part.shape, default=0) < 0 or min(stride, default=0) < 0 or part.offset < 0:
-        raise ValueError(f"negative size or stride in {part}")
-    reach = part.offset + 1 + sum((n - 1) * s for n, s in zip(part.shape, stride, strict=True))
-    if reach * dtype.itemsize > len(buffer):
-        raise ValueError(f"{part} reaches past its {len(buffer)} bytes")
     return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), part.offset, part.shape, stride)
 
 
-def _read_spec(spec: TensorSpec, parts: list[torch.Tensor]) -> torch.Tensor:
-    tensor = parts[0] if not spec.layout else _REBUILD[spec.layout](spec, *parts)
+def _read_spec(spec: TensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if any(not 0 <= index < len(parts) for index in spec.parts):
+        raise ProtocolError(f"a tensor wants parts {spec.parts} of {len(parts)}")
+    own = [parts[index] for index in spec.parts]
+    if spec.layout:
+        tensor = _REBUILD[spec.layout](spec, *own)
+        if not tensor.is_nested and tuple(tensor.shape) != spec.shape:
+            raise ProtocolError(f"a tensor of {tuple(tensor.shape)} was said to be of {spec.shape}")
+    else:
+        (tensor,) = own
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
 def _coo(spec: TensorSpec, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(
-        indices, values, spec.shape, is_coalesced=bool(spec.detail[0]), check_invariants=True
-    )
+    (coalesced,) = spec.detail
+    return torch.sparse_coo_tensor(indices, values, spec.shape, is_coalesced=bool(coalesced), check_invariants=True)
 
 
-def _compressed(spec: TensorSpec, *parts: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "sparse CSR support is in beta", once per process
-        build: Callable[..., torch.Tensor] = torch.sparse_compressed_tensor
-        return build(*parts, spec.shape, layout=_COMPRESSED[spec.layout], check_invariants=True)
+def _compressed(spec: TensorSpec, compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    _hush()
+    build: Callable[..., torch.Tensor] = torch.sparse_compressed_tensor
+    layout = _COMPRESSED[spec.layout]
+    return build(compressed, plain, values, spec.shape, layout=layout, check_invariants=True)
+
+
+def _nested(spec: TensorSpec, *parts: torch.Tensor) -> torch.Tensor:
+    _hush()
+    return torch.nested.as_nested_tensor(list(parts))
 
 
 def _quantized(spec: TensorSpec, ints: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantized tensors are deprecated upstream
-        return torch._make_per_tensor_quantized_tensor(ints, *spec.detail)
+    _hush()
+    scale, zero_point = spec.detail
+    return torch._make_per_tensor_quantized_tensor(ints, scale, zero_point)
 
 
-def _quantized_channel(spec: TensorSpec, *parts: torch.Tensor) -> torch.Tensor:
+def _quantized_channel(
+    spec: TensorSpec, ints: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor
+) -> torch.Tensor:
+    _hush()
+    (axis,) = spec.detail
+    if not (isinstance(axis, int) and 0 <= axis < ints.dim() and len(scales) == len(zero_points) == ints.shape[axis]):
+        raise ProtocolError(f"scales of axis {axis} do not fit a tensor of {tuple(ints.shape)}")
+    return torch._make_per_channel_quantized_tensor(ints, scales, zero_points, axis)
+
+
+def _hush() -> None:
+    """See ``_hush_once``."""
+    with _hushing:
+        _hush_once()
+
+
+_hushing = threading.Lock()
+
+
+@functools.cache
+def _hush_once() -> None:
+    """Get torch's remarks on unusual tensors over with: it makes each once, and it is the sender who
+    should hear them. Once only, because the filters of warnings belong to all threads.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch._make_per_channel_quantized_tensor(*parts, *spec.detail)  # type: ignore[arg-type]
+        torch.ones(1, 1).to_sparse_csr()
+        torch.nested.as_nested_tensor([torch.ones(1)])
+        torch.empty(1, dtype=torch.complex32)
+        torch._make_per_tensor_quantized_tensor(torch.ones(1, dtype=torch.int8), 1.0, 0)
 
 
 _REBUILD: dict[str, Callable[..., torch.Tensor]] = {
     "coo": _coo,
+    "nested": _nested,
     "quantized": _quantized,
     "quantized_channel": _quantized_channel,
     **dict.fromkeys(_COMPRESSED, _compressed),

@@ -1,0 +1,113 @@
+"""What one forward and backward of one user step owns on one worker: its messages' ends and its gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from backhaul.autograd.functions import ContextId, MessageId, Recv, SendRecord, add
+
+if TYPE_CHECKING:
+    from backhaul.autograd.runs import Run
+
+
+class Context:
+    """One worker's share of a context. Thread-safe.
+
+    Attributes:
+        id: The same on every worker.
+        known: Ids of the workers this one exchanged messages of the context with.
+        sends: Send records by message.
+        recvs: Recv ends by message.
+        spent: Messages whose graph was freed by a pass without ``retain_graph``.
+        runs: Passes here, by driver and number; the latest few.
+        released: Whether it is over; nothing is recorded any more.
+    """
+
+    def __init__(self, number: ContextId) -> None:
+        self.id = number
+        self.lock = threading.Lock()  # guards all below
+        self.released = False
+        self.known: set[int] = set()
+        self.sends: dict[MessageId, SendRecord] = {}
+        self.recvs: dict[MessageId, Recv] = {}
+        self.spent: set[MessageId] = set()
+        self.runs: dict[tuple[int, int], Run] = {}
+        self._grads: dict[torch.Tensor, torch.Tensor] = {}
+        self._loose: dict[torch.Tensor, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
+
+    def add_send(self, record: SendRecord) -> bool:
+        """Note a message that goes out; False if the context has been released."""
+        with self.lock:
+            if not self.released:
+                self.sends[record.message] = record
+                self.known.add(record.to)
+            return not self.released
+
+    def add_recv(self, recv: Recv) -> None:
+        """Note a message that came in."""
+        with self.lock:
+            self.recvs[recv.message] = recv
+            self.known.add(recv.sender)
+
+    def know(self, worker: int) -> bool:
+        """Note a worker that has this context; False if it has been released."""
+        with self.lock:
+            if not self.released:
+                self.known.add(worker)
+            return not self.released
+
+    def end(self) -> set[int]:
+        """Release this worker's share; return the workers to tell. What holds the graph is let go."""
+        with self.lock:
+            self.released = True
+            for run in self.runs.values():
+                run.failed = True
+            self.runs.clear()
+            self.sends.clear()
+            self.recvs.clear()
+            return set(self.known)
+
+    def accumulate(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None) -> None:
+        """Add to a leaf's gradient. With ``order`` contributions are summed in that order, whenever they came."""
+        with self.lock:
+            if order is not None:
+                self._loose.setdefault(leaf, []).append((order, grad))
+                return
+            total = add(self._grads.get(leaf), grad)
+            assert total is not None
+            self._grads[leaf] = total
+
+    def replace(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Put another gradient, or none, in the place of a leaf's."""
+        with self.lock:
+            self._settle()
+            self._grads.pop(leaf, None)
+            if grad is not None:
+                self._grads[leaf] = grad
+
+    def gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """A leaf's gradient so far."""
+        with self.lock:
+            self._settle()
+            return self._grads.get(leaf)
+
+    @property
+    def gradients(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """Leaf -> gradient, a copy of the table."""
+        with self.lock:
+            self._settle()
+            return dict(self._grads)
+
+    @torch.enable_grad()  # contributions of a pass that records itself stay recorded, whoever asks
+    def _settle(self) -> None:
+        for leaf, contributions in self._loose.items():
+            total = self._grads.get(leaf)
+            for _, grad in sorted(contributions, key=lambda item: item[0]):
+                total = add(total, grad)
+            assert total is not None
+            self._grads[leaf] = total
+        self._loose.clear()

@@ -1,0 +1,504 @@
+"""Backward: carries passes out. The shell around ``runs`` and ``passes``: frames in and out, threads, waits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from backhaul.autograd.container import Container
+from backhaul.autograd.context import Context
+from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv
+from backhaul.autograd.groups import Grouping
+from backhaul.autograd.messages import Abort, AutogradKind, Gradient, PassSpec, Release, Report
+from backhaul.autograd.passes import Ledger, Plan, Summary
+from backhaul.autograd.recording import Recorder, enter, leave, record_recv, record_send
+from backhaul.autograd.reports import Reports
+from backhaul.autograd.runs import Orders, Run
+from backhaul.crew import Task
+from backhaul.errors import BackhaulError, BackwardTimeoutError, ContextError, GraphFreedError, PeerLostError
+from backhaul.rpc.node import Node
+from backhaul.rpc.peers import Peer
+from backhaul.transport.base import Channel, ChannelClosedError
+from backhaul.wire.codec import encode, load, tensors_of
+from backhaul.wire.faults import decode_fault, encode_fault
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import pack, unpack
+from backhaul.worker import current_worker
+
+log = logging.getLogger("backhaul")
+
+_REMEMBERED_RUNS = 64
+
+
+class Drive:
+    """A pass, at its driver."""
+
+    def __init__(self, spec: PassSpec, run: Run, gate: Any) -> None:
+        self.spec = spec
+        self.run = run
+        self.gate = gate
+        self.error: BaseException | None = None
+        self.lock = threading.Lock()  # guards ledger and error
+        self.ledger = Ledger()
+        self.planning = threading.Lock()  # held while the plan is made
+        self.plan: Plan | None = None
+
+
+class Engine:
+    """The autograd half of a worker. Thread-safe."""
+
+    def __init__(self, node: Node) -> None:
+        self.worker = node.worker
+        self.id = node.worker.info.id
+        self.container = Container(self.id)
+        self._agent = node.agent
+        self._peers = {peer.record.id: peer for peer in node.peers}
+        self._numbers = itertools.count(1)
+        self._drives: dict[tuple[int, int], Drive] = {}
+        self._reports = Reports()
+        node.agent.interceptors.append(Recorder(node.worker, self.container))
+        node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradient)
+        node.worker.on_frame(AutogradKind.REPORT, self._on_report)
+        node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
+        node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
+        node.peers.on_lost(self._on_lost)
+
+    def attach(self) -> None:
+        """Make this the engine of its worker."""
+        self.worker.attach(self)
+        self.worker.counters["num_autograd_contexts"] = lambda: len(self.container)
+        self.worker.counters["num_current_backward_passes"] = lambda: len(self._drives)
+
+    # Driving a pass.
+
+    def backward(
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        seeds: Grads,
+        *,
+        inputs: Sequence[torch.Tensor] | None,
+        timeout: float,
+        retain: bool,
+        create: bool,
+        fast: bool,
+        into_grad: bool,
+        deterministic: bool,
+    ) -> None:
+        """Run one pass over all workers; return when it is over, raise if it failed."""
+        spec = PassSpec(
+            context.id, self.id, next(self._numbers), retain, create, fast, into_grad, deterministic, inputs is not None
+        )
+        edges = [get_gradient_edge(root) for root in roots]
+        run = Run(spec, context, self._send_gradients, roots=edges, inputs=inputs)
+        with context.lock:
+            context.runs[self.id, spec.number] = run
+        drive = Drive(spec, run, self.worker.runtime.gate())
+        self._drives[spec.context, spec.number] = drive
+        deadline = self.worker.runtime.now() + timeout if timeout else None
+        try:
+            self._reports.begin(spec)
+            self._enter_source(run, ROOTS, seeds)
+            self._tell(spec)
+            with self.worker.crew.blocking():
+                left = None if deadline is None else deadline - self.worker.runtime.now()
+                over = drive.gate.wait(left)
+            if not over:
+                self._abort(drive)
+                raise self._too_late(drive, timeout)
+            if drive.error is not None:
+                self._abort(drive)
+                raise drive.error
+        finally:
+            self._drives.pop((spec.context, spec.number), None)
+            with context.lock:
+                context.runs.pop((self.id, spec.number), None)
+
+    def _too_late(self, drive: Drive, timeout: float) -> BackwardTimeoutError:
+        with drive.lock:
+            waiting = {m: self._name(worker) for m, worker in drive.ledger.outstanding.items()}
+        where = ", ".join(f"message {m} at worker '{name}'" if m else "the roots" for m, name in waiting.items())
+        return BackwardTimeoutError(
+            f"backward of context {drive.spec.context} was not done within {timeout:g} s; under way: {where}",
+            worker=self.worker.name,
+            context=drive.spec.context,
+            outstanding=waiting,
+        )
+
+    def _name(self, worker: int) -> str:
+        return self._peers[worker].info.name if worker >= 0 else self.worker.name
+
+    def _abort(self, drive: Drive) -> None:
+        drive.run.failed = True
+        with drive.lock:
+            workers = drive.ledger.workers - {self.id}
+        for worker in workers:
+            self._post(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(drive.spec))))
+
+    # Sources and groups.
+
+    def _enter_source(self, run: Run, source: MessageId, grads: Grads) -> None:
+        """Gradients have come to a source: run what they make possible. Called between the reports' begin and end."""
+        try:
+            ask = run.must_ask(source)
+            self._reports.add(run.spec, run.arrive(source, grads))
+        except BaseException as error:
+            self._fail(run, source, error)
+            return
+        if ask:
+            self._ask_for_orders(run, source)
+
+    def _ask_for_orders(self, run: Run, source: MessageId) -> None:
+        spec = run.spec
+        if spec.driver == self.id:
+            self._follow(run, source, lambda: self.orders_for(spec.context, spec.number, self.id))
+            return
+        token = enter(None)
+        try:
+            future = self._agent.call_async(spec.driver, orders_for, (spec.context, spec.number, self.id), None, 0)
+        finally:
+            leave(token)
+        future._when_done(lambda done: self._follow(run, source, done.value))
+
+    def _follow(self, run: Run, source: MessageId, orders: Any) -> None:
+        self._reports.begin(run.spec)
+        try:
+            self._reports.add(run.spec, run.follow(Orders(*orders())))
+        except BaseException as error:
+            self._fail(run, source, error)
+        self._tell(run.spec)
+
+    def _tell(self, spec: PassSpec) -> None:
+        """A gradient has been dealt with: report to the driver if it was the last at hand."""
+        report, channels = self._reports.end(spec)
+        for channel in channels:
+            channel.flush()
+        if report is None:
+            return
+        if spec.driver == self.id:
+            self._account(report)
+        else:
+            self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
+
+    def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
+        """Something went wrong here: let go of the pass and tell the driver."""
+        if not run.failed:
+            run.failed = True
+            self._complain(run.spec, source, error)
+
+    def _complain(self, spec: PassSpec, source: MessageId, error: BaseException) -> None:
+        error.add_note(
+            f"in the backward pass of context {spec.context}, message {source}, on worker '{self.worker.name}'"
+        )
+        if spec.driver == self.id:
+            drive = self._drives.get((spec.context, spec.number))
+            if drive is not None:
+                self._end(drive, error)
+            return
+        fault, encoded = encode_fault(error, self.worker.name)
+        report = Report(spec, message=source, fault=fault)
+        buffers = encoded.buffers if encoded is not None else ()
+        self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
+
+    def _send_gradients(self, run: Run, recv: Recv, grads: Grads) -> None:
+        """A recv node has fired: its gradients go where its message came from."""
+        if run.failed:
+            raise ContextError("the pass was aborted", context=run.spec.context)
+        encoded = encode(grads, names=["a gradient"] * len(grads))
+        note = None
+        if run.spec.create and any(tensor.requires_grad for tensor in encoded.tensors):
+            born_in = (run.spec.driver, run.spec.number)
+            note = record_send(
+                self.container,
+                run.context,
+                recv.sender,
+                encoded.tensors,
+                place=(*recv.order, run.spec.number),
+                born_in=born_in,
+            )
+        message = Gradient(run.spec, recv.message, encoded.payload, note)
+        frame = Frame(AutogradKind.GRADIENT, 0, pack(message), encoded.buffers, encoded.keep)
+        peer = self._peers[recv.sender]
+        try:
+            channel = self._agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+            self._reports.use(run.spec, channel)
+            channel.send_soon(frame)
+        except ChannelClosedError as error:
+            raise PeerLostError(
+                f"lost worker '{peer.info.name}', to which gradients were due: {error}",
+                worker=peer.info.name,
+                reason=str(error),
+            ) from None
+
+    def _post(self, worker: int, frame: Frame) -> None:
+        """Send a frame to a worker that may be gone."""
+        try:
+            peer = self._peers[worker]
+            self._agent.peers.channel_to(peer, self.worker.options.connect_timeout).send(frame, timeout=0)
+        except (ChannelClosedError, BackhaulError) as error:
+            log.debug("worker '%s' was not told: %s", self._name(worker), error)
+
+    # Frames.
+
+    def _on_gradient(self, channel: Channel, frame: Frame) -> Task:
+        gradient = unpack(frame.body, Gradient)
+        self._reports.begin(gradient.spec)
+        return functools.partial(self.worker.run, self._take_gradient, channel, gradient, frame)
+
+    def _take_gradient(self, channel: Channel, gradient: Gradient, frame: Frame) -> None:
+        try:
+            context = self.container.find(gradient.spec.context)
+            peer = self._agent.peers.of(channel)
+            if context is None or peer is None:
+                if not self.container.was_released(gradient.spec.context):
+                    source = MessageId(gradient.message)
+                    self._complain(gradient.spec, source, self._missing(gradient.spec.context, source))
+                return  # else the driver has given the context up
+            run = self._run_of(context, gradient.spec)
+            if run.failed:
+                return
+            source = MessageId(gradient.message)
+            if not run.knows(source):
+                self._fail(run, source, self._missing(context.id, source))
+                return
+            tensors = tensors_of(gradient.payload, frame.buffers)
+            if gradient.note is not None:
+                tensors = record_recv(context, peer.record.id, gradient.note, tensors)
+            else:
+                tensors = [tensor.detach() for tensor in tensors]
+            self._enter_source(run, source, load(gradient.payload, frame.buffers, tensors))
+        finally:
+            self._tell(gradient.spec)
+
+    def _missing(self, context: int, source: MessageId) -> ContextError:
+        found = self.container.find(context)
+        if found is not None and source in found.spent:
+            return GraphFreedError(
+                f"trying to run backward through the graph of context {context} a second time: what message "
+                f"{source} left from was freed by the first pass, which needed retain_graph=True",
+                worker=self.worker.name,
+                context=context,
+                message=source,
+            )
+        return ContextError(
+            f"worker '{self.worker.name}' sent no message {source} in context {context}",
+            worker=self.worker.name,
+            context=context,
+            message=source,
+        )
+
+    def _run_of(self, context: Context, spec: PassSpec) -> Run:
+        """This worker's share of a pass, made at the first use. Earlier ones, which are long over, are let go."""
+        key = spec.driver, spec.number
+        with context.lock:
+            run = context.runs.get(key)
+        if run is None:
+            made = Run(spec, context, self._send_gradients)
+            with context.lock:
+                run = context.runs.setdefault(key, made)
+                while len(context.runs) > _REMEMBERED_RUNS:
+                    context.runs.pop(next(iter(context.runs)))
+        return run
+
+    def _on_report(self, channel: Channel, frame: Frame) -> Task | None:
+        report = unpack(frame.body, Report)
+        if report.fault is None:
+            self._account(report)
+            return None
+        return functools.partial(self._take_fault, report, frame)
+
+    def _take_fault(self, report: Report, frame: Frame) -> None:
+        drive = self._drives.get((report.spec.context, report.spec.number))
+        if drive is None or report.fault is None:
+            return
+        if report.lost < 0:
+            self._end(drive, decode_fault(report.fault, frame.buffers))
+            return
+        with drive.lock:
+            missed = report.lost in drive.ledger.outstanding.values()
+        if missed:
+            self._end(drive, self._loss(drive.spec, self._peers[report.lost], report.fault.message))
+
+    def _account(self, report: Report) -> None:
+        drive = self._drives.get((report.spec.context, report.spec.number))
+        if drive is None:
+            return
+        with drive.lock:
+            drive.ledger.report(report.consumed, report.produced)
+            over = drive.ledger.over
+        if over:
+            drive.gate.open()
+
+    def _end(self, drive: Drive, error: BaseException) -> None:
+        with drive.lock:
+            if drive.error is None:
+                drive.error = error
+        drive.gate.open()
+
+    def _on_abort(self, channel: Channel, frame: Frame) -> None:
+        spec = unpack(frame.body, Abort).spec
+        context = self.container.find(spec.context)
+        if context is not None:
+            self._run_of(context, spec).failed = True  # also if its gradients are still to come
+
+    def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
+        lost = peer.record.id
+        for context in self.container.select(lambda context: bool(context.runs)):
+            for run in list(context.runs.values()):
+                # The driver may never have spoken to that worker; it knows whether something was under way there.
+                if lost in run.sent_to and run.spec.driver not in (self.id, lost):
+                    error = self._loss(run.spec, peer, reason)
+                    fault, _ = encode_fault(error, self.worker.name)
+                    report = Report(run.spec, fault=msgspec.structs.replace(fault, payload=None), lost=lost)
+                    self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
+        for drive in list(self._drives.values()):
+            with drive.lock:
+                waiting = [m for m, worker in drive.ledger.outstanding.items() if worker == peer.record.id]
+            if waiting:
+                error = self._loss(drive.spec, peer, reason)
+                self._end(drive, error)
+
+    def _loss(self, spec: PassSpec, peer: Peer, reason: str) -> PeerLostError:
+        return PeerLostError(
+            f"lost worker '{peer.info.name}' in the backward pass of context {spec.context}: {reason}",
+            worker=peer.info.name,
+            reason=reason,
+        )
+
+    # The plan.
+
+    def orders_for(self, context: int, number: int, worker: int) -> tuple[Any, ...]:
+        """At the driver: what the plan says about ``worker``; the plan is made at the first question."""
+        drive = self._drives.get((context, number))
+        if drive is None:
+            raise ContextError(f"pass {number} of context {context} is over", context=context)
+        with drive.planning:
+            if drive.plan is None:
+                self._make_plan(drive)
+        plan = drive.plan
+        assert plan is not None
+        active = frozenset(plan.active.get(worker, ()))
+        circular = frozenset(plan.circular.get(worker, ()))
+        return active, circular, None if plan.useful is None else frozenset(plan.useful)
+
+    def _make_plan(self, drive: Drive) -> None:
+        plan = Plan(self.id, drive.run.leads_to_inputs() if drive.spec.restricted else None)
+        while missing := plan.missing():
+            calls = {}
+            token = enter(None)
+            try:
+                for worker in missing - {self.id}:
+                    calls[worker] = self._agent.call_async(worker, summary_of, (drive.spec,), None, 0)
+            finally:
+                leave(token)
+            if self.id in missing:
+                plan.add(self.id, drive.run.summary())
+            for worker, call in calls.items():
+                plan.add(worker, call.wait())
+        drive.plan = plan
+
+    def summary_of(self, spec: PassSpec) -> Summary:
+        """What the driver of a pass needs to know of this worker's graph."""
+        return self._run_of(self.container.get(spec.context), spec).summary()
+
+    # What there is to see.
+
+    def describe(self, context: int) -> dict[str, Any] | None:
+        """This worker's share of a context as plain data; None if it has none."""
+        try:
+            found = self.container.get(context)
+        except ContextError:
+            return None
+        with found.lock:
+            sends = [
+                {
+                    "message": record.message,
+                    "to": self._name(record.to),
+                    "tensors": len(record.edges),
+                    "gradient": record.born_in is not None,
+                }
+                for record in found.sends.values()
+            ]
+            recvs = [{"message": recv.message, "from": self._name(recv.sender)} for recv in found.recvs.values()]
+            edges = {record.message: record.edges for record in found.sends.values()}
+            runs = list(found.runs.values())
+            known = sorted(found.known)
+        return {
+            "known": [self._name(worker) for worker in known],
+            "sends": sends,
+            "recvs": recvs,
+            "spent": sorted(found.spent),
+            "groups": [group.sources for group in Grouping(edges).groups],
+            "gradients": len(found.gradients),
+            "passes": [self._describe_run(run) for run in runs],
+        }
+
+    def _describe_run(self, run: Run) -> dict[str, Any]:
+        drive = self._drives.get((run.spec.context, run.spec.number))
+        described = {
+            "driver": self._name(run.spec.driver),
+            "number": run.spec.number,
+            "failed": run.failed,
+            "waiting": run.waiting,
+        }
+        if drive is not None and run.spec.driver == self.id:
+            with drive.lock:
+                described["outstanding"] = {m: self._name(w) for m, w in drive.ledger.outstanding.items()}
+        return described
+
+    def describe_everywhere(self, context: int) -> dict[str, Any]:
+        """All workers' shares of a context, by name."""
+        self.container.get(context)
+        found: dict[str, Any] = {}
+        todo = [self.worker.name]
+        token = enter(None)
+        try:
+            while todo:
+                name = todo.pop()
+                if name in found:
+                    continue
+                own = name == self.worker.name
+                share = self.describe(context) if own else self._agent.call(name, share_of, (context,), None, None)
+                if share is not None:
+                    found[name] = share
+                    todo.extend(share["known"])
+        finally:
+            leave(token)
+        return {"context": context, "driver": self.worker.name, "workers": found}
+
+    # The end of a context.
+
+    def release(self, context: int) -> None:
+        """Forget a context here, and on every worker that it reached."""
+        released = self.container.pop(context)
+        if released is None:
+            return
+        frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
+        for worker in released.end() - {self.id}:
+            self._post(worker, frame)
+
+    def _on_release(self, channel: Channel, frame: Frame) -> Task:
+        return functools.partial(self.release, unpack(frame.body, Release).context)
+
+
+def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
+    """Called on the driver of a pass; see ``Engine.orders_for``."""
+    return current_worker().part(Engine).orders_for(context, number, worker)
+
+
+def share_of(context: int) -> dict[str, Any] | None:
+    """See ``Engine.describe``."""
+    return current_worker().part(Engine).describe(context)
+
+
+def summary_of(spec: PassSpec) -> Summary:
+    """Called by the driver of a pass; see ``Engine.summary_of``."""
+    return current_worker().part(Engine).summary_of(spec)

@@ -1,0 +1,246 @@
+"""Where gradients end: how a native call is made so that leaves get theirs, once, with everything that hangs on them.
+
+Usually the engine is asked for the gradients of the leaves (their tensor hooks fire, nothing is written) and they
+are summed in the context. ``accumulate="grad"`` lets the engine write ``.grad`` as ``loss.backward()`` does. Where
+something hangs on a leaf's accumulation node itself (hooks of Python's, or of a DDP reducer), the node has to run:
+then ``.grad`` is put aside for the call and what was accumulated is taken into the context.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from backhaul.autograd.context import Context
+from backhaul.autograd.functions import add
+from backhaul.autograd.groups import LeafNode, Node
+from backhaul.autograd.messages import PassSpec
+
+_swapping = threading.Lock()  # held while the ``.grad`` of leaves is put aside: they may belong to several contexts
+
+
+class Leaves:
+    """What one pass does with the leaves of one worker."""
+
+    def __init__(self, context: Context, spec: PassSpec, inputs: Sequence[torch.Tensor] | None) -> None:
+        self._context = context
+        self._spec = spec
+        self._inputs = inputs
+        self._runs_node: dict[int, bool] = {}  # by id of the leaf, which the graph keeps
+
+    def join(self, leaf: torch.Tensor) -> object:
+        """What joins the sources that reach ``leaf``, so that what hangs on it sees their sum, once; None: nothing.
+
+        Sources whose leaves give equal answers run together.
+        """
+        if self._spec.deterministic and self._spec.into_grad:
+            return id(leaf)  # the engine adds to ``.grad`` in whatever order the groups run: let there be one
+        hooks = leaf._backward_hooks
+        if hooks and any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks.values()):
+            return "multi-grad hooks"  # they span leaves, and count on one run of the engine
+        return id(leaf) if hooks or leaf._post_accumulate_grad_hooks or self._must_run_node(leaf) else None
+
+    def _must_run_node(self, leaf: torch.Tensor) -> bool:
+        known = self._runs_node.get(id(leaf))
+        if known is None:
+            known = self._runs_node[id(leaf)] = bool(leaf._backward_hooks) or runs_node(leaf)
+        return known
+
+    def _is_plain(self, edge: GradientEdge) -> bool:
+        """Whether ``edge`` is that of a leaf whose gradient is just to be added."""
+        node: Node = edge.node
+        spec = self._spec
+        return type(node) is LeafNode and not (
+            spec.into_grad or spec.restricted or self.join(node.variable) is not None
+        )
+
+    def compute(
+        self,
+        edges: Sequence[GradientEdge],
+        seeds: Sequence[torch.Tensor],
+        leaves: Iterable[torch.Tensor],
+        anchors: Sequence[torch.Tensor],
+        order: tuple[int, ...],
+    ) -> None:
+        """Run the engine from ``edges`` to ``leaves`` and ``anchors``; keep what the leaves get."""
+        spec = self._spec
+        if len(edges) == 1 and not anchors and self._is_plain(edges[0]):
+            leaf: torch.Tensor = cast(Node, edges[0].node).variable
+            self.keep(leaf, seeds[0], order)
+            return
+        wanted = list(leaves)
+        if spec.restricted:
+            wanted = list(self._inputs or ())
+        if not edges or not (wanted or anchors):
+            return
+        if spec.into_grad and all(leaf.is_leaf for leaf in wanted):
+            if not spec.create:
+                self._part_from_graph(wanted)
+            torch.autograd.backward(edges, seeds, spec.retain, spec.create, inputs=[*wanted, *anchors])
+        elif any(self._must_run_node(leaf) for leaf in wanted):
+            self._accumulate_aside(edges, seeds, wanted, anchors)
+        else:
+            self._capture(edges, seeds, wanted, anchors, order)
+
+    def _part_from_graph(self, leaves: Sequence[torch.Tensor]) -> None:
+        """The engine is going to add to ``.grad`` in place; what an earlier pass recorded must not change."""
+        with _swapping:
+            for leaf in leaves:
+                if leaf.is_leaf and leaf.grad is not None and leaf.grad.grad_fn is not None:
+                    leaf.grad = leaf.grad.detach().clone()
+
+    def _capture(
+        self,
+        edges: Sequence[GradientEdge],
+        seeds: Sequence[torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        anchors: Sequence[torch.Tensor],
+        order: tuple[int, ...],
+    ) -> None:
+        spec = self._spec
+        grads = torch.autograd.grad(
+            edges,
+            [*wanted, *anchors],
+            seeds,
+            retain_graph=spec.retain,
+            create_graph=spec.create,
+            allow_unused=True,
+        )
+        seen: set[int] = set()
+        for leaf, grad in zip(wanted, grads[: len(wanted)], strict=True):
+            if grad is None:
+                continue
+            self.keep(leaf, grad, order, shared=id(grad) in seen)
+            seen.add(id(grad))
+
+    def keep(
+        self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] = (), *, shared: bool = False
+    ) -> None:
+        """Add to a leaf's gradient."""
+        spec = self._spec
+        if spec.into_grad:
+            with _swapping, torch.set_grad_enabled(spec.create), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf: that is what was asked for
+                leaf.grad = add(leaf.grad, grad)
+            return
+        hooks = leaf._post_accumulate_grad_hooks
+        with torch.set_grad_enabled(spec.create):
+            own = grad if not shared and is_own(grad) else grad.clone()
+            self._context.accumulate(leaf, own, order if spec.deterministic and not hooks else None)
+        if hooks:
+            self._call_hooks(leaf, list(hooks.values()))
+
+    def _call_hooks(self, leaf: torch.Tensor, hooks: Sequence[object]) -> None:
+        """Post-accumulate hooks look at ``.grad``: show them the context's there."""
+        with _swapping:
+            aside, leaf.grad = leaf.grad, self._context.gradient(leaf)
+            try:
+                for hook in hooks:
+                    hook(leaf)  # type: ignore[operator]
+                self._context.replace(leaf, leaf.grad)
+            finally:
+                leaf.grad = aside
+
+    def _accumulate_aside(
+        self,
+        edges: Sequence[GradientEdge],
+        seeds: Sequence[torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        anchors: Sequence[torch.Tensor],
+    ) -> None:
+        spec = self._spec
+        with _swapping:
+            aside = [leaf.grad for leaf in wanted]
+            for leaf in wanted:
+                # Hooks see the sum so far. Leaves without may get more from other groups at the same time.
+                so_far = self._context.gradient(leaf) if self.join(leaf) is not None else None
+                leaf.grad = None if so_far is None else so_far.clone()  # the engine adds in place
+            try:
+                torch.autograd.backward(edges, seeds, spec.retain, spec.create, inputs=[*wanted, *anchors])
+                for leaf in wanted:
+                    if leaf.grad is not None:
+                        # A reducer may have made .grad a view of memory that it uses again.
+                        own = leaf.grad if leaf.grad._base is None else leaf.grad.clone()
+                        if self.join(leaf) is not None:
+                            self._context.replace(leaf, own)
+                        else:
+                            self._context.accumulate(leaf, own, None)
+            finally:
+                for leaf, grad in zip(wanted, aside, strict=True):
+                    leaf.grad = grad
+
+
+def is_own(grad: torch.Tensor) -> bool:
+    """Whether nobody else sees the memory of ``grad``, so that it can be kept and changed in place."""
+    if grad.layout is not torch.strided:
+        return True
+    if not grad.is_contiguous() and 0 in grad.stride():
+        return False  # expanded: elements share memory
+    # One for the tensor, one for the storage that is looked at here.
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
+
+
+def runs_node(leaf: torch.Tensor) -> bool:
+    """Whether something hangs on the accumulation node of ``leaf``, so that it has to run."""
+    if not leaf.is_leaf:
+        return False
+    if reducers.belong(leaf):
+        return True
+    node = get_gradient_edge(leaf).node
+    return bool(hooks_of(node.register_hook) or hooks_of(node.register_prehook))
+
+
+def hooks_of(register: Callable[..., Any]) -> int:
+    """How many hooks a node has, of those that ``register`` registers; there is no other way to ask."""
+    handle = register(_nothing)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return len(hooks) if hooks is not None else 0
+
+
+def _nothing(*_: object) -> None:
+    """A hook that is never called."""
+
+
+class _Reducers:
+    """Knows the parameters of DDP modules, whose reducers hang on accumulation nodes where Python cannot see it.
+
+    Modules made before this one was imported are found by looking once; later ones tell by a hook of torch's that is
+    called when a module gets a sub-module.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._looked = False
+        register_module_module_registration_hook(self._on_submodule)
+
+    def belong(self, leaf: torch.Tensor) -> bool:
+        """Whether a DDP module reduces ``leaf``."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return False
+        if not self._looked:
+            self._looked = True
+            for thing in gc.get_objects():
+                if isinstance(thing, DistributedDataParallel):
+                    self._note(thing)
+        return leaf in self._parameters
+
+    def _on_submodule(self, module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel) and submodule is not None:
+            self._note(submodule)
+
+    def _note(self, module: torch.nn.Module) -> None:
+        for parameter in module.parameters():
+            self._parameters[parameter] = True
+
+
+reducers = _Reducers()

@@ -1,0 +1,81 @@
+"""The messages of distributed autograd, and the notes it puts on calls."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from backhaul.wire.messages import Fault, Payload, prepare
+
+
+class AutogradKind(enum.IntEnum):
+    """Kinds of frames; those below 16 are RPC's."""
+
+    GRADIENT = 16
+    REPORT = 17
+    ABORT = 18
+    RELEASE = 19
+
+
+class Note(msgspec.Struct, array_like=True, frozen=True):
+    """On a request, a reply or a gradient message: which context it belongs to, and how it was recorded.
+
+    ``message`` 0: nothing in it requires grad, so it was not recorded.
+    """
+
+    context: int
+    message: int = 0
+    positions: tuple[int, ...] = ()  # which tensors of the message's table are recorded
+    order: tuple[int, ...] = ()
+
+
+class PassSpec(msgspec.Struct, array_like=True, frozen=True):
+    """What every worker must know of a pass. ``context``, ``driver`` and ``number`` name it."""
+
+    context: int
+    driver: int
+    number: int
+    retain: bool = False
+    create: bool = False
+    fast: bool = False
+    into_grad: bool = False
+    deterministic: bool = False
+    restricted: bool = False  # ``inputs`` were given: nothing but what leads to them is computed
+
+
+class Gradient(msgspec.Struct, array_like=True, frozen=True):
+    """Gradients of the tensors of ``message``, on their way to where it was sent from; None where there is none."""
+
+    spec: PassSpec
+    message: int
+    payload: Payload
+    note: Note | None = None  # under create_graph
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    """To the driver: what a group consumed and produced (message -> worker), that ``message`` failed, or that a worker
+    to which gradients went is ``lost``.
+    """
+
+    spec: PassSpec
+    consumed: tuple[int, ...] = ()
+    produced: dict[int, int] = {}
+    message: int = 0
+    fault: Fault | None = None
+    lost: int = -1
+
+
+class Abort(msgspec.Struct, array_like=True, frozen=True):
+    """From the driver: the pass has failed; let go of it."""
+
+    spec: PassSpec
+
+
+class Release(msgspec.Struct, array_like=True, frozen=True):
+    """The context is over; forget it and tell those you know."""
+
+    context: int
+
+
+prepare(Note, Gradient, Report, Abort, Release)

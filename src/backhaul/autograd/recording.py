@@ -1,0 +1,138 @@
+"""Forward: makes messages part of the graph. Puts a note on each call made inside a context, keeps the send record
+at one
+end and the recv node at the other.
+
+[Note: order] Every recorded message has a place in program order: the place of the request whose handler sent it,
+and its number among that handler's messages. Ids depend on which thread came first; places do not, so sums made in
+their order are the same in every run.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from backhaul.autograd.container import Container
+from backhaul.autograd.context import Context
+from backhaul.autograd.functions import ContextId, MessageId, Recv, SendRecord, receive
+from backhaul.autograd.messages import Note
+from backhaul.rpc.peers import Peer
+from backhaul.wire.messages import pack, unpack
+from backhaul.worker import Worker
+
+_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_scope", default=None)
+
+
+_NO_GRAD = object()
+"""Kept of a call made under ``no_grad``: its result needs no gradient, as that of any operation there."""
+
+
+class Scope:
+    """That a context is current, on one worker, for one strand of execution."""
+
+    __slots__ = ("_numbers", "_place", "context", "worker")
+
+    def __init__(self, worker: Worker, context: Context, place: tuple[int, ...] = ()) -> None:
+        self.worker = worker
+        self.context = context
+        self._place = place
+        self._numbers = itertools.count()
+
+    def next_place(self) -> tuple[int, ...]:
+        """The place of the next message; see [Note: order]."""
+        return (*self._place, next(self._numbers))
+
+
+def current_scope(worker: Worker) -> Scope | None:
+    """The scope that is current here, if it is one of ``worker``'s."""
+    scope = _scope.get()
+    return scope if scope is not None and scope.worker is worker else None
+
+
+def enter(scope: Scope | None) -> contextvars.Token[Scope | None]:
+    """Make a scope current in this context of execution."""
+    return _scope.set(scope)
+
+
+def leave(token: contextvars.Token[Scope | None]) -> None:
+    """Undo ``enter``."""
+    _scope.reset(token)
+
+
+def record_send(
+    container: Container,
+    context: Context,
+    to: int,
+    tensors: Sequence[torch.Tensor],
+    *,
+    place: tuple[int, ...],
+    born_in: tuple[int, int] | None = None,
+) -> Note | None:
+    """Keep the sending end of a message; return the note that goes with it, None if the context has been released."""
+    positions = tuple(index for index, tensor in enumerate(tensors) if tensor.requires_grad)
+    if not positions:
+        return Note(context.id, order=place) if context.know(to) else None
+    message = container.new_message()
+    record = SendRecord(message, to, [tensors[p] for p in positions], place, born_in)
+    return Note(context.id, message, positions, place) if context.add_send(record) else None
+
+
+def record_recv(context: Context, sender: int, note: Note, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Keep the receiving end of a message; return the tensors as parts of the graph."""
+    context.know(sender)
+    if not note.message:
+        return tensors
+    recv = Recv(MessageId(note.message), sender, note.order)
+    context.add_recv(recv)
+    made = receive(recv, [tensors[p] for p in note.positions])
+    tensors = list(tensors)
+    for position, tensor in zip(note.positions, made, strict=True):
+        tensors[position] = tensor
+    return tensors
+
+
+class Recorder:
+    """The interceptor that records calls."""
+
+    key = "autograd"
+
+    def __init__(self, worker: Worker, container: Container) -> None:
+        self._worker = worker
+        self._container = container
+
+    def request_out(self, peer: Peer, tensors: Sequence[torch.Tensor]) -> tuple[bytes | None, Any]:
+        if not torch.is_grad_enabled():
+            return None, _NO_GRAD
+        scope = current_scope(self._worker)
+        if scope is None:
+            return None, None
+        note = record_send(self._container, scope.context, peer.record.id, tensors, place=scope.next_place())
+        return (pack(note), scope.context) if note is not None else (None, None)
+
+    def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        if note is None:
+            return tensors, None
+        read = unpack(note, Note)
+        context = self._container.get_or_create(ContextId(read.context))
+        if context is None:  # the caller has released it: nobody will ask for gradients
+            return tensors, None
+        scope = Scope(self._worker, context, read.order)
+        enter(scope)
+        return record_recv(context, peer.record.id, read, tensors), scope
+
+    def reply_out(self, peer: Peer, kept: Any, tensors: Sequence[torch.Tensor]) -> bytes | None:
+        if kept is None:
+            return None
+        note = record_send(self._container, kept.context, peer.record.id, tensors, place=kept.next_place())
+        return pack(note) if note is not None else None
+
+    def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if kept is _NO_GRAD:
+            return [tensor.requires_grad_(False) for tensor in tensors]
+        if note is None or kept is None:
+            return tensors
+        return record_recv(kept, peer.record.id, unpack(note, Note), tensors)

@@ -1,0 +1,263 @@
+"""One worker's share of one pass: what has arrived, what may run, and the running itself.
+
+A group of one source runs when that source arrives; a group of several when all that take part have arrived; a
+group that waits in a circle node by node, see ``stepper``. Every recv node of a group that runs answers exactly
+once, with gradients or with none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from backhaul.autograd.context import Context
+from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv, firing
+from backhaul.autograd.groups import Group, Grouping, reaches
+from backhaul.autograd.leaves import Leaves
+from backhaul.autograd.messages import PassSpec
+from backhaul.autograd.passes import Summary
+from backhaul.autograd.stepper import Stepper
+
+SendGradients = Callable[["Run", Recv, Grads], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A group has run: the messages it consumed, and those it produced with the workers they went to."""
+
+    consumed: tuple[int, ...]
+    produced: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the driver's plan says about one worker.
+
+    Attributes:
+        active: Sources that take part.
+        circular: Those of them whose group waits in a circle.
+        useful: Recv nodes that lead to the inputs, where inputs were given.
+    """
+
+    active: frozenset[int]
+    circular: frozenset[int]
+    useful: frozenset[int] | None = None
+
+
+class Run:
+    """Thread-safe. ``send`` is called, from inside the engine, for every recv node that fires."""
+
+    def __init__(
+        self,
+        spec: PassSpec,
+        context: Context,
+        send: SendGradients,
+        *,
+        roots: Sequence[GradientEdge] | None = None,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.context = context
+        self.failed = False
+        self.sent_to: set[int] = set()  # workers that gradients went to
+        self.asked = False  # whether orders have been asked for
+        self._send = send
+        self._inputs = inputs
+        with context.lock:
+            records = [r for r in context.sends.values() if r.born_in != (spec.driver, spec.number)]
+        sources: dict[MessageId, Sequence[GradientEdge]] = {r.message: r.edges for r in records}
+        self._places = {r.message: r.order for r in records}
+        self._born_in_passes = {r.message for r in records if r.born_in is not None}
+        if roots is not None:
+            sources = {ROOTS: roots, **sources}
+        self._leaves = Leaves(context, spec, inputs)
+        self.grouping = Grouping(sources, self._leaves.join)
+        self._reach: dict[MessageId, frozenset[MessageId]] | None = None
+        self._lock = threading.Lock()  # guards what follows, and asked
+        self._orders: Orders | None = None
+        self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
+        self._steppers: dict[int, tuple[Stepper, dict[int, int]]] = {}
+
+    @property
+    def waiting(self) -> list[MessageId]:
+        """Sources that have come and whose group has not run."""
+        with self._lock:
+            return sorted(self._waiting)
+
+    def knows(self, source: MessageId) -> bool:
+        """Whether ``source`` is one of this worker."""
+        return source in self.grouping.edges
+
+    @property
+    def reach(self) -> Mapping[MessageId, frozenset[MessageId]]:
+        """For each source the recv nodes it reaches."""
+        if self._reach is None:
+            self._reach = self.grouping.reach()
+        return self._reach
+
+    def summary(self) -> Summary:
+        """What the driver needs to make a plan."""
+        groups = self.grouping.groups
+        return Summary(
+            tuple({source: self.reach[source] for source in group.sources} for group in groups),
+            {message: recv.sender for group in groups for message, recv in group.recvs.items()},
+        )
+
+    def leads_to_inputs(self) -> set[MessageId]:
+        """The sources that reach one of the inputs."""
+        goals = {get_gradient_edge(tensor).node for tensor in self._inputs or ()}
+        return {source for source, edges in self.grouping.edges.items() if reaches(edges, goals)}
+
+    def must_ask(self, source: MessageId) -> bool:
+        """Whether orders are needed for ``source`` and have not been asked for; says so once."""
+        if not self._needs_orders(self.grouping.of(source)):
+            return False
+        with self._lock:
+            if self.asked or self._orders is not None:
+                return False
+            self.asked = True
+            return True
+
+    def _needs_orders(self, group: Group) -> bool:
+        """Fast mode can tell what takes part by itself, but for messages of earlier passes."""
+        if self.spec.restricted:
+            return True
+        if len(group.sources) == 1:
+            return False
+        return not self.spec.fast or any(source in self._born_in_passes for source in group.sources)
+
+    def follow(self, orders: Orders) -> list[Outcome]:
+        """Orders are there: run what waited for them."""
+        with self._lock:
+            self._orders = orders
+            groups = {id(group): group for group in map(self.grouping.of, self._waiting)}
+        return [outcome for group in groups.values() for outcome in self._try(group)]
+
+    def arrive(self, source: MessageId, grads: Grads) -> list[Outcome]:
+        """The gradients of a source are there: run its group if nothing is missing."""
+        group = self.grouping.of(source)
+        if len(group.sources) == 1 and not self.spec.restricted:
+            return [self._run(group, {source: grads})]
+        with self._lock:
+            self._waiting[source] = grads
+        return self._try(group)
+
+    def _try(self, group: Group) -> list[Outcome]:
+        stepper = None
+        with self._lock:
+            orders = self._orders
+            if orders is not None:
+                active = [source for source in group.sources if source in orders.active]
+                circular = any(source in orders.circular for source in active)
+            elif self._needs_orders(group):
+                return []
+            else:  # all are taken to come; which of them wait for each other nobody has looked at
+                active = list(group.sources)
+                circular = len(active) > 1
+            here = {source: self._waiting[source] for source in active if source in self._waiting}
+            if circular:
+                stepper = self._steppers.get(id(group))
+                if stepper is None:
+                    stepper = self._steppers[id(group)] = self._make_stepper(group, active)
+            elif len(here) < len(active):
+                return []
+            for source in here:
+                del self._waiting[source]
+        if not here:
+            return []
+        if stepper is None:
+            return [self._run(group, here)]
+        if not stepper[0].feed(here):
+            return []
+        self._spend(active)
+        return [Outcome(tuple(active), stepper[1])]
+
+    def _run(self, group: Group, arrived: Mapping[MessageId, Grads]) -> Outcome:
+        """One native call for the whole group."""
+        edges: list[GradientEdge] = []
+        seeds: list[torch.Tensor] = []
+        sources = sorted(arrived, key=self._place)
+        for source in sources:
+            for edge, grad in zip(self.grouping.edges[source], arrived[source], strict=False):
+                if grad is not None:
+                    edges.append(edge)
+                    seeds.append(grad)
+        recvs = list(group.recvs.values())
+        if len(sources) < len(group.sources):
+            reached = frozenset().union(*(self.reach[source] for source in sources))
+            recvs = [recv for recv in recvs if recv.message in reached]
+        produced: dict[int, int] = {}
+        self._compute(group, edges, seeds, recvs, leaves=True, produced=produced, order=self._place(sources[0]))
+        self._spend(sources)
+        return Outcome(tuple(sources), produced)
+
+    def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> tuple[Stepper, dict[int, int]]:
+        produced: dict[int, int] = {}
+        sources = sorted(active, key=self._place)
+
+        def compute(
+            edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], recvs: Sequence[Recv], leaves: bool
+        ) -> None:
+            self._compute(group, edges, seeds, recvs, leaves=leaves, produced=produced, order=self._place(sources[0]))
+
+        edges_of = {source: self.grouping.edges[source] for source in sources}
+        inner = {
+            (edge.node, edge.output_nr): tensor
+            for tensor in self._inputs or ()
+            if not tensor.is_leaf
+            for edge in [get_gradient_edge(tensor)]
+        }
+        stepper = Stepper(
+            edges_of,
+            compute,
+            retain=self.spec.retain,
+            create=self.spec.create,
+            inner=inner,
+            capture=self._leaves.keep,
+        )
+        return stepper, produced
+
+    def _compute(
+        self,
+        group: Group,
+        edges: Sequence[GradientEdge],
+        seeds: Sequence[torch.Tensor],
+        recvs: Sequence[Recv],
+        *,
+        leaves: bool,
+        produced: dict[int, int],
+        order: tuple[int, ...],
+    ) -> None:
+        """Run the engine to ``recvs`` and perhaps the group's leaves. Each of ``recvs`` answers, if only with none."""
+        useful = self._orders.useful if self._orders is not None else None
+        if useful is not None:
+            recvs = [recv for recv in recvs if recv.message in useful]
+
+        def fire(recv: Recv, grads: Grads) -> None:
+            produced[recv.message] = recv.sender
+            self.sent_to.add(recv.sender)
+            self._send(self, recv, grads)
+
+        with firing(fire):
+            self._leaves.compute(
+                edges, seeds, group.leaves.values() if leaves else (), [recv.anchor for recv in recvs], order
+            )
+        for recv in recvs:
+            if recv.message not in produced:
+                fire(recv, ())
+
+    def _place(self, source: MessageId) -> tuple[int, ...]:
+        return self._places.get(source, ())
+
+    def _spend(self, sources: Iterable[MessageId]) -> None:
+        """After a pass that frees the graph, a source can not be used again."""
+        if self.spec.retain:
+            return
+        with self.context.lock:
+            for source in sources:
+                if self.context.sends.pop(source, None) is not None:
+                    self.context.spent.add(source)

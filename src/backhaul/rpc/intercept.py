@@ -1,0 +1,40 @@
+"""How a layer above takes part in calls without RPC knowing it: it puts notes on messages and may replace
+their tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from backhaul.rpc.node import Node
+    from backhaul.rpc.peers import Peer
+
+
+class Interceptor(Protocol):
+    """Sees every call of a worker, on both ends. A note is None where there is nothing to say."""
+
+    key: str
+    """Names this interceptor's notes on the wire."""
+
+    def request_out(self, peer: Peer, tensors: Sequence[torch.Tensor]) -> tuple[bytes | None, Any]:
+        """A request goes to ``peer``. Returns a note, and what to keep until the reply is there."""
+
+    def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """A request came. Returns the tensors to use, and what to keep until the reply goes out.
+
+        Called in the context (as of ``contextvars``) in which the function will run.
+        """
+
+    def reply_out(self, peer: Peer, kept: Any, tensors: Sequence[torch.Tensor]) -> bytes | None:
+        """The reply goes out. Returns a note."""
+
+    def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The reply came. Returns the tensors to use. May run on any thread."""
+
+
+extensions: list[Callable[[Node], None]] = []
+"""What to call with each new node before it listens; layers above add themselves when they are imported."""

@@ -1,0 +1,592 @@
+"""What can go wrong in a pass: it is said where, by its own type, and the next context works."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+import backhaul as bh
+from backhaul.autograd import runs
+from backhaul.autograd.groups import Grouping
+from backhaul.rpc.node import Node
+from backhaul.transport.sockets import SocketEndpoint
+
+from ..cluster.processes import DIED, run_processes
+from .worlds import PATIENCE, expect_no_contexts, vector
+
+SOCKETS = functools.partial(SocketEndpoint, secret=b"the tests' own")
+
+
+class OwnError(Exception):
+    """Travels with its fields."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text, code)
+        self.code = code
+
+
+class AwkwardError(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, text: str, *, code: int) -> None:
+        super().__init__(f"{text} ({code})")
+        self.lock = threading.Lock()
+
+
+class Fail(torch.autograd.Function):
+    """Does nothing, then fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: Exception | None) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise_in_backward(ctx.error)
+        return grad, None
+
+
+def raise_in_backward(error: Exception | None) -> None:
+    raise error or AwkwardError("awkward", code=7)
+
+
+def failing(x: torch.Tensor, error: Exception | None, *route: int) -> torch.Tensor:
+    """Fails in backward on the last worker of the route."""
+    if route:
+        return bh.rpc_sync(route[0], failing, args=(x * 2, error, *route[1:])) * 2
+    return Fail.apply(x, error)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def expect_a_working_cluster(workers: list[bh.Worker]) -> None:
+    """Nothing of the failed pass is left, and the next one works."""
+    expect_no_contexts(workers)
+    for worker in workers:
+        with worker:
+            assert bh.get_debug_info()["num_current_backward_passes"] == 0
+    a = vector(1.0, 2.0)
+    with bh.context() as ctx:
+        y = a * 1
+        for worker in workers:
+            y = bh.rpc_sync(worker.info, scale, args=(y,))
+        ctx.backward(y.sum())
+        assert ctx.grads[a].tolist() == [2.0 ** len(workers)] * 2
+    expect_no_contexts(workers)
+
+
+# Failures in backward functions.
+
+
+@pytest.mark.parametrize("route", [(1,), (1, 2), (1, 2, 0, 3), (0,), (0, 0)])
+def test_a_failing_backward_function(route: tuple[int, ...]) -> None:
+    with bh.cluster(4) as workers:
+        with bh.context() as ctx:
+            y = failing(vector(1.0), OwnError("no way", 7), *route)
+            with pytest.raises(OwnError) as caught:
+                ctx.backward(y.sum(), timeout=PATIENCE)
+            assert caught.value.code == 7
+            notes = "\n".join(caught.value.__notes__)
+            assert f"worker '{workers[route[-1]].name}'" in notes
+            assert f"context {int(ctx)}" in notes
+            assert "message " in notes
+            if route[-1] != 0:
+                cause = caught.value.__cause__
+                assert isinstance(cause, bh.RemoteTraceback)
+                assert cause.worker == workers[route[-1]].name
+                assert "raise_in_backward" in cause.text
+                assert "OwnError" in cause.text
+        expect_a_working_cluster(workers)
+
+
+def test_a_failure_that_cannot_travel() -> None:
+    with bh.cluster(2) as workers:
+        with bh.context() as ctx:
+            y = bh.rpc_sync(1, failing, args=(vector(1.0), None))
+            with pytest.raises(bh.RemoteError) as caught:
+                ctx.backward(y.sum(), timeout=PATIENCE)
+            assert caught.value.type_name.endswith("AwkwardError")
+            assert caught.value.worker == "worker1"
+            assert "awkward (7)" in str(caught.value)
+            assert "raise_in_backward" in caught.value.__cause__.text
+            told = "\n".join([caught.value.__cause__.text, *caught.value.__notes__])
+            assert f"context {int(ctx)}" in told
+        expect_a_working_cluster(workers)
+
+
+def test_a_failure_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong on a worker that has gradients of a pass, its driver is told."""
+
+    class Broken(Grouping):
+        def __init__(self, *args: Any) -> None:
+            if bh.get_worker_info().name == "worker1":
+                raise OwnError("cannot be looked at", 5)
+            super().__init__(*args)
+
+    with bh.cluster(2) as workers:
+        with bh.context() as ctx:
+            y = bh.rpc_sync(1, scale, args=(vector(1.0),))
+            with monkeypatch.context() as patch:
+                patch.setattr(runs, "Grouping", Broken)
+                with pytest.raises(OwnError) as caught:
+                    ctx.backward(y.sum(), timeout=5.0)
+            assert "worker 'worker1'" in "\n".join(caught.value.__notes__)
+        expect_a_working_cluster(workers)
+
+
+def test_a_failing_hook() -> None:
+    with bh.cluster(2) as workers:
+        with bh.context() as ctx:
+            y = bh.rpc_sync(1, hook_fails, args=(vector(1.0),))
+            with pytest.raises(OwnError) as caught:
+                ctx.backward(y.sum(), timeout=PATIENCE)
+            assert "in fail_in_a_hook" in caught.value.__cause__.text
+        expect_a_working_cluster(workers)
+
+
+def hook_fails(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(fail_in_a_hook)
+    return y * 2
+
+
+def fail_in_a_hook(grad: torch.Tensor) -> None:
+    raise OwnError("in a hook", 3)
+
+
+def around(x: torch.Tensor, error: Exception | None) -> torch.Tensor:
+    """A circle, in which something fails."""
+    y = bh.rpc_sync(2, scale, args=(x,)) * 1
+    z = bh.rpc_sync(2, scale, args=(Fail.apply(y, error),))
+    return z * y
+
+
+@pytest.mark.parametrize("home", [0, 1])
+def test_a_failure_in_a_circle(home: int) -> None:
+    with bh.cluster(3) as workers:
+        with bh.context() as ctx:
+            y = bh.rpc_sync(home, around, args=(vector(1.0), OwnError("no way", 7)))
+            with pytest.raises(OwnError) as caught:
+                ctx.backward(y.sum(), timeout=PATIENCE)
+            assert f"worker 'worker{home}'" in "\n".join(caught.value.__notes__)
+        expect_a_working_cluster(workers)
+
+
+def test_many_failures_at_once() -> None:
+    """The first is raised; the others come to nothing."""
+    with bh.cluster(4) as workers:
+        with bh.context() as ctx:
+            results = [failing(vector(1.0), OwnError("no way", n), 1 + n % 3, n % 4) for n in range(12)]
+            with pytest.raises(OwnError):
+                ctx.backward(torch.stack(results).sum(), timeout=PATIENCE)
+        expect_a_working_cluster(workers)
+
+
+def test_a_failed_pass_is_aborted_everywhere() -> None:
+    """A worker that waits for gradients which will not come is told; what comes later does nothing."""
+    with bh.cluster(3) as workers:
+        with bh.context() as ctx:
+            held, failed = bh.rpc_sync(1, wait_for_both, args=(vector(1.0),))
+            with pytest.raises(OwnError):
+                ctx.backward((held * failed).sum(), timeout=PATIENCE)
+            wait_until_all_runs_failed(workers, ctx)
+        expect_a_working_cluster(workers)
+
+
+def wait_for_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sends of one group: worker 1 waits for the gradients of both, and one of them never comes."""
+    common = x * 2
+    return bh.rpc_sync(2, scale, args=(common,)), bh.rpc_sync(2, failing, args=(common, OwnError("no way", 7)))
+
+
+def wait_until_all_runs_failed(workers: list[bh.Worker], ctx: bh.ContextHandle) -> None:
+    """An abort is told, not waited for: ask until it is there."""
+    for _ in range(2000):
+        shares = ctx.describe()["workers"].values()
+        passes = [going for share in shares for going in share["passes"]]
+        if all(going["failed"] for going in passes):
+            assert not any(going.get("outstanding") for going in passes)
+            return
+    raise AssertionError(f"not aborted: {passes}")
+
+
+def test_after_a_failure_the_context_can_be_used_on() -> None:
+    """With what the failed pass did not touch, and with what is computed anew."""
+    a = vector(1.0, 2.0)
+    with bh.cluster(3) as workers:
+        with bh.context() as ctx:
+            bad = bh.rpc_sync(1, failing, args=(a, OwnError("no way", 7), 2))
+            good = bh.rpc_sync(1, scale, args=(a,))
+            with pytest.raises(OwnError):
+                ctx.backward(bad.sum(), timeout=PATIENCE)
+            ctx.backward(good.sum(), timeout=PATIENCE)
+            ctx.backward(bh.rpc_sync(2, scale, args=(a,)).sum(), timeout=PATIENCE)
+            assert ctx.grads[a].tolist() == [4.0, 4.0]
+        expect_a_working_cluster(workers)
+
+
+def test_failures_of_other_contexts_do_not_matter() -> None:
+    with bh.cluster(2) as workers:
+        with bh.context() as ctx:
+            y = failing(vector(1.0), OwnError("no way", 7), 1)
+            with workers[1], bh.context() as other:
+                a = vector(1.0, 2.0)
+                z = bh.rpc_sync(0, scale, args=(a,))
+                with workers[0], pytest.raises(OwnError):
+                    ctx.backward(y.sum(), timeout=PATIENCE)
+                other.backward(z.sum(), timeout=PATIENCE)
+                assert other.grads[a].tolist() == [2.0, 2.0]
+        expect_a_working_cluster(workers)
+
+
+def test_gradients_that_cannot_travel() -> None:
+    """A gradient larger than the other side takes: said at the driver, and nothing hangs."""
+    with bh.cluster(2, options=bh.Options(max_frame_bytes=1 << 16)) as workers:
+        with bh.context() as ctx:
+            x = vector(1.0)
+            y = bh.rpc_sync(1, scale, args=(x,))
+            wide = y.expand(1).repeat(1 << 14)
+            z = bh.rpc_sync(1, total, args=(y, 1 << 14))
+            del wide
+            ctx.backward(z.sum(), timeout=PATIENCE)
+        expect_a_working_cluster(workers)
+
+
+def total(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.expand(count).sum()
+
+
+# Arguments that make no sense.
+
+
+@pytest.fixture
+def recorded() -> Any:
+    """A context with one call in it: (context, leaf, result)."""
+    with bh.cluster(2) as workers:
+        with bh.context() as ctx:
+            a = vector(1.0, 2.0)
+            yield ctx, a, bh.rpc_sync(1, scale, args=(a,))
+        expect_no_contexts(workers)
+
+
+def test_roots_that_do_not_require_grad(recorded: Any) -> None:
+    ctx, _, y = recorded
+    with pytest.raises(ValueError, match=r"roots\[1\] does not require grad"):
+        bh.backward(ctx, [y.sum(), torch.ones(())])
+
+
+@pytest.mark.parametrize("roots", [None, 5, "loss", object(), {"loss": 1}])
+def test_roots_that_are_no_list(recorded: Any, roots: Any) -> None:
+    with pytest.raises(TypeError):
+        bh.backward(recorded[0], roots)
+
+
+@pytest.mark.parametrize("root", [None, 5, "loss", [1.0], bh.WorkerInfo("worker1", 1)])
+def test_a_root_that_is_not_a_tensor(recorded: Any, root: Any) -> None:
+    with pytest.raises(TypeError, match=r"roots\[1\]"):
+        bh.backward(recorded[0], [recorded[2].sum(), root])
+
+
+def test_no_roots(recorded: Any) -> None:
+    with pytest.raises(ValueError, match="at least one root"):
+        bh.backward(recorded[0], [])
+
+
+def test_roots_that_are_no_numbers(recorded: Any) -> None:
+    ctx, _, y = recorded
+    with pytest.raises(ValueError, match="grad_tensors"):
+        ctx.backward(y)
+    with pytest.raises(ValueError, match="grad_tensors"):
+        ctx.backward([y, y.sum()], grad_tensors=[torch.ones(2)])
+    with pytest.raises(ValueError, match="grad_tensors"):
+        ctx.backward(y, grad_tensors=torch.ones(3))
+
+
+def test_inputs_that_make_no_sense(recorded: Any) -> None:
+    ctx, a, y = recorded
+    for wrong in ([], [torch.ones(1)], ["a"], [a, None]):
+        with pytest.raises(ValueError, match="inputs"):
+            ctx.backward(y.sum(), inputs=wrong)
+
+
+def test_options_that_make_no_sense(recorded: Any) -> None:
+    ctx, _, y = recorded
+    for wrong in ({"mode": "slow"}, {"accumulate": "gradient"}, {"timeout": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ctx.backward(y.sum(), **wrong)
+
+
+def test_refused_arguments_leave_the_graph_as_it_was(recorded: Any) -> None:
+    ctx, a, y = recorded
+    with pytest.raises(ValueError):
+        ctx.backward([y.sum(), torch.ones(())])
+    ctx.backward(y.sum())
+    assert ctx.grads[a].tolist() == [2.0, 2.0]
+
+
+def test_an_unknown_context(recorded: Any) -> None:
+    _, _, y = recorded
+    for call in (lambda: bh.backward(12345, [y.sum()]), lambda: bh.get_gradients(12345)):
+        with pytest.raises(bh.UnknownContextError, match="not known") as caught:
+            call()
+        assert caught.value.context == 12345
+        assert isinstance(caught.value, LookupError)
+
+
+def test_a_released_context() -> None:
+    with bh.cluster(2):
+        with bh.context() as ctx:
+            y = bh.rpc_sync(1, scale, args=(vector(1.0),)).sum()
+        for call in (lambda: ctx.backward(y), lambda: ctx.grads, ctx.describe):
+            with pytest.raises(bh.UnknownContextError, match="released") as caught:
+                call()
+            assert caught.value.context == ctx
+
+
+def test_the_context_of_another_worker_that_has_not_come_here() -> None:
+    with bh.cluster(2) as workers, bh.context() as ctx, workers[1], pytest.raises(bh.UnknownContextError):
+        bh.get_gradients(ctx)
+
+
+def test_a_loss_of_a_released_context() -> None:
+    """In a context that has not come to the worker it was computed on: said at once, not waited for."""
+    with bh.cluster(2) as workers:
+        with bh.context():
+            y = bh.rpc_sync(1, scale, args=(vector(1.0),)).sum()
+        with bh.context() as another:
+            with pytest.raises(bh.ContextError) as caught:
+                another.backward(y, timeout=3.0)
+            assert not isinstance(caught.value, bh.BackwardTimeoutError)
+            assert caught.value.context == another
+        expect_a_working_cluster(workers)
+
+
+def test_a_loss_of_another_context() -> None:
+    """Its messages are not of this context: said, not waited for."""
+    with bh.cluster(2) as workers:
+        with bh.context():
+            y = bh.rpc_sync(1, scale, args=(vector(1.0),)).sum()
+            with workers[1], bh.context() as other, pytest.raises(bh.ContextError) as caught:
+                other.backward(y, timeout=PATIENCE)
+            assert caught.value.context == other
+            assert caught.value.message
+        expect_a_working_cluster(workers)
+
+
+# Plain autograd on a graph of ours.
+
+
+def test_plain_backward_runs_into_a_recv_node(recorded: Any) -> None:
+    ctx, a, y = recorded
+    for run in (y.sum().backward, lambda: torch.autograd.backward([y.sum()])):
+        with pytest.raises(RuntimeError, match=r"backhaul\.backward\(context"):
+            run()
+    assert a.grad is None
+    ctx.backward(y.sum(), retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"backhaul\.backward\(context"):
+        y.sum().backward()  # not only before the first pass
+
+
+def test_plain_grad_runs_into_a_recv_node(recorded: Any) -> None:
+    """Asked for what lies behind it."""
+    ctx, _, y = recorded
+    anchor = y.grad_fn.next_functions[0][0].variable
+    with pytest.raises(RuntimeError, match=r"backhaul\.backward\(context"):
+        torch.autograd.grad(y.sum(), [anchor])
+    ctx.backward(y.sum())
+
+
+def test_plain_grad_of_what_is_behind_a_call(recorded: Any) -> None:
+    """Torch itself sees no way there, and says so."""
+    ctx, a, y = recorded
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(y.sum(), [a])
+    ctx.backward(y.sum())
+
+
+def test_plain_autograd_on_this_side_of_a_recv_node(recorded: Any) -> None:
+    """What does not go through it is nobody else's business."""
+    _, _, y = recorded
+    b = vector(3.0, 4.0)
+    (grad,) = torch.autograd.grad((y * b).sum(), [b])
+    assert grad.tolist() == [2.0, 4.0]
+    (grad,) = torch.autograd.grad((y * b).sum(), [y])
+    assert grad.tolist() == [3.0, 4.0]
+
+
+def test_plain_backward_on_the_remote_side() -> None:
+    with bh.cluster(2) as workers:
+        with bh.context(), pytest.raises(RuntimeError, match=r"backhaul\.backward\(context") as caught:
+            bh.rpc_sync(1, plain_backward, args=(vector(1.0),))
+        assert caught.value.__cause__.worker == "worker1"
+        expect_a_working_cluster(workers)
+
+
+def plain_backward(x: torch.Tensor) -> None:
+    x.sum().backward()
+
+
+# Deadlines.
+
+
+def test_fast_mode_with_a_call_that_does_not_take_part() -> None:
+    """It waits for the gradient of a message that gets none; when the time is up, what is under way is named."""
+    a = vector(1.0, 2.0)
+    with bh.cluster(2) as workers:
+        with bh.context() as ctx:
+            used = bh.rpc_sync(1, two_sends, args=(a,))
+            with pytest.raises(bh.BackwardTimeoutError) as caught:
+                ctx.backward(used.sum(), mode="fast", timeout=0.3)
+            error = caught.value
+            assert isinstance(error, TimeoutError)
+            assert (error.context, error.worker) == (ctx, "worker0")
+            assert error.outstanding
+            assert set(error.outstanding.values()) == {"worker1"}
+            for message in error.outstanding:
+                assert f"message {message} at worker 'worker1'" in str(error)
+            wait_until_all_runs_failed(workers, ctx)
+        expect_a_working_cluster(workers)
+
+
+def two_sends(x: torch.Tensor) -> torch.Tensor:
+    """Two messages of one group, of which one is never used."""
+    common = x * 2
+    bh.rpc_sync(0, scale, args=(common,))
+    return bh.rpc_sync(0, scale, args=(common,))
+
+
+gates: dict[str, threading.Event] = {}
+
+
+def slow_in_backward(x: torch.Tensor, gate: str) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda _: (gates[gate].wait(PATIENCE), None)[1])
+    return y
+
+
+@pytest.mark.parametrize("timeout", [0.2, None])
+def test_a_backward_function_that_takes_too_long(timeout: float | None) -> None:
+    """The deadline is the call's, or the worker's; what comes after it does nothing."""
+    a, gates["slow"] = vector(1.0), threading.Event()
+    with bh.cluster(2, options=bh.Options(backward_timeout=0.2)) as workers:
+        try:
+            with bh.context() as ctx:
+                y = bh.rpc_sync(1, slow_in_backward, args=(a, "slow"))
+                with pytest.raises(bh.BackwardTimeoutError) as caught:
+                    ctx.backward(y.sum(), timeout=timeout)
+                assert list(caught.value.outstanding.values()) == ["worker1"]
+                assert "0.2 s" in str(caught.value)
+        finally:
+            gates["slow"].set()
+        expect_no_contexts(workers)
+        with bh.context() as ctx:
+            ctx.backward(bh.rpc_sync(1, scale, args=(a,)).sum(), timeout=0)
+            assert ctx.grads[a].tolist() == [2.0]
+
+
+# Workers that are lost.
+
+
+def leave_in_backward(x: torch.Tensor) -> torch.Tensor:
+    """The worker ends, without a word, when the gradient comes."""
+    y = x * 2
+    node = bh.current_worker().part(Node)
+    y.register_hook(lambda _: node.shutdown(graceful=False, timeout=1.0))
+    return y
+
+
+def leave_in_backward_on(to: int, x: torch.Tensor) -> torch.Tensor:
+    return bh.rpc_sync(to, leave_in_backward, args=(x,)) * 2
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_worker_that_leaves_in_the_middle_of_a_pass(direct: bool) -> None:
+    """One that the driver called, or one that it never spoke to."""
+    a = vector(1.0)
+    with bh.cluster(3, endpoints=SOCKETS) as workers:
+        with bh.context() as ctx:
+            y = leave_in_backward_on(2, a) if direct else bh.rpc_sync(1, leave_in_backward_on, args=(2, a))
+            with pytest.raises(bh.PeerLostError) as caught:
+                ctx.backward(y.sum(), timeout=PATIENCE)
+            assert caught.value.worker == "worker2"
+            told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+            assert str(int(ctx)) in told
+        assert workers[2].closed
+        expect_a_working_cluster(workers[:2])
+
+
+def test_a_worker_that_is_gone_before_its_gradients_come() -> None:
+    a = vector(1.0)
+    with bh.cluster(3, endpoints=SOCKETS) as workers:
+        with bh.context() as ctx:
+            y = bh.rpc_sync(1, pass_on, args=(2, a))
+            workers[2].part(Node).shutdown(graceful=False, timeout=1.0)
+            with pytest.raises(bh.PeerLostError) as caught:
+                ctx.backward(y.sum(), timeout=PATIENCE)
+            assert caught.value.worker == "worker2"
+        expect_a_working_cluster(workers[:2])
+
+
+def pass_on(to: int, x: torch.Tensor) -> torch.Tensor:
+    return bh.rpc_sync(to, scale, args=(x,)) * 2
+
+
+def test_a_worker_that_is_lost_while_a_group_waits_for_it() -> None:
+    """Worker 1 has asked for orders and has one gradient of two; the other was with the worker that left."""
+    a = vector(1.0)
+    with bh.cluster(3, endpoints=SOCKETS) as workers:
+        with bh.context() as ctx:
+            y, z = bh.rpc_sync(1, both_ways, args=(a,))
+            with pytest.raises(bh.PeerLostError) as caught:
+                ctx.backward((y * z).sum(), timeout=PATIENCE)
+            assert caught.value.worker == "worker2"
+        expect_a_working_cluster(workers[:2])
+
+
+def both_ways(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    common = x * 2
+    return bh.rpc_sync(0, scale, args=(common,)), bh.rpc_sync(2, leave_in_backward, args=(common,))
+
+
+def die_in_backward(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda _: os._exit(3))
+    return y
+
+
+def die_far_away(to: int, x: torch.Tensor) -> torch.Tensor:
+    return bh.rpc_sync(to, die_in_backward, args=(x,)) * 2
+
+
+def lose_a_process(rank: int, folder: str, direct: bool) -> Any:
+    bh.init(f"worker{rank}", rank=rank, world_size=3, store=torch.distributed.FileStore(f"{folder}/store", 3))
+    found = None
+    if rank == 0:
+        a = vector(1.0)
+        with bh.context() as ctx:
+            y = bh.rpc_sync(2, die_in_backward, args=(a,)) if direct else bh.rpc_sync(1, die_far_away, args=(2, a))
+            try:
+                ctx.backward(y.sum(), timeout=PATIENCE)
+            except bh.BackhaulError as error:
+                found = type(error).__name__, error.worker
+        with bh.context() as ctx:
+            ctx.backward(bh.rpc_sync(1, scale, args=(a,)).sum())
+            assert ctx.grads[a].tolist() == [2.0]
+    bh.shutdown(timeout=PATIENCE)
+    return found
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_process_that_dies_in_the_middle_of_a_pass(tmp_path: pathlib.Path, direct: bool) -> None:
+    found = run_processes(lose_a_process, 3, str(tmp_path), direct, patience=3 * PATIENCE)
+    assert found == [("PeerLostError", "worker2"), None, DIED]

@@ -1,0 +1,63 @@
+"""Every transport that ships passes the conformance kit."""
+
+from __future__ import annotations
+
+import functools
+import socket
+
+import pytest
+
+from backhaul.testing.transport_kit import TransportConformance
+from backhaul.transport.base import EndpointFactory
+from backhaul.transport.inproc import InprocEndpoint
+from backhaul.transport.sockets import SocketEndpoint
+
+SECRET = b"the conformance tests' own"
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+class TestInproc(TransportConformance):
+    @pytest.fixture
+    def endpoints(self) -> EndpointFactory:
+        return InprocEndpoint
+
+    def test_a_closed_endpoint_leaves_no_trace_at_the_one_it_tried_to_reach(self) -> None:
+        here, there = InprocEndpoint(), InprocEndpoint()
+        here.close()
+        with pytest.raises(ConnectionError):
+            here.connect(there.addresses[0], timeout=1)
+        assert there._channels == []
+        there.close()
+
+
+class TestUnix(TransportConformance):
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self) -> EndpointFactory:
+        return functools.partial(SocketEndpoint, secret=SECRET)
+
+
+class TestTcp(TransportConformance):
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self) -> EndpointFactory:
+        return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1")
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
+class TestTcpOverIpv6(TransportConformance):
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self) -> EndpointFactory:
+        return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="::1")

@@ -1,0 +1,231 @@
+"""The notes that make calls part of the graph: what is recorded, when, and where it stands in program order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from backhaul.autograd.container import Container
+from backhaul.autograd.context import Context
+from backhaul.autograd.functions import ContextId, RecvNode
+from backhaul.autograd.messages import Note
+from backhaul.autograd.recording import Recorder, Scope, current_scope, enter, leave
+from backhaul.errors import UnknownContextError
+from backhaul.wire.messages import pack, unpack
+
+
+class Side:
+    """One end of a conversation: a worker as far as the recorder looks at it."""
+
+    def __init__(self, number: int) -> None:
+        self.worker: Any = SimpleNamespace(name=f"worker{number}")
+        self.peer: Any = SimpleNamespace(record=SimpleNamespace(id=number))
+        self.container = Container(number)
+        self.recorder = Recorder(self.worker, self.container)
+
+    @contextlib.contextmanager
+    def context(self, *place: int) -> Iterator[Context]:
+        context = self.container.new()
+        token = enter(Scope(self.worker, context, place))
+        try:
+            yield context
+        finally:
+            leave(token)
+
+
+@pytest.fixture
+def caller() -> Side:
+    return Side(1)
+
+
+@pytest.fixture
+def callee() -> Side:
+    return Side(2)
+
+
+@pytest.fixture(autouse=True)
+def no_scope() -> Iterator[None]:
+    token = enter(None)
+    yield
+    leave(token)
+
+
+def read(note: bytes | None) -> Note:
+    assert note is not None
+    return unpack(note, Note)
+
+
+LEAF = torch.ones(2, requires_grad=True)
+PLAIN = torch.ones(2)
+
+
+def test_outside_of_a_context(caller: Side) -> None:
+    note, kept = caller.recorder.request_out(caller.peer, [LEAF])
+    assert note is None
+    assert caller.recorder.reply_in(caller.peer, kept, None, [PLAIN]) == [PLAIN]
+    assert len(caller.container) == 0
+
+
+def test_a_request_is_recorded_at_its_sender(caller: Side, callee: Side) -> None:
+    made = LEAF * 2
+    with caller.context() as context:
+        note = read(caller.recorder.request_out(callee.peer, [PLAIN, LEAF, PLAIN, made])[0])
+    assert note.context == context.id == (1 << 48) + 1
+    assert note.positions == (1, 3)
+    assert note.message >> 48 == 1
+    (record,) = context.sends.values()
+    assert (record.message, record.to, record.order) == (note.message, 2, (0,))
+    assert [edge.node for edge in record.edges][1] is made.grad_fn
+    assert context.known == {2}
+    assert not context.recvs
+
+
+def test_a_message_that_needs_no_grad_only_makes_the_workers_known(caller: Side, callee: Side) -> None:
+    with caller.context() as context:
+        note = read(caller.recorder.request_out(callee.peer, [PLAIN])[0])
+    assert (note.message, note.positions) == (0, ())
+    assert (context.known, context.sends) == ({2}, {})
+    tensors, _ = callee.recorder.request_in(caller.peer, pack(note), [PLAIN])
+    assert tensors == [PLAIN]
+    there = callee.container.get(context.id)
+    assert (there.known, there.recvs) == ({1}, {})
+
+
+def test_no_grad_leaves_no_trace(caller: Side, callee: Side) -> None:
+    with caller.context() as context, torch.no_grad():
+        note, kept = caller.recorder.request_out(callee.peer, [LEAF])
+    assert note is None
+    assert (context.known, context.sends) == (set(), {})
+    # The result of a call under no_grad needs none either.
+    (found,) = caller.recorder.reply_in(callee.peer, kept, None, [torch.ones(2, requires_grad=True)])
+    assert not found.requires_grad
+
+
+def test_a_whole_call(caller: Side, callee: Side) -> None:
+    with caller.context() as context:
+        note, kept = caller.recorder.request_out(callee.peer, [LEAF, PLAIN])
+        arrived = [LEAF.detach().clone().requires_grad_(), PLAIN]
+        tensors, served = callee.recorder.request_in(caller.peer, note, arrived)
+        assert type(tensors[0].grad_fn) is RecvNode
+        assert tensors[1] is PLAIN
+        assert current_scope(callee.worker).context is callee.container.get(context.id)
+        back = read(callee.recorder.reply_out(caller.peer, served, [PLAIN, tensors[0] * 2]))
+        (_, result) = caller.recorder.reply_in(callee.peer, kept, pack(back), [PLAIN, torch.ones(2)])
+    assert type(result.grad_fn) is RecvNode
+    there = callee.container.get(context.id)
+    assert set(there.recvs) == set(context.sends) == {read(note).message}
+    assert set(there.sends) == set(context.recvs) == {back.message}
+    assert back.message >> 48 == 2
+    assert (there.known, context.known) == ({1}, {2})
+
+
+def test_received_tensors_are_not_leaves(caller: Side, callee: Side) -> None:
+    """One or several: they may be changed in place, also through views."""
+    for count in (1, 3):
+        with caller.context():
+            note, _ = caller.recorder.request_out(callee.peer, [LEAF] * count)
+        arrived = [torch.arange(2.0) for _ in range(count)]
+        tensors, _ = callee.recorder.request_in(caller.peer, note, arrived)
+        for tensor in tensors:
+            assert not tensor.is_leaf
+            tensor.mul_(2)
+            tensor[:1].add_(1)
+            assert tensor.tolist() == [1.0, 2.0]
+
+
+def test_places_in_program_order(caller: Side, callee: Side) -> None:
+    """Of the request whose handler sent it, and its number among that handler's messages."""
+    with caller.context():
+        first = caller.recorder.request_out(callee.peer, [LEAF])[0]
+        second = caller.recorder.request_out(callee.peer, [PLAIN])[0]
+        third = caller.recorder.request_out(callee.peer, [LEAF])[0]
+    assert [read(note).order for note in (first, second, third)] == [(0,), (1,), (2,)]
+    places = []
+    for request in (third, second):
+        _, served = callee.recorder.request_in(caller.peer, request, [torch.ones(2)])
+        nested = callee.recorder.request_out(caller.peer, [LEAF])[0]
+        reply = callee.recorder.reply_out(caller.peer, served, [LEAF])
+        places += [read(nested).order, read(reply).order]
+    assert places == [(2, 0), (2, 1), (1, 0), (1, 1)]
+
+
+def test_a_released_context_at_the_sender(caller: Side, callee: Side) -> None:
+    with caller.context() as context:
+        _, kept = caller.recorder.request_out(callee.peer, [LEAF])
+        caller.container.pop(context.id)
+        assert context.end() == {2}
+        assert caller.recorder.request_out(callee.peer, [LEAF])[0] is None
+        assert caller.recorder.request_out(callee.peer, [PLAIN])[0] is None
+        # A reply that comes now finds nobody who would ask for gradients.
+        caller.recorder.reply_in(callee.peer, kept, None, [PLAIN])
+    assert len(caller.container) == 0
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_released_context_at_the_receiver(caller: Side, callee: Side, early: bool) -> None:
+    """Whether it had been there or not."""
+    with caller.context() as context:
+        notes = [caller.recorder.request_out(callee.peer, [LEAF])[0] for _ in range(2)]
+    if not early:
+        callee.recorder.request_in(caller.peer, notes[0], [torch.ones(2)])
+        enter(None)
+    callee.container.pop(context.id)
+    tensors, served = callee.recorder.request_in(caller.peer, notes[1], [PLAIN])
+    assert tensors == [PLAIN]
+    assert current_scope(callee.worker) is None
+    assert callee.recorder.reply_out(caller.peer, served, [LEAF]) is None
+    assert len(callee.container) == 0
+
+
+def test_a_reply_after_the_release(caller: Side, callee: Side) -> None:
+    with caller.context() as context:
+        note, _ = caller.recorder.request_out(callee.peer, [LEAF])
+        tensors, served = callee.recorder.request_in(caller.peer, note, [torch.ones(2)])
+    callee.container.pop(context.id).end()
+    assert callee.recorder.reply_out(caller.peer, served, tensors) is None
+
+
+def test_the_scope_of_another_worker_does_not_count(caller: Side, callee: Side) -> None:
+    with caller.context():
+        assert callee.recorder.request_out(caller.peer, [LEAF])[0] is None
+        assert current_scope(callee.worker) is None
+
+
+# The container.
+
+
+def test_a_container_knows_what_it_released() -> None:
+    container = Container(3)
+    context = container.new()
+    assert container.get(context.id) is context
+    assert container.get_or_create(context.id) is context
+    assert container.pop(context.id) is context
+    assert container.pop(context.id) is None
+    assert container.get_or_create(context.id) is None
+    with pytest.raises(UnknownContextError, match="was released"):
+        container.get(context.id)
+    with pytest.raises(UnknownContextError, match="not known"):
+        container.get(99)
+    assert len(container) == 0
+
+
+def test_a_container_remembers_a_bounded_number() -> None:
+    container = Container(3)
+    for number in range(20_000):
+        container.pop(number)
+    assert len(container._released) < 10_000
+    assert container.get_or_create(ContextId(19_999)) is None
+
+
+@pytest.mark.parametrize("worker", [0, 1, 65_535])
+def test_ids_say_whose_they_are(worker: int) -> None:
+    container = Container(worker)
+    made = [container.new().id for _ in range(3)] + [container.new_message() for _ in range(3)]
+    assert [number >> 48 for number in made] == [worker] * 6
+    assert [number & (1 << 48) - 1 for number in made] == [1, 2, 3, 1, 2, 3]
+    assert all(0 < number < 1 << 64 for number in made)

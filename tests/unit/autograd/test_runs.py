@@ -1,0 +1,203 @@
+"""One worker's share of a pass, without workers: whatever the order of arrival, the same as one native call."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backhaul.autograd.context import Context
+from backhaul.autograd.functions import ContextId, Grads, MessageId, Recv, SendRecord, firing
+from backhaul.autograd.messages import PassSpec
+from backhaul.autograd.runs import Orders, Outcome, Run
+
+from .graphs import Graph
+
+SEEDS = st.integers(0, 1 << 32)
+
+
+def noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Share:
+    """A graph, the sources that take part with their gradients, and what one native call makes of them."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        choose = random.Random(seed)
+        self.graph = Graph(seed)
+        self.context = Context(ContextId(1))
+        for source, tensors in self.graph.tensors.items():
+            self.context.add_send(SendRecord(source, choose.randrange(3), tensors, (source,)))
+        sources = list(self.graph.edges)
+        self.active = choose.sample(sources, choose.randint(1, len(sources)))
+        self.grads: dict[MessageId, list[torch.Tensor | None]] = {
+            source: [None if choose.random() < 0.2 else noise(t, seed) for t in self.graph.tensors[source]]
+            for source in self.active
+        }
+        self.expected_leaves, self.expected_recvs = self.natively()
+        self.fired_natively, self.graph.fired = self.graph.fired, collections.Counter()
+        self.sent: dict[MessageId, Grads] = {}
+        self.outcomes: list[Outcome] = []
+        self._lock = threading.Lock()  # guards sent and outcomes
+        self.run = Run(PassSpec(1, 7, 1, **options), self.context, self.send)
+
+    def natively(self) -> tuple[dict[torch.Tensor, torch.Tensor], dict[MessageId, Grads]]:
+        """All at once, as plain autograd does; what a leaf's hooks do besides is not seen by it."""
+        pairs = [
+            (edge, grad)
+            for source in self.active
+            for edge, grad in zip(self.graph.edges[source], self.grads[source], strict=True)
+            if grad is not None
+        ]
+        fired: dict[MessageId, Grads] = {}
+        anchors = [recv.anchor for recv in self.graph.recvs.values()]
+        if not pairs:
+            return {}, {}
+        with firing(lambda recv, grads: fired.update({recv.message: grads})):
+            found = torch.autograd.grad(
+                [edge for edge, _ in pairs],
+                [*self.graph.leaves, *anchors],
+                [grad for _, grad in pairs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        made = dict(zip(self.graph.leaves, found, strict=False))
+        for leaf, grad in made.items():
+            if leaf._post_accumulate_grad_hooks and grad is not None:
+                self.graph.fired[id(leaf)] += 1
+        return {leaf: grad for leaf, grad in made.items() if grad is not None}, fired
+
+    def send(self, run: Run, recv: Recv, grads: Grads) -> None:
+        with self._lock:
+            assert recv.message not in self.sent, "a recv node answered twice"
+            self.sent[recv.message] = grads
+
+    def arrive(self, source: MessageId) -> None:
+        made = self.run.arrive(source, self.grads[source])
+        with self._lock:
+            self.outcomes += made
+
+    def follow(self, circular: bool) -> None:
+        active = frozenset(self.active)
+        made = self.run.follow(Orders(active, active if circular else frozenset()))
+        with self._lock:
+            self.outcomes += made
+
+    def check(self) -> None:
+        """Everything has run, once, and gave what the native call gave."""
+        consumed = [source for outcome in self.outcomes for source in outcome.consumed]
+        assert sorted(consumed) == sorted(self.active)
+        reached = self.graph.recvs_of(self.active)
+        assert set(self.sent) == reached
+        produced = {message: to for outcome in self.outcomes for message, to in outcome.produced.items()}
+        assert produced == {message: self.graph.recvs[message].sender for message in reached}
+        assert self.run.waiting == []
+        gradients = self.context.gradients
+        assert set(gradients) == set(self.expected_leaves)
+        for leaf, grad in self.expected_leaves.items():
+            torch.testing.assert_close(gradients[leaf], grad)
+        for message, grads in self.sent.items():
+            wanted = [grad for grad in self.expected_recvs.get(message, ()) if grad is not None]
+            torch.testing.assert_close([grad for grad in grads if grad is not None], wanted)
+        assert self.graph.fired == self.fired_natively
+        assert all(leaf.grad is None for leaf in self.graph.leaves)
+
+
+@pytest.mark.parametrize("circular", [True, False])
+@given(SEEDS)
+@settings(max_examples=150)
+def test_any_order_of_arrival(circular: bool, seed: int) -> None:
+    """Orders come at any time too; with them groups wait for all their sources, or run node by node."""
+    choose = random.Random(~seed)
+    share = Share(seed)
+    events: list[Any] = [*share.active, "orders"]
+    choose.shuffle(events)
+    for event in events:
+        if event == "orders":
+            share.follow(circular)
+        else:
+            share.arrive(event)
+    share.check()
+
+
+@given(SEEDS)
+def test_fast_mode_takes_all_to_come(seed: int) -> None:
+    share = Share(seed, fast=True)
+    share.active = list(share.graph.edges)
+    share.grads = {source: [noise(t, seed) for t in share.graph.tensors[source]] for source in share.active}
+    share.graph.fired.clear()
+    share.expected_leaves, share.expected_recvs = share.natively()
+    share.fired_natively, share.graph.fired = share.graph.fired, collections.Counter()
+    for source in random.Random(~seed).sample(share.active, len(share.active)):
+        assert not share.run.must_ask(source)
+        share.arrive(source)
+    share.check()
+
+
+@given(SEEDS)
+@settings(max_examples=40)
+def test_sources_from_many_threads(seed: int) -> None:
+    share = Share(seed)
+    start = threading.Barrier(len(share.active) + 1)
+
+    def enter(event: Any) -> None:
+        start.wait(30)
+        if event == "orders":
+            share.follow(circular=True)
+        else:
+            share.arrive(event)
+
+    with ThreadPoolExecutor(len(share.active) + 1) as threads:
+        list(threads.map(enter, [*share.active, "orders"]))
+    share.check()
+
+
+@given(SEEDS)
+def test_orders_are_asked_for_once_and_only_by_groups_of_several(seed: int) -> None:
+    share = Share(seed)
+    alone = {source for group in share.graph.groups() if len(group) == 1 for source in group}
+    asked = [source for source in share.active if share.run.must_ask(source)]
+    needed = [source for source in share.active if source not in alone]
+    assert asked == needed[:1]
+
+
+@given(SEEDS)
+def test_a_group_of_one_runs_at_once(seed: int) -> None:
+    share = Share(seed)
+    alone = {source for group in share.graph.groups() if len(group) == 1 for source in group}
+    for source in share.active:
+        before = len(share.outcomes)
+        share.arrive(source)
+        assert len(share.outcomes) - before == (source in alone)
+
+
+@given(SEEDS, st.booleans())
+def test_what_a_pass_used_is_spent(seed: int, retain: bool) -> None:
+    share = Share(seed, retain=retain)
+    share.follow(circular=False)
+    for source in share.active:
+        share.arrive(source)
+    spent = set() if retain else set(share.active)
+    assert share.context.spent == spent
+    assert set(share.context.sends) == set(share.graph.edges) - spent
+
+
+@given(SEEDS)
+def test_the_summary_is_what_the_graph_says(seed: int) -> None:
+    share = Share(seed)
+    summary = share.run.summary()
+    assert {frozenset(group) for group in summary.groups} == share.graph.groups()
+    for group in summary.groups:
+        assert {source: set(reach) for source, reach in group.items()} == {
+            source: share.graph.recvs_of([source]) for source in group
+        }
+    for message, sender in summary.senders.items():
+        assert share.graph.recvs[message].sender == sender

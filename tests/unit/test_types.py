@@ -1,0 +1,123 @@
+"""Options refuse what makes no sense and tell nobody the secret; names are checked."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from backhaul.types import Options, WorkerId, WorkerInfo, check_name
+
+SECRET = "hunter2 is the secret"
+
+
+def test_the_defaults_are_allowed() -> None:
+    assert Options() == Options()
+    assert Options().timeout == 60
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"timeout": 0},
+        {"timeout": 0.5, "connect_timeout": 0, "rendezvous_timeout": 0.0, "shutdown_timeout": 1e9},
+        {"timeout": float("inf")},
+        {"threads": 1},
+        {"transport": "tcp"},
+        {"transport": "tcp", "bind": "10.0.0.1"},
+        {"transport": "unix"},
+        {"transport": "auto", "bind": "0.0.0.0"},
+        {"secret": b"bytes"},
+        {"max_frame_bytes": 1 << 16},
+        {"init_method": "tcp://host:1234"},
+    ],
+)
+def test_what_is_given_is_kept(given: dict[str, Any]) -> None:
+    options = Options(**given)
+    assert {name: getattr(options, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("timeout", -1),
+        ("timeout", -0.001),
+        ("timeout", float("-inf")),
+        ("timeout", float("nan")),
+        ("connect_timeout", -1),
+        ("rendezvous_timeout", -1),
+        ("shutdown_timeout", -1),
+        ("threads", 0),
+        ("threads", -3),
+        ("transport", "udp"),
+        ("transport", ""),
+        ("transport", None),
+        ("max_frame_bytes", 0),
+        ("max_frame_bytes", (1 << 16) - 1),
+    ],
+)
+def test_what_makes_no_sense_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        Options(**{field: value})
+    assert field in str(caught.value)
+
+
+def test_a_unix_socket_has_no_address_to_bind() -> None:
+    with pytest.raises(ValueError):
+        Options(transport="unix", bind="127.0.0.1")
+
+
+def test_options_are_given_by_name_and_stay() -> None:
+    with pytest.raises(TypeError):
+        Options(5.0)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().timeout = 5.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Options(time_out=5.0)  # type: ignore[call-arg]
+
+
+def test_a_change_is_checked_too() -> None:
+    with pytest.raises(ValueError):
+        dataclasses.replace(Options(), threads=0)
+
+
+@pytest.mark.parametrize("secret", [SECRET, SECRET.encode()])
+def test_the_secret_is_not_shown(secret: str | bytes) -> None:
+    options = Options(secret=secret, timeout=12.5)
+    for shown in (repr(options), str(options), f"{options}", f"{options!r}", f"{[options]}"):
+        assert "hunter2" not in shown
+        assert "12.5" in shown
+
+
+def test_all_else_is_shown() -> None:
+    shown = repr(Options())
+    for field in dataclasses.fields(Options):
+        assert (f"{field.name}=" in shown) is (field.name != "secret")
+
+
+@pytest.mark.parametrize("again", [lambda o: pickle.loads(pickle.dumps(o)), copy.copy, copy.deepcopy])
+def test_options_and_workers_survive_pickling(again: Any) -> None:
+    options = Options(secret=b"s", threads=3)
+    assert again(options) == options
+    assert again(options).secret == b"s"
+    info = WorkerInfo("bob", WorkerId(3))
+    assert again(info) == info
+    assert hash(again(info)) == hash(info)
+
+
+@pytest.mark.parametrize("name", ["a", "worker0", "A-b_c:d.9", "x" * 128, "-", "127.0.0.1:80"])
+def test_good_names(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "x" * 129, "two words", "new\nline", "end\n", "\n", "tab\t", "grüße", "a/b", "a'b", "\0", None, 5, b"a"],
+)
+def test_bad_names(name: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_name(name)
+    assert repr(name) in str(caught.value)

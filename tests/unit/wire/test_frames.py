@@ -1,0 +1,253 @@
+"""Frames survive any splitting of the stream, and a frame that lies about its size costs nothing."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from backhaul.errors import ProtocolError
+from backhaul.wire.frames import MAX_BUFFERS, Frame, FrameReader
+from backhaul.wire.memory import Buffer, Recycler
+
+from .trip import LIMIT, feed, wire_of
+
+HALF = FrameReader.SCRATCH // 2
+
+
+class CountingRecycler(Recycler):
+    """Knows what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def allocate(self, size: int) -> Buffer:
+        self.sizes.append(size)
+        return super().allocate(size)
+
+
+def noise(size: int) -> bytes:
+    return random.Random(size).randbytes(size)
+
+
+def header(
+    *,
+    magic: bytes = b"BkHl",
+    version: int = 1,
+    kind: int = 3,
+    flags: int = 0,
+    count: int = 0,
+    body: int = 0,
+    number: int = 0,
+    payload: int = 0,
+) -> bytes:
+    """As docs/protocol.md has it."""
+    return struct.pack("<4sBBHIIQQ", magic, version, kind, flags, count, body, number, payload)
+
+
+def content(frame: Frame) -> tuple[int, int, bytes, list[bytes]]:
+    return frame.kind, frame.number, bytes(frame.body), [bytes(buffer) for buffer in frame.buffers]
+
+
+small_blobs = st.binary(max_size=100)
+blobs = st.one_of(
+    small_blobs,
+    st.integers(1000, HALF).map(noise),
+    st.sampled_from([HALF - 33, HALF - 1, HALF, HALF + 1, 2 * HALF - 1, 2 * HALF, 2 * HALF + 1, 200_000]).map(noise),
+)
+
+
+def frames_of(blobs: st.SearchStrategy[bytes]) -> st.SearchStrategy[Frame]:
+    return st.builds(Frame, st.integers(0, 255), st.integers(0, (1 << 64) - 1), blobs, st.lists(blobs, max_size=4))
+
+
+frames, small_frames = frames_of(blobs), frames_of(small_blobs)
+
+
+def test_the_wire_form_is_the_documented_one() -> None:
+    frame = Frame(7, 0x0102030405060708, b"body", [b"first", b"", b"second"])
+    expected = (
+        b"BkHl\x01\x07\x00\x00"
+        b"\x03\x00\x00\x00"
+        b"\x04\x00\x00\x00"
+        b"\x08\x07\x06\x05\x04\x03\x02\x01"
+        b"\x0b\x00\x00\x00\x00\x00\x00\x00"
+        b"\x05\x00\x00\x00\x00\x00\x00\x00"
+        b"\x00\x00\x00\x00\x00\x00\x00\x00"
+        b"\x06\x00\x00\x00\x00\x00\x00\x00"
+        b"body"
+        b"first"
+        b"second"
+    )
+    assert wire_of(frame) == expected
+    assert frame.nbytes == len(expected)
+
+
+def test_the_wire_form_without_buffers_has_no_table() -> None:
+    assert wire_of(Frame(3, 9, b"xyz")) == header(number=9, body=3) + b"xyz"
+
+
+def test_buffers_are_written_uncopied() -> None:
+    buffers = [bytearray(10), memoryview(bytearray(20))]
+    written = Frame(3, 1, b"", buffers).parts()
+    assert written[-2] is buffers[0]
+    assert written[-1] is buffers[1]
+
+
+def test_a_copied_frame_is_the_same_on_memory_of_its_own() -> None:
+    source = [bytearray(noise(50)), bytearray(noise(200_000)), bytearray()]
+    before = content(Frame(3, 4, b"body", source))
+    copy = Frame(3, 4, b"body", source).copied(Recycler())
+    for buffer in source:
+        buffer[:] = bytes(len(buffer))
+    assert content(copy) == before
+
+
+@given(st.lists(frames, max_size=4), st.lists(st.integers(1, 3 * HALF), min_size=1, max_size=8))
+@example([Frame(1, 0, noise(2 * HALF - 32)), Frame(2, 0, b"next")], [2 * HALF])
+@example([Frame(1, 0, noise(2 * HALF - 10))], [2 * HALF])
+@example([Frame(1, 0, b"", [b""] * 3)], [1])
+@example([Frame(1, 0, noise(40_000)), Frame(2, 0, noise(30_000))], [2 * HALF])
+@example([Frame(1)], [32])
+def test_any_split_gives_the_frames_back(sent: list[Frame], sizes: list[int]) -> None:
+    received = feed(FrameReader(LIMIT), wire_of(*sent), sizes)
+    assert [content(frame) for frame in received] == [content(frame) for frame in sent]
+
+
+@given(st.lists(small_frames, min_size=1, max_size=4))
+@settings(max_examples=50)
+def test_a_byte_at_a_time(sent: list[Frame]) -> None:
+    received = feed(FrameReader(LIMIT), wire_of(*sent), [1])
+    assert [content(frame) for frame in received] == [content(frame) for frame in sent]
+
+
+@given(st.integers(1, 2000), st.integers(0, 100), st.integers(1, 5000))
+@settings(max_examples=20)
+def test_many_small_buffers(count: int, size: int, chunk: int) -> None:
+    sent = Frame(3, 1, b"body", [bytes([n % 256]) * size for n in range(count)])
+    (received,) = feed(FrameReader(LIMIT), wire_of(sent), [chunk])
+    assert content(received) == content(sent)
+
+
+def test_what_was_read_can_be_written_and_later_frames_do_not_touch_it() -> None:
+    reader = FrameReader(LIMIT)
+    (first,) = feed(reader, wire_of(Frame(3, 1, noise(40_000), [noise(300), noise(150_000)])))
+    for buffer in first.buffers:
+        memoryview(buffer).cast("B")[:3] = b"abc"
+    before = content(first)
+    feed(reader, wire_of(*(Frame(3, 2, b"\xff" * 40_000, [b"\xff" * 300, b"\xff" * 150_000]) for _ in range(3))))
+    assert content(first) == before
+
+
+def test_large_buffers_come_from_the_recycler() -> None:
+    recycler = CountingRecycler()
+    (frame,) = feed(FrameReader(LIMIT, recycler), wire_of(Frame(3, 1, b"", [noise(1 << 20)])))
+    assert recycler.sizes == [1 << 20]
+    assert bytes(frame.buffers[0]) == noise(1 << 20)
+
+
+@given(st.lists(small_frames, min_size=1, max_size=3))
+@settings(max_examples=30)
+def test_midway_between_the_first_and_the_last_byte_of_a_frame(sent: list[Frame]) -> None:
+    reader = FrameReader(LIMIT)
+    assert not reader.midway
+    for frame in sent:
+        wire = wire_of(frame)
+        for index in range(len(wire)):
+            complete = feed(reader, wire[index : index + 1])
+            last = index == len(wire) - 1
+            assert reader.midway is not last
+            assert len(complete) == last
+
+
+def test_midway_inside_a_large_buffer() -> None:
+    reader = FrameReader(LIMIT)
+    wire = wire_of(Frame(3, 1, b"", [noise(1 << 20)]))
+    assert feed(reader, wire[:-1]) == []
+    assert reader.midway
+    assert len(feed(reader, wire[-1:])) == 1
+    assert not reader.midway
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        header(magic=b"HTTP"),
+        header(version=0),
+        header(version=2),
+        header(flags=1),
+        header(flags=0x8000),
+        header(payload=1),
+        header(count=MAX_BUFFERS + 1),
+        header(count=(1 << 32) - 1, payload=5),
+    ],
+    ids=["magic", "old", "new", "flag", "high flag", "payload without buffers", "too many", "far too many"],
+)
+def test_a_bad_header_is_refused_as_soon_as_it_is_there(bad: bytes) -> None:
+    recycler = CountingRecycler()
+    reader = FrameReader(1 << 62, recycler)
+    assert feed(reader, bad[:-1]) == []
+    with pytest.raises(ProtocolError):
+        feed(reader, bad[-1:])
+    assert recycler.sizes == []
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"body": (1 << 32) - 1},
+        {"count": 1, "payload": 1 << 40},
+        {"count": 1, "payload": (1 << 64) - 1},
+        {"count": MAX_BUFFERS},
+        {"body": (1 << 16) - 32 + 1},
+        {"count": 1, "payload": (1 << 16) - 32 - 8 + 1},
+        {"count": 1, "body": 100, "payload": (1 << 16) - 32 - 8 - 100 + 1},
+    ],
+)
+def test_a_claim_beyond_the_limit_allocates_nothing(claim: dict[str, int]) -> None:
+    recycler = CountingRecycler()
+    with pytest.raises(ProtocolError):
+        feed(FrameReader(1 << 16, recycler), header(**claim))
+    assert recycler.sizes == []
+
+
+@pytest.mark.parametrize(
+    "frame", [Frame(3, 1, noise(1000 - 32)), Frame(3, 1, b"", [noise(460), noise(492)]), Frame(3, 1, b"", [b""] * 121)]
+)
+def test_the_limit_itself_is_allowed(frame: Frame) -> None:
+    assert frame.nbytes == 1000
+    (received,) = feed(FrameReader(1000), wire_of(frame))
+    assert content(received) == content(frame)
+    with pytest.raises(ProtocolError):
+        feed(FrameReader(999), wire_of(frame))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "payload"),
+    [
+        ([5], 4),
+        ([5], 6),
+        ([1 << 40], 8),
+        ([3, 3], 7),
+        ([(1 << 64) - 1, 11], 10),  # the same, were the sum taken in 64 bits
+        ([0, 0], 1),
+    ],
+)
+def test_a_table_that_does_not_add_up_is_refused_before_the_buffers(lengths: list[int], payload: int) -> None:
+    recycler = CountingRecycler()
+    wire = header(count=len(lengths), payload=payload) + struct.pack(f"<{len(lengths)}Q", *lengths)
+    with pytest.raises(ProtocolError):
+        feed(FrameReader(LIMIT, recycler), wire)
+    assert recycler.sizes == []
+
+
+@given(st.binary(min_size=32, max_size=200), st.integers(1, 200))
+def test_garbage_is_refused(garbage: bytes, chunk: int) -> None:
+    if garbage.startswith(b"BkHl"):
+        garbage = b"!" + garbage[1:]
+    with pytest.raises(ProtocolError):
+        feed(FrameReader(LIMIT), garbage, [chunk])
