@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,5 +24,19 @@ def test_hello_workers() -> None:
 
 def test_hello_workers_says_what_is_wrong() -> None:
     done = run("hello_workers.py", "--workers", "1")
+    assert done.returncode == 2
+    assert "at least 2 workers" in done.stderr
+
+
+def test_train_transformer() -> None:
+    done = run("train_transformer.py", "--workers", "3", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"difference of a gradient to one process\D*([0-9.e+-]+)", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found.group(1)) < 1e-5
+
+
+def test_train_transformer_says_what_is_wrong() -> None:
+    done = run("train_transformer.py", "--workers", "1")
     assert done.returncode == 2
     assert "at least 2 workers" in done.stderr

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.testing.leaks import take_snapshot
 
 from . import remote_functions as remote
 from .remote_functions import PATIENCE, Counter, Network, PlainError
@@ -184,6 +185,15 @@ def test_the_first_failure_comes_back_with_type_and_traceback(culprit: int) -> N
     assert cause.worker == f"worker{culprit}"
     assert "in fail_in" in cause.text
     assert "in fail_plainly" in cause.text
+
+
+def test_an_error_of_launch_keeps_nothing_open() -> None:
+    """Though whoever keeps it keeps the frames it came through."""
+    before = take_snapshot()
+    with pytest.raises(PlainError) as caught:
+        launch(remote.fail_plainly, 1)
+    assert caught.value.__traceback__ is not None
+    assert take_snapshot().beyond(before) == []
 
 
 def test_a_failure_that_cannot_be_rebuilt_is_described() -> None:
