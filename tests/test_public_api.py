@@ -59,27 +59,6 @@ SIGNATURES = {
     "get_worker_info": "(name)",
     "backward": "(context, roots, *, grad_tensors, retain_graph, create_graph, inputs, mode, accumulate, "
     "deterministic, timeout)",
-    "get_gradients",
-    "get_worker_info",
-    "get_worker_infos",
-    "init",
-    "launch",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-    "wait_all",
-]
-
-SIGNATURES = {
-    "init": "(name, *, rank, world_size, store, options)",
-    "shutdown": "(*, graceful, timeout)",
-    "launch": "(function, workers, *, args, kwargs, options, timeout, start_method)",
-    "cluster": "(workers, *, options, endpoints)",
-    "rpc_sync": "(to, func, args, kwargs, timeout)",
-    "rpc_async": "(to, func, args, kwargs, timeout)",
-    "get_worker_info": "(name)",
-    "backward": "(context, roots, *, grad_tensors, retain_graph, create_graph, inputs, mode, accumulate, deterministic, "
-    "timeout)",
     "get_gradients": "(context)",
 }
 
