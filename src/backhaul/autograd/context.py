@@ -23,7 +23,7 @@ class Context:
         sends: Send records by message.
         recvs: Recv ends by message.
         spent: Messages whose graph was freed by a pass without ``retain_graph``.
-        runs: Passes here, by driver and number; the latest few.
+        runs: Passes here that are not known to be over, by driver and number.
         released: Whether it is over; nothing is recorded any more.
     """
 

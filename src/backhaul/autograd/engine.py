@@ -23,7 +23,14 @@ from backhaul.autograd.recording import Recorder, enter, leave, record_recv, rec
 from backhaul.autograd.reports import Reports
 from backhaul.autograd.runs import Orders, Run
 from backhaul.crew import Task
-from backhaul.errors import BackhaulError, BackwardTimeoutError, ContextError, GraphFreedError, PeerLostError
+from backhaul.errors import (
+    BackhaulError,
+    BackwardTimeoutError,
+    ContextError,
+    GraphFreedError,
+    PeerLostError,
+    UnknownContextError,
+)
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
@@ -34,8 +41,6 @@ from backhaul.wire.messages import pack, unpack
 from backhaul.worker import current_worker
 
 log = logging.getLogger("backhaul")
-
-_REMEMBERED_RUNS = 64
 
 
 class Drive:
@@ -94,8 +99,19 @@ class Engine:
         deterministic: bool,
     ) -> None:
         """Run one pass over all workers; return when it is over, raise if it failed."""
+        number = next(self._numbers)
+        active = [drive.spec.number for drive in list(self._drives.values()) if drive.spec.context == context.id]
         spec = PassSpec(
-            context.id, self.id, next(self._numbers), retain, create, fast, into_grad, deterministic, inputs is not None
+            context.id,
+            self.id,
+            number,
+            retain,
+            create,
+            fast,
+            into_grad,
+            deterministic,
+            restricted=inputs is not None,
+            oldest=min(active, default=number),
         )
         edges = [get_gradient_edge(root) for root in roots]
         run = Run(spec, context, self._send_gradients, roots=edges, inputs=inputs)
@@ -112,11 +128,12 @@ class Engine:
                 left = None if deadline is None else deadline - self.worker.runtime.now()
                 over = drive.gate.wait(left)
             if not over:
-                self._abort(drive)
                 raise self._too_late(drive, timeout)
             if drive.error is not None:
-                self._abort(drive)
                 raise drive.error
+        except BaseException:  # an interrupt of the user's too
+            self._abort(drive)
+            raise
         finally:
             self._drives.pop((spec.context, spec.number), None)
             with context.lock:
@@ -289,14 +306,15 @@ class Engine:
                 message=source,
             )
         return ContextError(
-            f"worker '{self.worker.name}' sent no message {source} in context {context}",
+            f"worker '{self.worker.name}' sent no message {source} in context {context}; were the roots computed in "
+            "another context?",
             worker=self.worker.name,
             context=context,
             message=source,
         )
 
     def _run_of(self, context: Context, spec: PassSpec) -> Run:
-        """This worker's share of a pass, made at the first use. Earlier ones, which are long over, are let go."""
+        """This worker's share of a pass, made at the first use. Those that are over are let go."""
         key = spec.driver, spec.number
         with context.lock:
             run = context.runs.get(key)
@@ -304,8 +322,9 @@ class Engine:
             made = Run(spec, context, self._send_gradients)
             with context.lock:
                 run = context.runs.setdefault(key, made)
-                while len(context.runs) > _REMEMBERED_RUNS:
-                    context.runs.pop(next(iter(context.runs)))
+                for driver, number in list(context.runs):
+                    if driver == spec.driver and number < spec.oldest:
+                        del context.runs[driver, number]
         return run
 
     def _on_report(self, channel: Channel, frame: Frame) -> Task | None:
@@ -481,6 +500,11 @@ class Engine:
         released = self.container.pop(context)
         if released is None:
             return
+        for drive in list(self._drives.values()):
+            if drive.spec.context == context:
+                self._end(
+                    drive, UnknownContextError(f"context {context} was released during backward", context=context)
+                )
         frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
         for worker in released.end() - {self.id}:
             self._post(worker, frame)

@@ -8,11 +8,12 @@ then ``.grad`` is put aside for the call and what was accumulated is taken into 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -25,7 +26,27 @@ from backhaul.autograd.functions import add
 from backhaul.autograd.groups import LeafNode, Node
 from backhaul.autograd.messages import PassSpec
 
-_swapping = threading.Lock()  # held while the ``.grad`` of leaves is put aside: they may belong to several contexts
+
+class _Swapping(contextlib.AbstractContextManager[None]):
+    """Held while the ``.grad`` of leaves is put aside: they may belong to several contexts. A lock for each leaf, since
+    hooks run meanwhile, and may do anything.
+    """
+
+    _locks: ClassVar[WeakIdKeyDictionary] = WeakIdKeyDictionary()
+    _making: ClassVar[threading.Lock] = threading.Lock()  # guards _locks
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        ordered = sorted({id(leaf): leaf for leaf in leaves}.values(), key=id)  # the same order for all
+        with self._making:
+            self._held = [self._locks.setdefault(leaf, threading.RLock()) for leaf in ordered]
+
+    def __enter__(self) -> None:
+        for lock in self._held:
+            lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        for lock in reversed(self._held):
+            lock.release()
 
 
 class Leaves:
@@ -93,7 +114,7 @@ class Leaves:
 
     def _part_from_graph(self, leaves: Sequence[torch.Tensor]) -> None:
         """The engine is going to add to ``.grad`` in place; what an earlier pass recorded must not change."""
-        with _swapping:
+        with _Swapping(leaves):
             for leaf in leaves:
                 if leaf.is_leaf and leaf.grad is not None and leaf.grad.grad_fn is not None:
                     leaf.grad = leaf.grad.detach().clone()
@@ -128,7 +149,7 @@ class Leaves:
         """Add to a leaf's gradient."""
         spec = self._spec
         if spec.into_grad:
-            with _swapping, torch.set_grad_enabled(spec.create), warnings.catch_warnings():
+            with _Swapping([leaf]), torch.set_grad_enabled(spec.create), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf: that is what was asked for
                 leaf.grad = add(leaf.grad, grad)
             return
@@ -141,7 +162,7 @@ class Leaves:
 
     def _call_hooks(self, leaf: torch.Tensor, hooks: Sequence[object]) -> None:
         """Post-accumulate hooks look at ``.grad``: show them the context's there."""
-        with _swapping:
+        with _Swapping([leaf]):
             aside, leaf.grad = leaf.grad, self._context.gradient(leaf)
             try:
                 for hook in hooks:
@@ -158,7 +179,7 @@ class Leaves:
         anchors: Sequence[torch.Tensor],
     ) -> None:
         spec = self._spec
-        with _swapping:
+        with _Swapping(wanted):
             aside = [leaf.grad for leaf in wanted]
             for leaf in wanted:
                 # Hooks see the sum so far. Leaves without may get more from other groups at the same time.

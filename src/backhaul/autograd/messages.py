@@ -42,6 +42,7 @@ class PassSpec(msgspec.Struct, array_like=True, frozen=True):
     into_grad: bool = False
     deterministic: bool = False
     restricted: bool = False  # ``inputs`` were given: nothing but what leads to them is computed
+    oldest: int = 0  # passes of this driver on this context before that one are over
 
 
 class Gradient(msgspec.Struct, array_like=True, frozen=True):
