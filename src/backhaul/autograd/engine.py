@@ -292,6 +292,8 @@ class Engine:
             else:
                 tensors = [tensor.detach() for tensor in tensors]
             self._enter_source(run, source, load(gradient.payload, frame.buffers, tensors))
+        except Exception as error:
+            self._complain(gradient.spec, MessageId(gradient.message), error)
         finally:
             self._tell(gradient.spec)
 

@@ -109,6 +109,8 @@ class Grouping:
                 kind = type(node)
                 if kind is LeafNode:
                     leaf = node.variable
+                    if not leaf.requires_grad:
+                        continue  # frozen since: its gradient is dropped, as in one process
                     leaves[id(leaf)] = leaf
                     if (place := self._joins(leaf)) is not None:
                         self._join(source, meeting.setdefault(place, source))

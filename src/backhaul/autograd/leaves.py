@@ -80,8 +80,10 @@ class Leaves:
         """Whether ``edge`` is that of a leaf whose gradient is just to be added."""
         node: Node = edge.node
         spec = self._spec
-        return type(node) is LeafNode and not (
-            spec.into_grad or spec.restricted or self.join(node.variable) is not None
+        return (
+            type(node) is LeafNode
+            and node.variable.requires_grad
+            and not (spec.into_grad or spec.restricted or self.join(node.variable) is not None)
         )
 
     def compute(
@@ -212,7 +214,7 @@ def is_own(grad: torch.Tensor) -> bool:
 
 def runs_node(leaf: torch.Tensor) -> bool:
     """Whether something hangs on the accumulation node of ``leaf``, so that it has to run."""
-    if not leaf.is_leaf:
+    if not (leaf.is_leaf and leaf.requires_grad):
         return False
     if reducers.belong(leaf):
         return True
