@@ -53,6 +53,7 @@ class Drive:
         self.error: BaseException | None = None
         self.lock = threading.Lock()  # guards ledger and error
         self.ledger = Ledger()
+        self.lost: dict[int, str] = {}  # workers lost since the pass began, and why
         self.planning = threading.Lock()  # held while the plan is made
         self.plan: Plan | None = None
 
@@ -344,6 +345,7 @@ class Engine:
             self._end(drive, decode_fault(report.fault, frame.buffers))
             return
         with drive.lock:
+            drive.lost[report.lost] = report.fault.message
             missed = report.lost in drive.ledger.outstanding.values()
         if missed:
             self._end(drive, self._loss(drive.spec, self._peers[report.lost], report.fault.message))
@@ -355,7 +357,10 @@ class Engine:
         with drive.lock:
             drive.ledger.report(report.consumed, report.produced)
             over = drive.ledger.over
-        if over:
+            missed = [w for w in drive.ledger.outstanding.values() if w in drive.lost] if drive.lost else []
+        if missed:  # a loss that was noticed before this report came
+            self._end(drive, self._loss(drive.spec, self._peers[missed[0]], drive.lost[missed[0]]))
+        elif over:
             drive.gate.open()
 
     def _end(self, drive: Drive, error: BaseException) -> None:
@@ -382,7 +387,8 @@ class Engine:
                     self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
         for drive in list(self._drives.values()):
             with drive.lock:
-                waiting = [m for m, worker in drive.ledger.outstanding.items() if worker == peer.record.id]
+                drive.lost[lost] = reason
+                waiting = [m for m, worker in drive.ledger.outstanding.items() if worker == lost]
             if waiting:
                 error = self._loss(drive.spec, peer, reason)
                 self._end(drive, error)

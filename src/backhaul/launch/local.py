@@ -93,6 +93,7 @@ def launch(
         return crowd.results(None if timeout is None else time.monotonic() + timeout)
     finally:
         crowd.end()
+        del store  # an error keeps this frame, which should not keep the server
 
 
 def _dump(value: Any) -> bytes:
