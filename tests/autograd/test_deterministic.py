@@ -155,9 +155,11 @@ ENGINE_ORDER = pytest.mark.xfail(
     ids=["context", "grad", "fast", "fast-grad", "create"],
 )
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_the_order_of_arrival_does_not_matter(arrivals: Any, program: Any, way: dict[str, Any]) -> None:
+def test_the_order_of_arrival_does_not_matter(
+    arrivals: Any, program: Any, way: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     if way == {"accumulate": "grad"} and program.__name__ == "many_calls_with_one_weight":
-        pytest.xfail("within one run of the engine sums follow torch's order, which depends on the forward's threads")
+        request.applymarker(ENGINE_ORDER)
     found = run_all(program, arrivals(where(program)), deterministic=True, **way)
     for grads in found:
         for grad, first in zip(grads, found[0], strict=True):
