@@ -24,6 +24,7 @@ class Context:
         recvs: Recv ends by message.
         spent: Messages whose graph was freed by a pass without ``retain_graph``.
         runs: Passes here that are not known to be over, by driver and number.
+        aborted: Passes that were over before they came here, likewise.
         released: Whether it is over; nothing is recorded any more.
     """
 
@@ -36,6 +37,7 @@ class Context:
         self.recvs: dict[MessageId, Recv] = {}
         self.spent: set[MessageId] = set()
         self.runs: dict[tuple[int, int], Run] = {}
+        self.aborted: set[tuple[int, int]] = set()
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         self._loose: dict[torch.Tensor, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -17,11 +18,11 @@ from backhaul.autograd.container import Container
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv
 from backhaul.autograd.groups import Grouping
-from backhaul.autograd.messages import Abort, AutogradKind, Gradient, PassSpec, Release, Report
+from backhaul.autograd.messages import Abort, AutogradKind, Gradient, PassSpec, Release, Report, Tally
 from backhaul.autograd.passes import Ledger, Plan, Summary
 from backhaul.autograd.recording import Recorder, enter, leave, record_recv, record_send
 from backhaul.autograd.reports import Reports
-from backhaul.autograd.runs import Orders, Run
+from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
 from backhaul.errors import (
     BackhaulError,
@@ -41,6 +42,9 @@ from backhaul.wire.messages import pack, unpack
 from backhaul.worker import current_worker
 
 log = logging.getLogger("backhaul")
+
+T = TypeVar("T")
+_ASKING = 1.0  # seconds that a worker has to say what it knows of a pass that is too late
 
 
 class Drive:
@@ -141,6 +145,7 @@ class Engine:
                 context.runs.pop((self.id, spec.number), None)
 
     def _too_late(self, drive: Drive, timeout: float) -> BackwardTimeoutError:
+        self._ask_around(drive)
         with drive.lock:
             waiting = {m: self._name(worker) for m, worker in drive.ledger.outstanding.items()}
         where = ", ".join(f"message {m} at worker '{name}'" if m else "the roots" for m, name in waiting.items())
@@ -151,15 +156,47 @@ class Engine:
             outstanding=waiting,
         )
 
+    def _ask_around(self, drive: Drive) -> None:
+        """Find out where the pass is stuck: what has been done may be with a gradient somewhere on its way."""
+        asked = {self.id, -1}
+        while True:
+            with drive.lock:
+                ahead = set(drive.ledger.outstanding.values()) - asked
+            if not ahead:
+                return
+            for worker in ahead:
+                asked.add(worker)
+                with contextlib.suppress(Exception):  # it may be the one that does not answer
+                    tally = self._call(worker, entrusted_by, drive.spec, timeout=_ASKING)
+                    with drive.lock:
+                        drive.ledger.report(tally.consumed, tally.produced)
+
+    def entrusted(self, spec: PassSpec) -> Tally:
+        """What this worker left to others to pass on to the driver."""
+        context = self.container.find(spec.context)
+        run = context.runs.get((spec.driver, spec.number)) if context is not None else None
+        return merge([tally for tallies in run.entrusted.values() for tally in tallies] if run is not None else ())
+
+    def _call(self, worker: int, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
+        """Call one of our own functions on a worker; that is not part of any context."""
+        token = enter(None)
+        try:
+            return self._agent.call_async(worker, function, args, None, timeout).wait()  # type: ignore[no-any-return]
+        finally:
+            leave(token)
+
     def _name(self, worker: int) -> str:
         return self._peers[worker].info.name if worker >= 0 else self.worker.name
 
     def _abort(self, drive: Drive) -> None:
-        drive.run.failed = True
+        drive.run.failed = drive.run.aborted = True
         with drive.lock:
-            workers = drive.ledger.workers - {self.id}
-        for worker in workers:
-            self._post(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(drive.spec))))
+            workers = drive.ledger.workers | drive.run.sent_to
+        self._send_abort(drive.spec, workers)
+
+    def _send_abort(self, spec: PassSpec, workers: Iterable[int]) -> None:
+        for worker in set(workers) - {self.id}:
+            self._post(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
 
     # Sources and groups.
 
@@ -167,12 +204,19 @@ class Engine:
         """Gradients have come to a source: run what they make possible. Called between the reports' begin and end."""
         try:
             ask = run.must_ask(source)
-            self._reports.add(run.spec, run.arrive(source, grads))
+            self._finish(run, run.arrive(source, grads))
         except BaseException as error:
             self._fail(run, source, error)
             return
         if ask:
             self._ask_for_orders(run, source)
+
+    def _finish(self, run: Run, outcomes: Iterable[Outcome]) -> None:
+        """Groups have run: send what is left to send, and note what to tell the driver."""
+        for outcome in outcomes:
+            self._reports.add(run.spec, outcome.tally)
+            for recv, grads in outcome.last:
+                self._send_gradients(run, recv, grads)
 
     def _ask_for_orders(self, run: Run, source: MessageId) -> None:
         spec = run.spec
@@ -189,22 +233,22 @@ class Engine:
     def _follow(self, run: Run, source: MessageId, orders: Any) -> None:
         self._reports.begin(run.spec)
         try:
-            self._reports.add(run.spec, run.follow(Orders(*orders())))
+            self._finish(run, run.follow(Orders(*orders())))
         except BaseException as error:
             self._fail(run, source, error)
         self._tell(run.spec)
 
     def _tell(self, spec: PassSpec) -> None:
         """A gradient has been dealt with: report to the driver if it was the last at hand."""
-        report, channels = self._reports.end(spec)
+        tally, channels = self._reports.end(spec)
         for channel in channels:
             channel.flush()
-        if report is None:
+        if tally is None:
             return
         if spec.driver == self.id:
-            self._account(report)
+            self._account(spec, tally)
         else:
-            self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
+            self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(Report(spec, tally))))
 
     def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
         """Something went wrong here: let go of the pass and tell the driver."""
@@ -242,7 +286,10 @@ class Engine:
                 place=(*recv.order, run.spec.number),
                 born_in=born_in,
             )
-        message = Gradient(run.spec, recv.message, encoded.payload, note)
+        tally = self._reports.take_along(run.spec) if run.spec.driver != self.id else None
+        if tally is not None and recv.sender != run.spec.driver:
+            run.entrusted.setdefault(recv.sender, []).append(tally)
+        message = Gradient(run.spec, recv.message, encoded.payload, note, tally)
         frame = Frame(AutogradKind.GRADIENT, 0, pack(message), encoded.buffers, encoded.keep)
         peer = self._peers[recv.sender]
         try:
@@ -269,6 +316,12 @@ class Engine:
     def _on_gradient(self, channel: Channel, frame: Frame) -> Task:
         gradient = unpack(frame.body, Gradient)
         self._reports.begin(gradient.spec)
+        if gradient.tally is None:
+            pass
+        elif gradient.spec.driver == self.id:
+            self._account(gradient.spec, gradient.tally)
+        else:
+            self._reports.add(gradient.spec, gradient.tally)
         return functools.partial(self.worker.run, self._take_gradient, channel, gradient, frame)
 
     def _take_gradient(self, channel: Channel, gradient: Gradient, frame: Frame) -> None:
@@ -325,6 +378,7 @@ class Engine:
             made = Run(spec, context, self._send_gradients)
             with context.lock:
                 run = context.runs.setdefault(key, made)
+                run.failed = run.failed or key in context.aborted
                 for driver, number in list(context.runs):
                     if driver == spec.driver and number < spec.oldest:
                         del context.runs[driver, number]
@@ -333,7 +387,7 @@ class Engine:
     def _on_report(self, channel: Channel, frame: Frame) -> Task | None:
         report = unpack(frame.body, Report)
         if report.fault is None:
-            self._account(report)
+            self._account(report.spec, report.tally)
             return None
         return functools.partial(self._take_fault, report, frame)
 
@@ -345,17 +399,18 @@ class Engine:
             self._end(drive, decode_fault(report.fault, frame.buffers))
             return
         with drive.lock:
+            drive.ledger.report(report.tally.consumed, report.tally.produced)
             drive.lost[report.lost] = report.fault.message
             missed = report.lost in drive.ledger.outstanding.values()
         if missed:
             self._end(drive, self._loss(drive.spec, self._peers[report.lost], report.fault.message))
 
-    def _account(self, report: Report) -> None:
-        drive = self._drives.get((report.spec.context, report.spec.number))
+    def _account(self, spec: PassSpec, tally: Tally) -> None:
+        drive = self._drives.get((spec.context, spec.number))
         if drive is None:
             return
         with drive.lock:
-            drive.ledger.report(report.consumed, report.produced)
+            drive.ledger.report(tally.consumed, tally.produced)
             over = drive.ledger.over
             missed = [w for w in drive.ledger.outstanding.values() if w in drive.lost] if drive.lost else []
         if missed:  # a loss that was noticed before this report came
@@ -372,8 +427,17 @@ class Engine:
     def _on_abort(self, channel: Channel, frame: Frame) -> None:
         spec = unpack(frame.body, Abort).spec
         context = self.container.find(spec.context)
-        if context is not None:
-            self._run_of(context, spec).failed = True  # also if its gradients are still to come
+        if context is None:
+            return
+        key = spec.driver, spec.number
+        with context.lock:
+            run = context.runs.get(key)
+            if run is None:
+                context.aborted.add(key)  # its gradients are still to come
+                return
+            known, run.failed, run.aborted = run.aborted, True, True
+        if not known:
+            self._send_abort(spec, run.sent_to)
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         lost = peer.record.id
@@ -383,7 +447,8 @@ class Engine:
                 if lost in run.sent_to and run.spec.driver not in (self.id, lost):
                     error = self._loss(run.spec, peer, reason)
                     fault, _ = encode_fault(error, self.worker.name)
-                    report = Report(run.spec, fault=msgspec.structs.replace(fault, payload=None), lost=lost)
+                    tally = merge(run.entrusted.get(lost, ()))
+                    report = Report(run.spec, tally, fault=msgspec.structs.replace(fault, payload=None), lost=lost)
                     self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
         for drive in list(self._drives.values()):
             with drive.lock:
@@ -524,6 +589,21 @@ class Engine:
 def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
     """Called on the driver of a pass; see ``Engine.orders_for``."""
     return current_worker().part(Engine).orders_for(context, number, worker)
+
+
+def entrusted_by(spec: PassSpec) -> Tally:
+    """Called by the driver of a pass; see ``Engine.entrusted``."""
+    return current_worker().part(Engine).entrusted(spec)
+
+
+def merge(tallies: Iterable[Tally]) -> Tally:
+    """All of them in one."""
+    consumed: list[int] = []
+    produced: dict[int, int] = {}
+    for tally in tallies:
+        consumed += tally.consumed
+        produced |= tally.produced
+    return Tally(tuple(consumed), produced)
 
 
 def share_of(context: int) -> dict[str, Any] | None:

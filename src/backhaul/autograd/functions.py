@@ -24,6 +24,8 @@ from typing import Any, NewType
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from backhaul.autograd.native import ThreadState
+
 MessageId = NewType("MessageId", int)
 """Names one recorded message among all of the cluster: 16 bits of worker id, 48 of counter."""
 
@@ -35,7 +37,7 @@ ROOTS = MessageId(0)
 
 Grads = Sequence[torch.Tensor | None]
 
-_FIRING = "backhaul_firing"  # key in the thread-local state of ATen, which follows into threads of the engine
+_firing = ThreadState("backhaul_firing")
 
 
 class SendRecord:
@@ -82,7 +84,7 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        fire = torch._C._get_obj_in_tls(_FIRING) if torch._C._is_key_in_tls(_FIRING) else None
+        fire = _firing.get()
         if fire is None:
             raise RuntimeError(
                 "this graph reaches back to another worker: use backhaul.backward(context, [loss]) inside "
@@ -149,11 +151,11 @@ class firing:
         self._outer: Any = None
 
     def __enter__(self) -> None:
-        self._outer = torch._C._get_obj_in_tls(_FIRING) if torch._C._is_key_in_tls(_FIRING) else None
-        torch._C._stash_obj_in_tls(_FIRING, self._fire)
+        self._outer = _firing.get()
+        _firing.set(self._fire)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._stash_obj_in_tls(_FIRING, self._outer)
+        _firing.set(self._outer)
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

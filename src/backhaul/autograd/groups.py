@@ -8,18 +8,12 @@ changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from backhaul.autograd.functions import MessageId, Recv, RecvNode
-
-Node = Any  # torch.autograd.graph.Node, as far as Python sees it
-
-
-LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The class of accumulation nodes; a node's ``variable`` is its leaf."""
+from backhaul.autograd.native import LeafNode, Node
 
 
 def hooked(leaf: torch.Tensor) -> object:

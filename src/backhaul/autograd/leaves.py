@@ -12,8 +12,8 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -23,8 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import add
-from backhaul.autograd.groups import LeafNode, Node
 from backhaul.autograd.messages import PassSpec
+from backhaul.autograd.native import LeafNode, Node, hooks_of, is_own, run_engine
 
 
 class _Swapping(contextlib.AbstractContextManager[None]):
@@ -108,7 +108,7 @@ class Leaves:
         if spec.into_grad and all(leaf.is_leaf for leaf in wanted):
             if not spec.create:
                 self._part_from_graph(wanted)
-            torch.autograd.backward(edges, seeds, spec.retain, spec.create, inputs=[*wanted, *anchors])
+            run_engine(edges, seeds, [*wanted, *anchors], retain=spec.retain, create=spec.create, accumulate=True)
         elif any(self._must_run_node(leaf) for leaf in wanted):
             self._accumulate_aside(edges, seeds, wanted, anchors)
         else:
@@ -130,14 +130,7 @@ class Leaves:
         order: tuple[int, ...],
     ) -> None:
         spec = self._spec
-        grads = torch.autograd.grad(
-            edges,
-            [*wanted, *anchors],
-            seeds,
-            retain_graph=spec.retain,
-            create_graph=spec.create,
-            allow_unused=True,
-        )
+        grads = run_engine(edges, seeds, [*wanted, *anchors], retain=spec.retain, create=spec.create)
         seen: set[int] = set()
         for leaf, grad in zip(wanted, grads[: len(wanted)], strict=True):
             if grad is None:
@@ -188,7 +181,7 @@ class Leaves:
                 so_far = self._context.gradient(leaf) if self.join(leaf) is not None else None
                 leaf.grad = None if so_far is None else so_far.clone()  # the engine adds in place
             try:
-                torch.autograd.backward(edges, seeds, spec.retain, spec.create, inputs=[*wanted, *anchors])
+                run_engine(edges, seeds, [*wanted, *anchors], retain=spec.retain, create=spec.create, accumulate=True)
                 for leaf in wanted:
                     if leaf.grad is not None:
                         # A reducer may have made .grad a view of memory that it uses again.
@@ -202,16 +195,6 @@ class Leaves:
                     leaf.grad = grad
 
 
-def is_own(grad: torch.Tensor) -> bool:
-    """Whether nobody else sees the memory of ``grad``, so that it can be kept and changed in place."""
-    if grad.layout is not torch.strided:
-        return True
-    if not grad.is_contiguous() and 0 in grad.stride():
-        return False  # expanded: elements share memory
-    # One for the tensor, one for the storage that is looked at here.
-    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
-
-
 def runs_node(leaf: torch.Tensor) -> bool:
     """Whether something hangs on the accumulation node of ``leaf``, so that it has to run."""
     if not (leaf.is_leaf and leaf.requires_grad):
@@ -220,18 +203,6 @@ def runs_node(leaf: torch.Tensor) -> bool:
         return True
     node = get_gradient_edge(leaf).node
     return bool(hooks_of(node.register_hook) or hooks_of(node.register_prehook))
-
-
-def hooks_of(register: Callable[..., Any]) -> int:
-    """How many hooks a node has, of those that ``register`` registers; there is no other way to ask."""
-    handle = register(_nothing)
-    hooks = handle.hooks_dict_ref()
-    handle.remove()
-    return len(hooks) if hooks is not None else 0
-
-
-def _nothing(*_: object) -> None:
-    """A hook that is never called."""
 
 
 class _Reducers:

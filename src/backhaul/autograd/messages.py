@@ -45,6 +45,13 @@ class PassSpec(msgspec.Struct, array_like=True, frozen=True):
     oldest: int = 0  # passes of this driver on this context before that one are over
 
 
+class Tally(msgspec.Struct, array_like=True, frozen=True):
+    """Messages that groups consumed, and all that those groups produced: message -> worker it went to."""
+
+    consumed: tuple[int, ...] = ()
+    produced: dict[int, int] = {}
+
+
 class Gradient(msgspec.Struct, array_like=True, frozen=True):
     """Gradients of the tensors of ``message``, on their way to where it was sent from; None where there is none."""
 
@@ -52,16 +59,16 @@ class Gradient(msgspec.Struct, array_like=True, frozen=True):
     message: int
     payload: Payload
     note: Note | None = None  # under create_graph
+    tally: Tally | None = None  # for the driver; whoever gets it passes it on
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """To the driver: what a group consumed and produced (message -> worker), that ``message`` failed, or that a worker
-    to which gradients went is ``lost``.
+    """To the driver: what has been done, that ``message`` failed, or that a worker to which gradients went is
+    ``lost``.
     """
 
     spec: PassSpec
-    consumed: tuple[int, ...] = ()
-    produced: dict[int, int] = {}
+    tally: Tally = Tally()
     message: int = 0
     fault: Fault | None = None
     lost: int = -1

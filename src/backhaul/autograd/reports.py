@@ -1,15 +1,18 @@
 """What a worker has to tell the driver of a pass, gathered while it has gradients at hand: nobody waits for a report
 before its last gradient is dealt with, so one report can speak for many.
+
+Most of it never becomes a message of its own: it travels with the next gradient, from worker to worker, until one of
+them has none to send. The driver needs it only at the end, and that is where the gradients end too.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
-from backhaul.autograd.messages import PassSpec, Report
-from backhaul.autograd.runs import Outcome
+from backhaul.autograd.messages import PassSpec, Tally
 from backhaul.transport.base import Channel
+
+_MOST = 64  # messages in a tally that travels with a gradient; more go to the driver at once
 
 
 class _Open:
@@ -23,6 +26,14 @@ class _Open:
         self.consumed: list[int] = []
         self.produced: dict[int, int] = {}
 
+    def take(self) -> Tally | None:
+        """All that has been written; None if that is nothing."""
+        if not self.consumed:
+            return None
+        tally = Tally(tuple(self.consumed), self.produced)
+        self.consumed, self.produced = [], {}
+        return tally
+
 
 class Reports:
     """Thread-safe. Every ``begin`` is followed by one ``end``."""
@@ -34,25 +45,32 @@ class Reports:
     def begin(self, spec: PassSpec) -> None:
         """A gradient of that pass is at hand."""
         with self._lock:
-            self._open.setdefault(spec, _Open()).at_hand += 1
+            writing = self._open.get(spec)
+            if writing is None:
+                writing = self._open[spec] = _Open()
+            writing.at_hand += 1
 
-    def add(self, spec: PassSpec, outcomes: Iterable[Outcome]) -> None:
-        """Groups have run."""
+    def add(self, spec: PassSpec, tally: Tally) -> None:
+        """Groups have run, here or on the way."""
         with self._lock:
             writing = self._open[spec]
-            for outcome in outcomes:
-                writing.consumed.extend(outcome.consumed)
-                writing.produced.update(outcome.produced)
+            writing.consumed.extend(tally.consumed)
+            writing.produced.update(tally.produced)
 
     def use(self, spec: PassSpec, channel: Channel) -> None:
         """Gradients went into a channel, which is to be flushed in the end."""
         with self._lock:
             self._open[spec].channels.add(channel)
 
-    def end(self, spec: PassSpec) -> tuple[Report | None, set[Channel]]:
-        """That gradient is dealt with. If it was the last at hand, returns the report, if there is something to
-        say, and
-        the channels to flush.
+    def take_along(self, spec: PassSpec) -> Tally | None:
+        """What a gradient that goes out now takes with it, if no other is at hand."""
+        with self._lock:
+            writing = self._open[spec]
+            return writing.take() if writing.at_hand == 1 and len(writing.consumed) <= _MOST else None
+
+    def end(self, spec: PassSpec) -> tuple[Tally | None, set[Channel]]:
+        """That gradient is dealt with. If it was the last at hand, returns what is left to report, and the channels to
+        flush.
         """
         with self._lock:
             writing = self._open[spec]
@@ -60,5 +78,4 @@ class Reports:
             if writing.at_hand:
                 return None, set()
             del self._open[spec]
-        report = Report(spec, tuple(writing.consumed), writing.produced) if writing.consumed else None
-        return report, writing.channels
+        return writing.take(), writing.channels

@@ -18,19 +18,27 @@ from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv, firing
 from backhaul.autograd.groups import Group, Grouping, reaches
 from backhaul.autograd.leaves import Leaves
-from backhaul.autograd.messages import PassSpec
+from backhaul.autograd.messages import PassSpec, Tally
 from backhaul.autograd.passes import Summary
 from backhaul.autograd.stepper import Stepper
 
 SendGradients = Callable[["Run", Recv, Grads], None]
 
 
+Fired = tuple[Recv, Grads]
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A group has run: the messages it consumed, and those it produced with the workers they went to."""
+    """A group has run.
 
-    consumed: tuple[int, ...]
-    produced: Mapping[int, int]
+    Attributes:
+        tally: The messages it consumed, and those it produced with the workers they go to.
+        last: The gradients that are still to be sent: with them the tally can go.
+    """
+
+    tally: Tally
+    last: Sequence[Fired] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,9 @@ class Run:
         self.spec = spec
         self.context = context
         self.failed = False
+        self.aborted = False
         self.sent_to: set[int] = set()  # workers that gradients went to
+        self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it was to pass on to the driver
         self.asked = False  # whether orders have been asked for
         self._send = send
         self._inputs = inputs
@@ -80,7 +90,7 @@ class Run:
         self._lock = threading.Lock()  # guards what follows, and asked
         self._orders: Orders | None = None
         self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
-        self._steppers: dict[int, tuple[Stepper, dict[int, int]]] = {}
+        self._steppers: dict[int, tuple[Stepper, dict[int, int], list[Fired]]] = {}
 
     @property
     def waiting(self) -> list[MessageId]:
@@ -174,7 +184,7 @@ class Run:
         if not stepper[0].feed(here):
             return []
         self._spend(active)
-        return [Outcome(tuple(active), stepper[1])]
+        return [Outcome(Tally(tuple(active), stepper[1]), stepper[2])]
 
     def _run(self, group: Group, arrived: Mapping[MessageId, Grads]) -> Outcome:
         """One native call for the whole group."""
@@ -191,18 +201,22 @@ class Run:
             reached = frozenset().union(*(self.reach[source] for source in sources))
             recvs = [recv for recv in recvs if recv.message in reached]
         produced: dict[int, int] = {}
-        self._compute(group, edges, seeds, recvs, leaves=True, produced=produced, order=self._place(sources[0]))
+        last: list[Fired] = []
+        self._compute(group, edges, seeds, recvs, produced=produced, order=self._place(sources[0]), last=last)
         self._spend(sources)
-        return Outcome(tuple(sources), produced)
+        return Outcome(Tally(tuple(sources), produced), last)
 
-    def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> tuple[Stepper, dict[int, int]]:
+    def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> tuple[Stepper, dict[int, int], list[Fired]]:
         produced: dict[int, int] = {}
+        last: list[Fired] = []
         sources = sorted(active, key=self._place)
 
         def compute(
             edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], recvs: Sequence[Recv], leaves: bool
         ) -> None:
-            self._compute(group, edges, seeds, recvs, leaves=leaves, produced=produced, order=self._place(sources[0]))
+            order = self._place(sources[0])
+            # Somebody waits for what fires before the end.
+            self._compute(group, edges, seeds, recvs, produced=produced, order=order, last=last if leaves else None)
 
         edges_of = {source: self.grouping.edges[source] for source in sources}
         inner = {
@@ -219,7 +233,7 @@ class Run:
             inner=inner,
             capture=self._leaves.keep,
         )
-        return stepper, produced
+        return stepper, produced, last
 
     def _compute(
         self,
@@ -228,11 +242,14 @@ class Run:
         seeds: Sequence[torch.Tensor],
         recvs: Sequence[Recv],
         *,
-        leaves: bool,
         produced: dict[int, int],
         order: tuple[int, ...],
+        last: list[Fired] | None,
     ) -> None:
-        """Run the engine to ``recvs`` and perhaps the group's leaves. Each of ``recvs`` answers, if only with none."""
+        """Run the engine to ``recvs``. Each of them answers, if only with none.
+
+        With ``last`` the group's leaves get their gradients too, and the answer that comes last is put there, not sent.
+        """
         useful = self._orders.useful if self._orders is not None else None
         if useful is not None:
             recvs = [recv for recv in recvs if recv.message in useful]
@@ -240,11 +257,16 @@ class Run:
         def fire(recv: Recv, grads: Grads) -> None:
             produced[recv.message] = recv.sender
             self.sent_to.add(recv.sender)
-            self._send(self, recv, grads)
+            if last is None:
+                self._send(self, recv, grads)
+                return
+            last.append((recv, grads))
+            if len(last) > 1:
+                self._send(self, *last.pop(0))
 
         with firing(fire):
             self._leaves.compute(
-                edges, seeds, group.leaves.values() if leaves else (), [recv.anchor for recv in recvs], order
+                edges, seeds, () if last is None else group.leaves.values(), [recv.anchor for recv in recvs], order
             )
         for recv in recvs:
             if recv.message not in produced:

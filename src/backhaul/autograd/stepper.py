@@ -16,7 +16,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from backhaul.autograd.functions import Grads, MessageId, Recv, RecvNode, add
-from backhaul.autograd.groups import LeafNode, Node, RecvMasks
+from backhaul.autograd.groups import RecvMasks
+from backhaul.autograd.native import LeafNode, Node, run_engine
 
 Compute = Callable[[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[Recv], bool], None]
 """Runs the engine from edges with seeds to recv nodes and, if asked, the group's leaves."""
@@ -201,9 +202,7 @@ class Stepper:
             behind = [
                 GradientEdge(following, number) for following, number in node.next_functions if following is not None
             ]
-            torch.autograd.grad(
-                edges, behind, seeds, retain_graph=self._retain, create_graph=self._create, allow_unused=True
-            )
+            run_engine(edges, seeds, behind, retain=self._retain, create=self._create)
         except _Stop:
             return taken[0]
         finally:

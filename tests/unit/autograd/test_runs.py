@@ -81,23 +81,26 @@ class Share:
             self.sent[recv.message] = grads
 
     def arrive(self, source: MessageId) -> None:
-        made = self.run.arrive(source, self.grads[source])
-        with self._lock:
-            self.outcomes += made
+        self.finish(self.run.arrive(source, self.grads[source]))
 
     def follow(self, circular: bool) -> None:
         active = frozenset(self.active)
-        made = self.run.follow(Orders(active, active if circular else frozenset()))
+        self.finish(self.run.follow(Orders(active, active if circular else frozenset())))
+
+    def finish(self, made: list[Outcome]) -> None:
+        for outcome in made:
+            for recv, grads in outcome.last:
+                self.send(self.run, recv, grads)
         with self._lock:
             self.outcomes += made
 
     def check(self) -> None:
         """Everything has run, once, and gave what the native call gave."""
-        consumed = [source for outcome in self.outcomes for source in outcome.consumed]
+        consumed = [source for outcome in self.outcomes for source in outcome.tally.consumed]
         assert sorted(consumed) == sorted(self.active)
         reached = self.graph.recvs_of(self.active)
         assert set(self.sent) == reached
-        produced = {message: to for outcome in self.outcomes for message, to in outcome.produced.items()}
+        produced = {message: to for outcome in self.outcomes for message, to in outcome.tally.produced.items()}
         assert produced == {message: self.graph.recvs[message].sender for message in reached}
         assert self.run.waiting == []
         gradients = self.context.gradients
