@@ -142,12 +142,6 @@ def test_the_order_matters_otherwise(arrivals: Any) -> None:
     assert not all(torch.equal(grad, found[0][0]) for (grad,) in found)
 
 
-ENGINE_ORDER = pytest.mark.xfail(
-    strict=False,
-    reason="within one run of the engine sums follow torch's order, which depends on the threads of the forward",
-)
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     "way",
@@ -155,11 +149,7 @@ ENGINE_ORDER = pytest.mark.xfail(
     ids=["context", "grad", "fast", "fast-grad", "create"],
 )
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_the_order_of_arrival_does_not_matter(
-    arrivals: Any, program: Any, way: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    if way == {"accumulate": "grad"} and program.__name__ == "many_calls_with_one_weight":
-        request.applymarker(ENGINE_ORDER)
+def test_the_order_of_arrival_does_not_matter(arrivals: Any, program: Any, way: dict[str, Any]) -> None:
     found = run_all(program, arrivals(where(program)), deterministic=True, **way)
     for grads in found:
         for grad, first in zip(grads, found[0], strict=True):
@@ -211,7 +201,6 @@ def use_value(x: torch.Tensor, head_start: int) -> torch.Tensor:
     return x * board.value
 
 
-@ENGINE_ORDER
 def test_the_thread_that_ran_a_call_does_not_matter() -> None:
     global board
     found = []
@@ -237,7 +226,6 @@ def penalise(context: int) -> torch.Tensor:
     return bh.get_gradients(context)[Shelf.weight].sin().sum()
 
 
-@ENGINE_ORDER
 @pytest.mark.parametrize("home", [0, 1])
 def test_the_second_order_is_deterministic_too(arrivals: Any, home: int) -> None:
     """The first pass makes nodes on whatever threads; what a second sums behind them must not depend on it."""

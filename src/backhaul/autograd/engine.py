@@ -119,7 +119,7 @@ class Engine:
             oldest=min(active, default=number),
         )
         edges = [get_gradient_edge(root) for root in roots]
-        run = Run(spec, context, self._send_gradients, roots=edges, inputs=inputs)
+        run = Run(spec, context, roots=edges, inputs=inputs)
         with context.lock:
             context.runs[self.id, spec.number] = run
         drive = Drive(spec, run, self.worker.runtime.gate())
@@ -214,8 +214,9 @@ class Engine:
     def _finish(self, run: Run, outcomes: Iterable[Outcome]) -> None:
         """Groups have run: send what is left to send, and note what to tell the driver."""
         for outcome in outcomes:
-            self._reports.add(run.spec, outcome.tally)
-            for recv, grads in outcome.last:
+            if outcome.tally is not None:
+                self._reports.add(run.spec, outcome.tally)
+            for recv, grads in outcome.fired:
                 self._send_gradients(run, recv, grads)
 
     def _ask_for_orders(self, run: Run, source: MessageId) -> None:
@@ -271,9 +272,10 @@ class Engine:
         self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
 
     def _send_gradients(self, run: Run, recv: Recv, grads: Grads) -> None:
-        """A recv node has fired: its gradients go where its message came from."""
+        """The gradients of a message go where it came from."""
         if run.failed:
             raise ContextError("the pass was aborted", context=run.spec.context)
+        run.sent_to.add(recv.sender)
         encoded = encode(grads, names=["a gradient"] * len(grads))
         note = None
         if run.spec.create and any(tensor.requires_grad for tensor in encoded.tensors):
@@ -375,7 +377,7 @@ class Engine:
         with context.lock:
             run = context.runs.get(key)
         if run is None:
-            made = Run(spec, context, self._send_gradients)
+            made = Run(spec, context)
             with context.lock:
                 run = context.runs.setdefault(key, made)
                 run.failed = run.failed or key in context.aborted
@@ -514,13 +516,13 @@ class Engine:
                 {
                     "message": record.message,
                     "to": self._name(record.to),
-                    "tensors": len(record.edges),
+                    "tensors": len(record.ends),
                     "gradient": record.born_in is not None,
                 }
                 for record in found.sends.values()
             ]
             recvs = [{"message": recv.message, "from": self._name(recv.sender)} for recv in found.recvs.values()]
-            edges = {record.message: record.edges for record in found.sends.values()}
+            ends = {record.message: record.ends for record in found.sends.values()}
             runs = list(found.runs.values())
             known = sorted(found.known)
         return {
@@ -528,7 +530,7 @@ class Engine:
             "sends": sends,
             "recvs": recvs,
             "spent": sorted(found.spent),
-            "groups": [group.sources for group in Grouping(edges).groups],
+            "groups": [group.sources for group in Grouping(ends).groups],
             "gradients": len(found.gradients),
             "passes": [self._describe_run(run) for run in runs],
         }

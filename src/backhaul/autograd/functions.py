@@ -4,13 +4,12 @@
 
 - *sent*: a tensor of an outgoing message that requires grad. Its gradient edge is kept in the message's send
   record, not the tensor. It may be a leaf.
-- *received*: what it becomes at the other end: an output of the message's recv node, never a leaf, so that user
-  code may
-  change it in place.
+- *received*: what it becomes at the other end: the output of a recv node, never a leaf, so that user code may change
+  it in place.
 - *root*: what ``backward`` starts from, on the driver.
 - *leaf*: where gradients end in a worker: they are summed in the context (or in ``.grad``).
-- *anchor*: the input of a recv node. Asking the engine for its gradient makes the engine run the recv node; the
-  gradient itself is always None.
+- *recv node*: the end of the graph behind a received tensor. The engine is asked for the gradient that comes there,
+  and never runs it: in a plain ``loss.backward()`` it raises an error that says what to call instead.
 
 A *source* is where gradients enter a worker's graph: the roots, or a send record. A *sink* is where they end:
 leaves and recv nodes.
@@ -19,12 +18,12 @@ leaves and recv nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NewType
+from typing import NewType
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from backhaul.autograd.native import ThreadState
+from backhaul.autograd.native import Fence, Node, leaf_edge
 
 MessageId = NewType("MessageId", int)
 """Names one recorded message among all of the cluster: 16 bits of worker id, 48 of counter."""
@@ -37,13 +36,19 @@ ROOTS = MessageId(0)
 
 Grads = Sequence[torch.Tensor | None]
 
-_firing = ThreadState("backhaul_firing")
+End = GradientEdge | torch.Tensor
+"""Where a gradient enters a graph; a tensor is a leaf, whose edge is made when it is needed."""
+
+
+def edge_of(end: End) -> GradientEdge:
+    """The edge of an end."""
+    return leaf_edge(end) if isinstance(end, torch.Tensor) else end
 
 
 class SendRecord:
     """The sending end of a message: where its gradients enter this worker."""
 
-    __slots__ = ("born_in", "edges", "message", "order", "to")
+    __slots__ = ("born_in", "ends", "message", "order", "to")
 
     def __init__(
         self,
@@ -55,107 +60,56 @@ class SendRecord:
     ) -> None:
         self.message = message
         self.to = to
-        self.edges: list[GradientEdge] = [get_gradient_edge(tensor) for tensor in tensors]
+        self.ends: list[End] = [
+            tensor if tensor.grad_fn is None else GradientEdge(tensor.grad_fn, tensor.output_nr) for tensor in tensors
+        ]
         self.order = order  # place in program order; see recording
         self.born_in = born_in  # the pass that sent it, if it is a gradient message
 
 
 class Recv:
-    """The receiving end of a message. The node that fires it hangs in the graph of the received tensors."""
+    """The receiving end of a message. Marks, with its index, each received tensor's node in the graph."""
 
-    __slots__ = ("anchor", "message", "order", "sender")
+    __slots__ = ("count", "message", "order", "sender")
 
     def __init__(self, message: MessageId, sender: int, order: tuple[int, ...]) -> None:
         self.message = message
         self.sender = sender
         self.order = order
-        self.anchor = torch.empty(0, requires_grad=True)
+        self.count = 0  # tensors
 
 
-class RecvRpc(torch.autograd.Function):
-    """The recv node. Its backward hands the gradients of the received tensors to whoever runs the engine."""
+_fence = Fence(
+    "this graph reaches back to another worker: use backhaul.backward(context, [loss]) inside "
+    "`with backhaul.context() as context:` instead of loss.backward() or torch.autograd.grad()"
+)
 
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, recv: Recv, tensors: list[torch.Tensor]) -> Any:
-        # In a list: tensors given directly and returned would be views of their inputs.
-        ctx.recv = recv
-        ctx.set_materialize_grads(False)
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        fire = _firing.get()
-        if fire is None:
-            raise RuntimeError(
-                "this graph reaches back to another worker: use backhaul.backward(context, [loss]) inside "
-                "`with backhaul.context() as context:` instead of loss.backward() or torch.autograd.grad()"
-            )
-        fire(ctx.recv, grads)
-        return None, None, None
+recv_of: Callable[[Node], tuple[Recv, int] | None] = Fence.mark_of
+"""Which received tensor a node stands for; None for all other nodes."""
 
 
-RecvNode: Any = RecvRpc._backward_cls
-"""The class of recv nodes in a graph; a node's ``recv`` says which it is."""
-
-
-class _Single(torch.autograd.Function):
-    """Gives one output of a recv node a node of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, alias: list[torch.Tensor]) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        return alias[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        return grad, None
-
-
-def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _apart(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Give each tensor memory of its own: the graph does not know which of them share it, so a change of one in place
     would spoil the gradients of the others without a word.
     """
     if len(tensors) == 1:
-        return [tensors[0].detach()]
+        return tensors
     found = []
     seen: set[int] = set()
     for tensor in tensors:
         memory = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_nested else 0
-        found.append(tensor.detach().clone() if memory in seen else tensor.detach())
+        found.append(tensor.detach().clone() if memory in seen else tensor)
         if memory:
             seen.add(memory)
     return found
 
 
 def receive(recv: Recv, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Make received tensors part of the graph.
-
-    The engine calls the hooks of all outputs of a node that runs, with None where there is no gradient. Two tensors
-    that happen to travel in one message have nothing to do with each other, so each gets a node of its own.
+    """Make received tensors part of the graph. Each gets a node of its own: those
+    that happen to travel in one message have nothing to do with each other.
     """
-    apply: Callable[..., Any] = RecvRpc.apply
-    outputs: Sequence[torch.Tensor] = apply(recv.anchor, recv, _apart(tensors))
-    if len(outputs) == 1:
-        return list(outputs)
-    single: Callable[..., torch.Tensor] = _Single.apply
-    return [single(output, [output.detach()]) for output in outputs]
-
-
-class firing:
-    """While inside, recv nodes that the engine runs hand their gradients to ``fire``."""
-
-    __slots__ = ("_fire", "_outer")
-
-    def __init__(self, fire: Callable[[Recv, Grads], None]) -> None:
-        self._fire = fire
-        self._outer: Any = None
-
-    def __enter__(self) -> None:
-        self._outer = _firing.get()
-        _firing.set(self._fire)
-
-    def __exit__(self, *_: object) -> None:
-        _firing.set(self._outer)
+    recv.count = len(tensors)
+    return [_fence.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(_apart(tensors))]
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,18 +7,38 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
-from torch.autograd.graph import GradientEdge
 
-from backhaul.autograd.functions import MessageId, Recv, RecvNode
-from backhaul.autograd.native import LeafNode, Node
+from backhaul.autograd.functions import End, Grads, MessageId, Recv, edge_of, recv_of
+from backhaul.autograd.native import LeafNode, Node, pass_hooks
 
 
 def hooked(leaf: torch.Tensor) -> object:
     """Joins the sources of a leaf that carries hooks, which must see their sum."""
     return id(leaf) if leaf._backward_hooks or leaf._post_accumulate_grad_hooks else None
+
+
+class RecvEnd:
+    """A message as far as a group reaches it: the nodes of its received tensors, by their place in the message."""
+
+    __slots__ = ("nodes", "recv")
+
+    def __init__(self, recv: Recv, nodes: dict[int, Node] | None = None) -> None:
+        self.recv = recv
+        self.nodes = {} if nodes is None else nodes
+
+    def answer(self, found: Mapping[int, torch.Tensor | None]) -> Grads:
+        """The gradients of all tensors of the message, from those that came to its nodes."""
+        grads: list[torch.Tensor | None] = [None] * self.recv.count
+        for index, grad in found.items():
+            grads[index] = pass_hooks(self.nodes[index], grad)
+        return grads
+
+
+Fired = tuple[Recv, Grads]
+"""A message, and the gradients that answer it."""
 
 
 class Group:
@@ -29,7 +49,7 @@ class Group:
     def __init__(self) -> None:
         self.sources: list[MessageId] = []
         self.leaves: dict[int, torch.Tensor] = {}  # by id
-        self.recvs: dict[MessageId, Recv] = {}
+        self.recvs: dict[MessageId, RecvEnd] = {}
 
     def __repr__(self) -> str:
         return f"Group({self.sources} -> {len(self.leaves)} leaves, recvs {list(self.recvs)})"
@@ -39,17 +59,17 @@ class Grouping:
     """The groups of one worker, for given sources. Immutable.
 
     Args:
-        sources: Where gradients may enter: for each source its edges.
+        sources: Where gradients may enter: for each source its ends.
         joins: What joins the sources that reach a leaf: those whose leaves give equal answers run together, None joins
             nothing.
     """
 
     def __init__(
         self,
-        sources: Mapping[MessageId, Sequence[GradientEdge]],
+        sources: Mapping[MessageId, Sequence[End]],
         joins: Callable[[torch.Tensor], object] = hooked,
     ) -> None:
-        self.edges = sources
+        self.ends = sources
         self._parent: dict[MessageId, MessageId] = {}
         self._group_of: dict[MessageId, Group] = {}
         self._joins = joins
@@ -59,7 +79,9 @@ class Grouping:
             group.sources.append(source)
             leaves, recvs = walks[source]
             group.leaves.update(leaves)
-            group.recvs.update(recvs)
+            for message, end in recvs.items():
+                known = group.recvs.setdefault(message, end)
+                known.nodes.update(end.nodes)
         for source in sources:
             self._group_of[source] = self._group_of[self._find(source)]
 
@@ -81,16 +103,21 @@ class Grouping:
     def _join(self, one: MessageId, other: MessageId) -> None:
         self._parent[self._find(one)] = self._find(other)
 
-    def _walk(self) -> dict[MessageId, tuple[dict[int, torch.Tensor], dict[MessageId, Recv]]]:
+    def _walk(self) -> dict[MessageId, tuple[dict[int, torch.Tensor], dict[MessageId, RecvEnd]]]:
         """Visit every node once; note which source came first, and join those that meet."""
         owner: dict[Node, MessageId] = {}
         meeting: dict[object, MessageId] = {}
         found = {}
-        for source, edges in self.edges.items():
+        for source, ends in self.ends.items():
             leaves: dict[int, torch.Tensor] = {}
-            recvs: dict[MessageId, Recv] = {}
+            recvs: dict[MessageId, RecvEnd] = {}
             found[source] = leaves, recvs
-            stack: list[Node] = [edge.node for edge in edges]
+            stack: list[Node] = []
+            for end in ends:
+                if isinstance(end, torch.Tensor):
+                    self._reach_leaf(source, end, leaves, meeting)
+                else:
+                    stack.append(end.node)
             while stack:
                 node = stack.pop()
                 if node is None:
@@ -102,40 +129,49 @@ class Grouping:
                     owner[node] = source
                 kind = type(node)
                 if kind is LeafNode:
-                    leaf = node.variable
-                    if not leaf.requires_grad:
-                        continue  # frozen since: its gradient is dropped, as in one process
-                    leaves[id(leaf)] = leaf
-                    if (place := self._joins(leaf)) is not None:
-                        self._join(source, meeting.setdefault(place, source))
+                    self._reach_leaf(source, node.variable, leaves, meeting)
                 elif first is not None:
                     self._join(source, first)
-                elif kind is RecvNode:
-                    recvs[node.recv.message] = node.recv
+                elif (mark := recv_of(node)) is not None:
+                    recv, index = mark
+                    recvs.setdefault(recv.message, RecvEnd(recv)).nodes[index] = node
+                    self._join(source, meeting.setdefault(recv, source))  # a message gets its gradients at once
                 else:
                     stack.extend(following for following, _ in node.next_functions)
         return found
 
+    def _reach_leaf(
+        self, source: MessageId, leaf: torch.Tensor, leaves: dict[int, torch.Tensor], meeting: dict[object, MessageId]
+    ) -> None:
+        if not leaf.requires_grad:
+            return  # frozen since: its gradient is dropped, as in one process
+        leaves[id(leaf)] = leaf
+        if (place := self._joins(leaf)) is not None:
+            self._join(source, meeting.setdefault(place, source))
+
     def reach(self) -> dict[MessageId, frozenset[MessageId]]:
         """For each source, the recv nodes that it reaches itself (not: that its group reaches)."""
         masks = RecvMasks()
-        found = {source: masks.of(edges) for source, edges in self.edges.items()}
+        found = {source: masks.of(ends) for source, ends in self.ends.items()}
         return {source: masks.names(mask) for source, mask in found.items()}
 
 
 class RecvMasks:
-    """For each node, the set of recv nodes behind it, as the bits of an int. Linear in the size of the graph."""
+    """For each node, the messages whose recv nodes lie behind it, as the bits of an int. Linear in the size of the
+    graph.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[MessageId, int] = {}
         self.masks: dict[Node, int] = {}
 
-    def of(self, edges: Sequence[GradientEdge]) -> int:
-        """Which recv nodes lie behind any of ``edges``."""
+    def of(self, ends: Sequence[End]) -> int:
+        """Which messages' recv nodes lie behind any of ``ends``."""
         mask = 0
-        for edge in edges:
-            self._visit(edge.node)
-            mask |= self.masks[edge.node]
+        for end in ends:
+            if not isinstance(end, torch.Tensor):
+                self._visit(end.node)
+                mask |= self.masks[end.node]
         return mask
 
     def names(self, mask: int) -> frozenset[MessageId]:
@@ -151,10 +187,10 @@ class RecvMasks:
                 stack.pop()
                 continue
             kind = type(node)
-            if kind is RecvNode:
-                masks[node] = 1 << self._numbers.setdefault(node.recv.message, len(self._numbers))
-            elif kind is LeafNode:
+            if kind is LeafNode:
                 masks[node] = 0
+            elif (mark := recv_of(node)) is not None:
+                masks[node] = 1 << self._numbers.setdefault(mark[0].message, len(self._numbers))
             else:
                 following = [n for n, _ in node.next_functions if n is not None]
                 ahead = [n for n in following if n not in masks]
@@ -168,16 +204,27 @@ class RecvMasks:
             stack.pop()
 
 
-def reaches(edges: Sequence[GradientEdge], goals: Set[Node]) -> bool:
-    """Whether one of ``goals`` lies behind ``edges``."""
-    seen: set[Node] = set()
-    stack: list[Node] = [edge.node for edge in edges]
-    while stack:
-        node = stack.pop()
-        if node in goals:
-            return True
-        if node is None or node in seen or type(node) is RecvNode:
-            continue
-        seen.add(node)
-        stack.extend(following for following, _ in node.next_functions)
-    return False
+def nodes_behind(ends: Iterable[End]) -> dict[Node, None]:
+    """All nodes of this worker behind ``ends``, each after those behind it, in an order that depends on the graph and
+    the order of ``ends`` alone.
+    """
+    found: dict[Node, None] = {}
+    entered: set[Node] = set()
+    for end in ends:
+        stack: list[Node] = [edge_of(end).node]
+        while stack:
+            node = stack[-1]
+            if node in found:
+                stack.pop()
+            elif node in entered or recv_of(node) is not None:
+                found[node] = None
+                stack.pop()
+            else:
+                entered.add(node)
+                stack.extend(n for n, _ in reversed(node.next_functions) if n is not None and n not in found)
+    return found
+
+
+def reaches(ends: Sequence[End], goals: Set[Node]) -> bool:
+    """Whether one of ``goals`` lies behind ``ends``."""
+    return not goals.isdisjoint(nodes_behind(ends))

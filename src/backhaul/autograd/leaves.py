@@ -1,9 +1,9 @@
 """Where gradients end: how a native call is made so that leaves get theirs, once, with everything that hangs on them.
 
-Usually the engine is asked for the gradients of the leaves (their tensor hooks fire, nothing is written) and they
-are summed in the context. ``accumulate="grad"`` lets the engine write ``.grad`` as ``loss.backward()`` does. Where
-something hangs on a leaf's accumulation node itself (hooks of Python's, or of a DDP reducer), the node has to run:
-then ``.grad`` is put aside for the call and what was accumulated is taken into the context.
+The engine is asked for the gradients of the leaves (their tensor hooks fire, nothing is written) and they are summed in
+the context. For ``accumulate="grad"`` it then runs the accumulation nodes, which write ``.grad`` as ``loss.backward()``
+does. It does so too where something hangs on an accumulation node itself (hooks of Python's, or of a DDP reducer): then
+``.grad`` is put aside meanwhile and what was accumulated is taken into the context.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import add
+from backhaul.autograd.functions import Grads, add
 from backhaul.autograd.messages import PassSpec
-from backhaul.autograd.native import LeafNode, Node, hooks_of, is_own, run_engine
+from backhaul.autograd.native import is_own, node_hooks, run_accumulation, run_engine
 
 
 class _Swapping(contextlib.AbstractContextManager[None]):
@@ -73,46 +73,57 @@ class Leaves:
     def _must_run_node(self, leaf: torch.Tensor) -> bool:
         known = self._runs_node.get(id(leaf))
         if known is None:
-            known = self._runs_node[id(leaf)] = bool(leaf._backward_hooks) or runs_node(leaf)
+            known = self._runs_node[id(leaf)] = runs_node(leaf)
         return known
 
-    def _is_plain(self, edge: GradientEdge) -> bool:
-        """Whether ``edge`` is that of a leaf whose gradient is just to be added."""
-        node: Node = edge.node
+    def is_plain(self, leaf: torch.Tensor) -> bool:
+        """Whether the gradient of ``leaf`` is just to be added."""
         spec = self._spec
-        return (
-            type(node) is LeafNode
-            and node.variable.requires_grad
-            and not (spec.into_grad or spec.restricted or self.join(node.variable) is not None)
-        )
+        return not (spec.into_grad or spec.restricted or self.join(leaf) is not None)
 
     def compute(
         self,
         edges: Sequence[GradientEdge],
         seeds: Sequence[torch.Tensor],
         leaves: Iterable[torch.Tensor],
-        anchors: Sequence[torch.Tensor],
+        ends: Sequence[GradientEdge],
         order: tuple[int, ...],
-    ) -> None:
-        """Run the engine from ``edges`` to ``leaves`` and ``anchors``; keep what the leaves get."""
+    ) -> Grads:
+        """Run the engine from ``edges`` to ``leaves``, which keep what they get, and ``ends``, whose gradients are
+        returned.
+        """
         spec = self._spec
-        if len(edges) == 1 and not anchors and self._is_plain(edges[0]):
-            leaf: torch.Tensor = cast(Node, edges[0].node).variable
-            self.keep(leaf, seeds[0], order)
-            return
         wanted = list(leaves)
         if spec.restricted:
             wanted = list(self._inputs or ())
-        if not edges or not (wanted or anchors):
+        if not edges or not (wanted or ends):
+            return [None] * len(ends)
+        grads = run_engine(edges, seeds, [*wanted, *ends], retain=spec.retain, create=spec.create)
+        self._take(wanted, grads, order)
+        return grads[len(wanted) :]
+
+    def _take(self, leaves: Sequence[torch.Tensor], grads: Grads, order: tuple[int, ...]) -> None:
+        run_nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen: set[int] = set()
+        for leaf, grad in zip(leaves, grads, strict=False):
+            if grad is None:
+                continue
+            if leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf)):
+                run_nodes.append((leaf, grad))
+            else:
+                self.keep(leaf, grad, order, shared=id(grad) in seen)
+            seen.add(id(grad))
+        if run_nodes:
+            self._run_nodes([leaf for leaf, _ in run_nodes], [grad for _, grad in run_nodes])
+
+    def _run_nodes(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        create = self._spec.create
+        if not self._spec.into_grad:
+            self._accumulate_aside(leaves, grads)
             return
-        if spec.into_grad and all(leaf.is_leaf for leaf in wanted):
-            if not spec.create:
-                self._part_from_graph(wanted)
-            run_engine(edges, seeds, [*wanted, *anchors], retain=spec.retain, create=spec.create, accumulate=True)
-        elif any(self._must_run_node(leaf) for leaf in wanted):
-            self._accumulate_aside(edges, seeds, wanted, anchors)
-        else:
-            self._capture(edges, seeds, wanted, anchors, order)
+        if not create:
+            self._part_from_graph(leaves)
+        run_accumulation(leaves, grads, create=create)
 
     def _part_from_graph(self, leaves: Sequence[torch.Tensor]) -> None:
         """The engine is going to add to ``.grad`` in place; what an earlier pass recorded must not change."""
@@ -120,23 +131,6 @@ class Leaves:
             for leaf in leaves:
                 if leaf.is_leaf and leaf.grad is not None and leaf.grad.grad_fn is not None:
                     leaf.grad = leaf.grad.detach().clone()
-
-    def _capture(
-        self,
-        edges: Sequence[GradientEdge],
-        seeds: Sequence[torch.Tensor],
-        wanted: Sequence[torch.Tensor],
-        anchors: Sequence[torch.Tensor],
-        order: tuple[int, ...],
-    ) -> None:
-        spec = self._spec
-        grads = run_engine(edges, seeds, [*wanted, *anchors], retain=spec.retain, create=spec.create)
-        seen: set[int] = set()
-        for leaf, grad in zip(wanted, grads[: len(wanted)], strict=True):
-            if grad is None:
-                continue
-            self.keep(leaf, grad, order, shared=id(grad) in seen)
-            seen.add(id(grad))
 
     def keep(
         self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] = (), *, shared: bool = False
@@ -166,32 +160,20 @@ class Leaves:
             finally:
                 leaf.grad = aside
 
-    def _accumulate_aside(
-        self,
-        edges: Sequence[GradientEdge],
-        seeds: Sequence[torch.Tensor],
-        wanted: Sequence[torch.Tensor],
-        anchors: Sequence[torch.Tensor],
-    ) -> None:
-        spec = self._spec
-        with _Swapping(wanted):
-            aside = [leaf.grad for leaf in wanted]
-            for leaf in wanted:
-                # Hooks see the sum so far. Leaves without may get more from other groups at the same time.
-                so_far = self._context.gradient(leaf) if self.join(leaf) is not None else None
+    def _accumulate_aside(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        with _Swapping(leaves):
+            aside = [leaf.grad for leaf in leaves]
+            for leaf in leaves:  # hooks see the sum so far
+                so_far = self._context.gradient(leaf)
                 leaf.grad = None if so_far is None else so_far.clone()  # the engine adds in place
             try:
-                run_engine(edges, seeds, [*wanted, *anchors], retain=spec.retain, create=spec.create, accumulate=True)
-                for leaf in wanted:
-                    if leaf.grad is not None:
-                        # A reducer may have made .grad a view of memory that it uses again.
-                        own = leaf.grad if leaf.grad._base is None else leaf.grad.clone()
-                        if self.join(leaf) is not None:
-                            self._context.replace(leaf, own)
-                        else:
-                            self._context.accumulate(leaf, own, None)
+                run_accumulation(leaves, grads, create=self._spec.create)
+                for leaf in leaves:
+                    # A reducer may have made .grad a view of memory that it uses again.
+                    own = leaf.grad if leaf.grad is None or leaf.grad._base is None else leaf.grad.clone()
+                    self._context.replace(leaf, own)
             finally:
-                for leaf, grad in zip(wanted, aside, strict=True):
+                for leaf, grad in zip(leaves, aside, strict=True):
                     leaf.grad = grad
 
 
@@ -201,8 +183,10 @@ def runs_node(leaf: torch.Tensor) -> bool:
         return False
     if reducers.belong(leaf):
         return True
+    if not node_hooks.possible:
+        return False
     node = get_gradient_edge(leaf).node
-    return bool(hooks_of(node.register_hook) or hooks_of(node.register_prehook))
+    return bool(node_hooks.of(node.register_hook) or node_hooks.of(node.register_prehook))
 
 
 class _Reducers:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.function import _HookMixin
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
+from torch.utils.hooks import RemovableHandle
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 Node = Any  # torch.autograd.graph.Node, as far as Python sees it
 
@@ -42,16 +48,81 @@ def run_engine(
     return found
 
 
-def hooks_of(register: Callable[..., Any]) -> int:
-    """How many hooks a node has, of those that ``register`` registers; there is no other way to ask."""
-    handle = register(_nothing)
-    hooks = handle.hooks_dict_ref()
-    handle.remove()
-    return len(hooks) if hooks is not None else 0
+def leaf_edge(leaf: torch.Tensor) -> GradientEdge:
+    """The edge at which the gradient of ``leaf`` arrives, even if it does not require one any more."""
+    if leaf.requires_grad:
+        return get_gradient_edge(leaf)
+    leaf.requires_grad_()
+    try:
+        return get_gradient_edge(leaf)
+    finally:
+        leaf.requires_grad_(False)
 
 
+def renumber(nodes: Iterable[Node]) -> None:
+    """Make the engine run ``nodes``, and so add what they give, in their order, last first. It goes by numbers that
+    each thread of the forward counted for itself.
+    """
+    for number, node in enumerate(nodes):
+        if type(node) is not LeafNode:
+            node._set_sequence_nr(number)
+
+
+class NodeHooks:
+    """Knows the hooks of nodes, which Python cannot ask for: registering one and looking at its handle's table shows
+    the others. That costs more than all else that is done for a leaf, so it is done only after somebody has registered
+    a hook on a node: torch calls a function of Python's for that, which is watched.
+    """
+
+    def __init__(self) -> None:
+        self.possible = RemovableHandle.next_id > 0  # hooks of whatever kind that were there before us
+        register = getattr(_HookMixin, "_register_hook", None)
+        if register is None:
+            self.possible = True
+            return
+
+        def watched(hooks: Any, hook: Any) -> Any:
+            if not getattr(hook, "backhaul_own", False):
+                self.possible = True
+            return register(hooks, hook)
+
+        mixin: Any = _HookMixin
+        mixin._register_hook = staticmethod(watched)
+
+    def of(self, register: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """The hooks of a node, of those that ``register``, a method of its, registers."""
+        if not self.possible:
+            return []
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        return list(hooks.values()) if hooks is not None else []
+
+
+def pass_hooks(node: Node, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """What the hooks of a node that does not run make of the gradient that came to it."""
+    if grad is None or not node_hooks.possible:
+        return grad
+    for hook in node_hooks.of(node.register_prehook):
+        changed = hook((grad,))
+        grad = grad if changed is None else changed[0]
+    for hook in node_hooks.of(node.register_hook):
+        hook((None,), (grad,))
+    return grad
+
+
+def own_hook(hook: F) -> F:
+    """Mark a hook of ours, which is gone before anybody could ask for it."""
+    hook.backhaul_own = True  # type: ignore[attr-defined]
+    return hook
+
+
+@own_hook
 def _nothing(*_: object) -> None:
     """A hook that is never called."""
+
+
+node_hooks = NodeHooks()
 
 
 def is_own(grad: torch.Tensor) -> bool:
@@ -64,18 +135,127 @@ def is_own(grad: torch.Tensor) -> bool:
     return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
 
 
-class ThreadState:
-    """A value of the thread-local state of ATen: it follows into the threads of the engine."""
+class Fence:
+    """The end of a worker's graph: a node of torch's own that refuses to run, with ``message``, and carries a mark.
 
-    __slots__ = ("_key",)
+    The engine is asked for the gradient that arrives at it. That costs a third of a node in Python, which would have to
+    run.
+    """
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    _class: Any = torch._C._functions.Error  # type: ignore[attr-defined]
 
-    def get(self) -> Any:
-        """The value here, or None."""
-        return torch._C._get_obj_in_tls(self._key) if torch._C._is_key_in_tls(self._key) else None
+    def __init__(self, message: str) -> None:
+        self._put: Callable[[torch.Tensor], torch.Tensor] = torch._C._functions.DelayedError(message, 1)
 
-    def set(self, value: Any) -> None:
-        """Set the value here."""
-        torch._C._stash_obj_in_tls(self._key, value)
+    def put(self, tensor: torch.Tensor, mark: object) -> torch.Tensor:
+        """``tensor``, a leaf that requires grad, as a value that has come through the fence."""
+        output = self._put(tensor)
+        node: Node = output.grad_fn
+        node.metadata[_MARK] = mark
+        return output
+
+    @classmethod
+    def mark_of(cls, node: Node) -> Any:
+        """The mark of a node, None if it is not a fence."""
+        return node.metadata.get(_MARK) if type(node) is cls._class else None
+
+
+_MARK = "backhaul"
+
+
+class Task:
+    """What multi-grad hooks take a pass for. They ask torch for the graph task that runs, and which nodes it is going
+    to run; but a pass is many tasks, one for each group or even node, and the first knows nothing of what follows.
+    While inside, on this thread and those the engine uses for it, they get the pass in answer.
+
+    Args:
+        number: Names the pass; above all of torch's own.
+        nodes: All nodes that take part.
+    """
+
+    __slots__ = ("_found", "_nodes", "_outer", "number")
+
+    def __init__(self, number: int, nodes: Callable[[], Set[Node]]) -> None:
+        self.number = number
+        self._nodes = nodes
+        self._found: Set[Node] | None = None
+        self._outer: Any = None
+
+    def runs(self, node: Node) -> bool:
+        """Whether ``node`` takes part."""
+        if self._found is None:
+            self._found = self._nodes()
+        return node in self._found
+
+    def __enter__(self) -> None:
+        self._outer = _current_task()
+        torch._C._stash_obj_in_tls(_TASK, self)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._stash_obj_in_tls(_TASK, self._outer)
+
+
+_TASK = "backhaul_task"  # of the thread-local state of ATen, which follows into the threads of the engine
+_own_tasks = itertools.count(1 << 62)
+
+
+def new_task_number() -> int:
+    """A number for a ``Task``."""
+    return next(_own_tasks)
+
+
+def _current_task() -> Task | None:
+    return torch._C._get_obj_in_tls(_TASK) if torch._C._is_key_in_tls(_TASK) else None
+
+
+def _answer_hooks() -> None:
+    graph_task, will_run = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
+
+    def current_graph_task_id() -> int:
+        number = graph_task()
+        task = _current_task() if number != -1 else None
+        return number if task is None else task.number
+
+    def will_engine_execute_node(node: Node) -> bool:
+        task = _current_task()
+        return will_run(node) if task is None else task.runs(node)
+
+    torch._C._current_graph_task_id = current_graph_task_id
+    torch._C._will_engine_execute_node = will_engine_execute_node
+
+
+_answer_hooks()
+
+
+class _Replay(threading.local):
+    on = False
+
+
+_replay = _Replay()
+
+
+class _Once:
+    """A tensor hook that is not called again while accumulation nodes are run after it has been called already."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.__wrapped__ = hook
+        self.__module__ = getattr(hook, "__module__", "")
+
+    def __call__(self, *args: Any) -> Any:
+        return None if _replay.on else self.__wrapped__(*args)
+
+
+def run_accumulation(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *, create: bool) -> None:
+    """Run the accumulation nodes of ``leaves``, with all that hangs on them but tensor hooks: the gradients have been
+    through those.
+    """
+    for leaf in leaves:
+        hooks: Any = leaf._backward_hooks or {}
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _Once):
+                hooks[key] = _Once(hook)
+    outer, _replay.on = _replay.on, True
+    try:
+        run_engine(list(map(leaf_edge, leaves)), grads, leaves, retain=create, create=create, accumulate=True)
+    finally:
+        _replay.on = outer

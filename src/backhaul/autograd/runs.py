@@ -1,44 +1,41 @@
 """One worker's share of one pass: what has arrived, what may run, and the running itself.
 
 A group of one source runs when that source arrives; a group of several when all that take part have arrived; a
-group that waits in a circle node by node, see ``stepper``. Every recv node of a group that runs answers exactly
+group that waits in a circle node by node, see ``stepper``. Every message that a group reaches is answered exactly
 once, with gradients or with none.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv, firing
-from backhaul.autograd.groups import Group, Grouping, reaches
+from backhaul.autograd.functions import ROOTS, End, Grads, MessageId, edge_of
+from backhaul.autograd.groups import Fired, Group, Grouping, RecvEnd, nodes_behind, reaches
 from backhaul.autograd.leaves import Leaves
 from backhaul.autograd.messages import PassSpec, Tally
+from backhaul.autograd.native import Node, Task, new_task_number, renumber
 from backhaul.autograd.passes import Summary
 from backhaul.autograd.stepper import Stepper
-
-SendGradients = Callable[["Run", Recv, Grads], None]
-
-
-Fired = tuple[Recv, Grads]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A group has run.
+    """A group has run, or gone some way.
 
     Attributes:
-        tally: The messages it consumed, and those it produced with the workers they go to.
-        last: The gradients that are still to be sent: with them the tally can go.
+        tally: The messages it consumed, and all it produced with the workers they go to; None if it is not done.
+        fired: Gradients to send.
     """
 
-    tally: Tally
-    last: Sequence[Fired] = ()
+    tally: Tally | None
+    fired: Sequence[Fired]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +54,12 @@ class Orders:
 
 
 class Run:
-    """Thread-safe. ``send`` is called, from inside the engine, for every recv node that fires."""
+    """Thread-safe."""
 
     def __init__(
         self,
         spec: PassSpec,
         context: Context,
-        send: SendGradients,
         *,
         roots: Sequence[GradientEdge] | None = None,
         inputs: Sequence[torch.Tensor] | None = None,
@@ -75,22 +71,22 @@ class Run:
         self.sent_to: set[int] = set()  # workers that gradients went to
         self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it was to pass on to the driver
         self.asked = False  # whether orders have been asked for
-        self._send = send
         self._inputs = inputs
         with context.lock:
             records = [r for r in context.sends.values() if r.born_in != (spec.driver, spec.number)]
-        sources: dict[MessageId, Sequence[GradientEdge]] = {r.message: r.edges for r in records}
+        sources: dict[MessageId, Sequence[End]] = {r.message: r.ends for r in records}
         self._places = {r.message: r.order for r in records}
         self._born_in_passes = {r.message for r in records if r.born_in is not None}
         if roots is not None:
             sources = {ROOTS: roots, **sources}
         self._leaves = Leaves(context, spec, inputs)
         self.grouping = Grouping(sources, self._leaves.join)
+        self._task_number = new_task_number()
         self._reach: dict[MessageId, frozenset[MessageId]] | None = None
         self._lock = threading.Lock()  # guards what follows, and asked
         self._orders: Orders | None = None
         self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
-        self._steppers: dict[int, tuple[Stepper, dict[int, int], list[Fired]]] = {}
+        self._steppers: dict[int, Stepper] = {}
 
     @property
     def waiting(self) -> list[MessageId]:
@@ -100,7 +96,7 @@ class Run:
 
     def knows(self, source: MessageId) -> bool:
         """Whether ``source`` is one of this worker."""
-        return source in self.grouping.edges
+        return source in self.grouping.ends
 
     @property
     def reach(self) -> Mapping[MessageId, frozenset[MessageId]]:
@@ -114,13 +110,13 @@ class Run:
         groups = self.grouping.groups
         return Summary(
             tuple({source: self.reach[source] for source in group.sources} for group in groups),
-            {message: recv.sender for group in groups for message, recv in group.recvs.items()},
+            {message: end.recv.sender for group in groups for message, end in group.recvs.items()},
         )
 
     def leads_to_inputs(self) -> set[MessageId]:
         """The sources that reach one of the inputs."""
         goals = {get_gradient_edge(tensor).node for tensor in self._inputs or ()}
-        return {source for source, edges in self.grouping.edges.items() if reaches(edges, goals)}
+        return {source for source, ends in self.grouping.ends.items() if reaches(ends, goals)}
 
     def must_ask(self, source: MessageId) -> bool:
         """Whether orders are needed for ``source`` and have not been asked for; says so once."""
@@ -181,96 +177,86 @@ class Run:
             return []
         if stepper is None:
             return [self._run(group, here)]
-        if not stepper[0].feed(here):
-            return []
+        fired, over = stepper.feed(here)
+        if not over:
+            return [Outcome(None, fired)]
         self._spend(active)
-        return [Outcome(Tally(tuple(active), stepper[1]), stepper[2])]
+        return [Outcome(Tally(tuple(active), stepper.produced), fired)]
 
     def _run(self, group: Group, arrived: Mapping[MessageId, Grads]) -> Outcome:
         """One native call for the whole group."""
         edges: list[GradientEdge] = []
         seeds: list[torch.Tensor] = []
-        sources = sorted(arrived, key=self._place)
+        sources = sorted(arrived, key=self._place) if len(arrived) > 1 else list(arrived)
+        order = self._place(sources[0])
         for source in sources:
-            for edge, grad in zip(self.grouping.edges[source], arrived[source], strict=False):
-                if grad is not None:
-                    edges.append(edge)
+            for end, grad in zip(self.grouping.ends[source], arrived[source], strict=False):
+                if grad is None:
+                    continue
+                if isinstance(end, torch.Tensor) and self._leaves.is_plain(end):
+                    if end.requires_grad:
+                        self._leaves.keep(end, grad, order)
+                else:
+                    edges.append(edge_of(end))
                     seeds.append(grad)
-        recvs = list(group.recvs.values())
+        ends = self._answering(group, sources)
+        self._put_in_order(sources)
+        with self._task(sources):
+            fired = self._compute(group, edges, seeds, ends, order)
+        self._spend(sources)
+        return Outcome(Tally(tuple(sources), {recv.message: recv.sender for recv, _ in fired}), fired)
+
+    def _nodes(self, sources: Iterable[MessageId]) -> dict[Node, None]:
+        return nodes_behind(end for source in sources for end in self.grouping.ends[source])
+
+    def _task(self, sources: Iterable[MessageId]) -> Task:
+        return Task(self._task_number, lambda: self._nodes(sources).keys())
+
+    def _put_in_order(self, sources: Sequence[MessageId]) -> None:
+        """Let sums inside of the engine be made in an order that no thread can change."""
+        if self.spec.deterministic:
+            renumber(self._nodes(sources))
+
+    def _answering(self, group: Group, sources: Sequence[MessageId]) -> list[RecvEnd]:
+        """The messages that get an answer, if only that there are no gradients."""
+        ends = list(group.recvs.values())
         if len(sources) < len(group.sources):
             reached = frozenset().union(*(self.reach[source] for source in sources))
-            recvs = [recv for recv in recvs if recv.message in reached]
-        produced: dict[int, int] = {}
-        last: list[Fired] = []
-        self._compute(group, edges, seeds, recvs, produced=produced, order=self._place(sources[0]), last=last)
-        self._spend(sources)
-        return Outcome(Tally(tuple(sources), produced), last)
-
-    def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> tuple[Stepper, dict[int, int], list[Fired]]:
-        produced: dict[int, int] = {}
-        last: list[Fired] = []
-        sources = sorted(active, key=self._place)
-
-        def compute(
-            edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], recvs: Sequence[Recv], leaves: bool
-        ) -> None:
-            order = self._place(sources[0])
-            # Somebody waits for what fires before the end.
-            self._compute(group, edges, seeds, recvs, produced=produced, order=order, last=last if leaves else None)
-
-        edges_of = {source: self.grouping.edges[source] for source in sources}
-        inner = {
-            (edge.node, edge.output_nr): tensor
-            for tensor in self._inputs or ()
-            if not tensor.is_leaf
-            for edge in [get_gradient_edge(tensor)]
-        }
-        stepper = Stepper(
-            edges_of,
-            compute,
-            retain=self.spec.retain,
-            create=self.spec.create,
-            inner=inner,
-            capture=self._leaves.keep,
-        )
-        return stepper, produced, last
+            ends = [end for end in ends if end.recv.message in reached]
+        useful = self._orders.useful if self._orders is not None else None
+        return ends if useful is None else [end for end in ends if end.recv.message in useful]
 
     def _compute(
         self,
         group: Group,
         edges: Sequence[GradientEdge],
         seeds: Sequence[torch.Tensor],
-        recvs: Sequence[Recv],
-        *,
-        produced: dict[int, int],
+        ends: Sequence[RecvEnd],
         order: tuple[int, ...],
-        last: list[Fired] | None,
-    ) -> None:
-        """Run the engine to ``recvs``. Each of them answers, if only with none.
+    ) -> list[Fired]:
+        """Run the engine to the group's leaves and to ``ends``, which all answer."""
+        wanted = [GradientEdge(node, 0) for end in ends for node in end.nodes.values()]
+        found = iter(self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order))
+        return [(end.recv, end.answer({index: next(found) for index in end.nodes})) for end in ends]
 
-        With ``last`` the group's leaves get their gradients too, and the answer that comes last is put there, not sent.
-        """
-        useful = self._orders.useful if self._orders is not None else None
-        if useful is not None:
-            recvs = [recv for recv in recvs if recv.message in useful]
-
-        def fire(recv: Recv, grads: Grads) -> None:
-            produced[recv.message] = recv.sender
-            self.sent_to.add(recv.sender)
-            if last is None:
-                self._send(self, recv, grads)
-                return
-            last.append((recv, grads))
-            if len(last) > 1:
-                self._send(self, *last.pop(0))
-
-        with firing(fire):
-            self._leaves.compute(
-                edges, seeds, () if last is None else group.leaves.values(), [recv.anchor for recv in recvs], order
-            )
-        for recv in recvs:
-            if recv.message not in produced:
-                fire(recv, ())
+    def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> Stepper:
+        sources = sorted(active, key=self._place)
+        self._put_in_order(sources)
+        return Stepper(
+            {source: [edge_of(end) for end in self.grouping.ends[source]] for source in sources},
+            self._answering(group, sources),
+            functools.partial(self._compute, group, order=self._place(sources[0])),
+            self._task(sources),
+            retain=self.spec.retain,
+            create=self.spec.create,
+            inner={
+                (edge.node, edge.output_nr): tensor
+                for tensor in self._inputs or ()
+                if not tensor.is_leaf
+                for edge in [get_gradient_edge(tensor)]
+            },
+            capture=self._leaves.keep,
+        )
 
     def _place(self, source: MessageId) -> tuple[int, ...]:
         return self._places.get(source, ())

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from backhaul.autograd.functions import Grads, MessageId, Recv, RecvNode, add
-from backhaul.autograd.groups import RecvMasks
-from backhaul.autograd.native import LeafNode, Node, run_engine
+from backhaul.autograd.functions import Grads, MessageId, add, recv_of
+from backhaul.autograd.groups import Fired, RecvEnd, RecvMasks
+from backhaul.autograd.native import LeafNode, Node, Task, own_hook, run_engine
 
-Compute = Callable[[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[Recv], bool], None]
-"""Runs the engine from edges with seeds to recv nodes and, if asked, the group's leaves."""
+Compute = Callable[[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[RecvEnd]], list[Fired]]
+"""Runs the engine from edges with seeds to the group's leaves and to recv nodes, which answer."""
 
 
 class _Stop(Exception):
@@ -54,7 +54,9 @@ class Stepper:
 
     Args:
         sources: The edges of every source that takes part.
+        ends: The messages that are to be answered.
         compute: See ``Compute``.
+        task: For hooks that ask what runs.
         retain: Whether the graph is kept.
         create: Whether the pass records itself (``create_graph``).
         inner: Tensors inside the graph whose gradients are wanted, by their edges.
@@ -64,7 +66,9 @@ class Stepper:
     def __init__(
         self,
         sources: Mapping[MessageId, Sequence[GradientEdge]],
+        ends: Iterable[RecvEnd],
         compute: Compute,
+        task: Task,
         *,
         retain: bool,
         create: bool,
@@ -73,6 +77,7 @@ class Stepper:
     ) -> None:
         self._sources = sources
         self._compute = compute
+        self._task = task
         self._retain = retain
         self._create = create
         self._inner = inner
@@ -81,31 +86,39 @@ class Stepper:
         self._running = False
         self._fed: list[tuple[MessageId, Grads]] = []
         self._missing = set(sources)
-        self.done = False
+        self.produced: dict[int, int] = {}  # all that has been answered, and whom
         self._places = itertools.count()
         self._slots: dict[Node, _Slot] = {}
-        self._recvs: dict[Node, Recv] = {}
+        self._ends: dict[Node, tuple[RecvEnd, int]] = {}
+        self._unanswered: dict[MessageId, RecvEnd] = {}
+        self._arrived: dict[MessageId, dict[int, torch.Tensor | None]] = {}  # gradients at recv nodes
         self._edge_places: dict[tuple[Node, int], int] = {}
         self._seed_places: dict[MessageId, int] = {}
         self._leads: Mapping[Node, int] = {}  # not 0: a recv node lies behind
         self._ready: list[Node] = []
         self._walk()
+        for end in ends:
+            reached = RecvEnd(end.recv, {index: node for index, node in end.nodes.items() if node in self._slots})
+            self._unanswered[end.recv.message] = reached
+            self._ends.update((node, (reached, index)) for index, node in reached.nodes.items())
 
-    def feed(self, arrived: Mapping[MessageId, Grads]) -> bool:
-        """Take in sources and run what they make possible; True for the call that finishes the group."""
+    def feed(self, arrived: Mapping[MessageId, Grads]) -> tuple[list[Fired], bool]:
+        """Take in sources and run what they make possible: what fired, and whether that finished the group."""
         with self._lock:
             self._fed.extend(arrived.items())
             if self._running:
-                return False
+                return [], False
             self._running = True
+        fired: list[Fired] = []
         try:
-            with torch.set_grad_enabled(self._create):
-                return self._run_on()
+            with torch.set_grad_enabled(self._create), self._task:
+                over = self._run_on(fired)
         except BaseException:
             self._running = False
             raise
+        return fired, over
 
-    def _run_on(self) -> bool:
+    def _run_on(self, fired: list[Fired]) -> bool:
         while True:
             with self._lock:
                 fed, self._fed = self._fed, []
@@ -114,10 +127,12 @@ class Stepper:
                     return False
             for source, grads in fed:
                 self._enter(source, grads)
-            self._step()
-            if not self._missing:
-                self._finish()
-                self.done = True
+            made = self._step()
+            if over := not self._missing:
+                made += self._finish()
+            self.produced.update((recv.message, recv.sender) for recv, _ in made)
+            fired += made
+            if over:
                 return True
 
     def _walk(self) -> None:
@@ -136,9 +151,7 @@ class Stepper:
                     if node in seen:
                         continue
                     seen.add(node)
-                    if type(node) is RecvNode:
-                        self._recvs[node] = node.recv
-                    elif type(node) is not LeafNode:
+                    if type(node) is not LeafNode and recv_of(node) is None:
                         for number, (following, _) in enumerate(node.next_functions):
                             if following is not None:
                                 self._expect(following)
@@ -163,7 +176,8 @@ class Stepper:
         if slot.missing == 0 and self._leads[node]:
             self._ready.append(node)
 
-    def _step(self) -> None:
+    def _step(self) -> list[Fired]:
+        fired: list[Fired] = []
         while self._ready:
             node = self._ready.pop()
             slot = self._slots[node]
@@ -171,23 +185,26 @@ class Stepper:
             sums = slot.sums()
             slot.inputs.clear()
             edges = [GradientEdge(node, number) for number in sums]
-            if node in self._recvs:
-                self._compute(edges, list(sums.values()), [self._recvs[node]], False)
+            if recv_of(node) is not None:
+                fired += self._arrive(node, sums.get(0))
                 continue
             outputs = self._run(node, edges, list(sums.values())) if sums else ()
             for number, (following, input_number) in enumerate(node.next_functions):
                 if following is not None:
                     grad = outputs[number] if number < len(outputs) else None
                     self._deliver(following, input_number, grad, self._edge_places[node, number])
+        return fired
 
     def _run(self, node: Node, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Run one node, with all its hooks, and stop the engine behind it."""
         taken: list[tuple[Any, ...]] = []
 
+        @own_hook
         def take(outputs: tuple[Any, ...], _: object) -> None:
             taken.append(outputs)
             raise _Stop
 
+        @own_hook
         def look(grads: tuple[Any, ...]) -> None:
             for number, grad in enumerate(grads):
                 wanted = self._inner.get((node, number))
@@ -210,7 +227,25 @@ class Stepper:
                 handle.remove()
         raise AssertionError("the engine did not run the node")
 
-    def _finish(self) -> None:
+    def _arrive(self, node: Node, grad: torch.Tensor | None) -> list[Fired]:
+        """A recv node has all it gets: its message is answered if the others have too."""
+        if grad is not None:
+            edge = GradientEdge(node, 0)
+            (grad,) = run_engine([edge], [grad], [edge], retain=self._retain, create=self._create)  # for its hooks
+            wanted = self._inner.get((node, 0))
+            if wanted is not None and grad is not None:
+                self._capture(wanted, grad)
+        if node not in self._ends:
+            return []
+        end, index = self._ends[node]
+        found = self._arrived.setdefault(end.recv.message, {})
+        found[index] = grad
+        if len(found) < len(end.nodes):
+            return []
+        del self._unanswered[end.recv.message]
+        return [(end.recv, end.answer(found))]
+
+    def _finish(self) -> list[Fired]:
         edges: list[GradientEdge] = []
         seeds: list[torch.Tensor] = []
         for node, slot in self._slots.items():
@@ -218,5 +253,13 @@ class Stepper:
                 for number, total in slot.sums().items():
                     edges.append(GradientEdge(node, number))
                     seeds.append(total)
-        rest = [recv for node, recv in self._recvs.items() if not self._slots[node].ran]
-        self._compute(edges, seeds, rest, True)
+        rest: list[RecvEnd] = []
+        for end in self._unanswered.values():
+            left = {index: node for index, node in end.nodes.items() if not self._slots[node].ran}
+            rest.append(RecvEnd(end.recv, left))
+        fired = self._compute(edges, seeds, rest)
+        return [(recv, _merge(grads, self._arrived.get(recv.message, {}))) for recv, grads in fired]
+
+
+def _merge(grads: Grads, earlier: Mapping[int, torch.Tensor | None]) -> Grads:
+    return [earlier.get(index, grad) for index, grad in enumerate(grads)]

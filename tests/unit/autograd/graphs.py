@@ -12,8 +12,8 @@ import networkx
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from backhaul.autograd.functions import MessageId, Recv, RecvNode, receive
-from backhaul.autograd.groups import LeafNode
+from backhaul.autograd.functions import MessageId, Recv, receive, recv_of
+from backhaul.autograd.native import LeafNode
 
 
 class Graph:
@@ -54,17 +54,18 @@ class Graph:
         return {id(n.variable) for source in sources for n in self.nodes[source] if type(n) is LeafNode}
 
     def recvs_of(self, sources: Iterable[MessageId]) -> set[MessageId]:
-        return {n.recv.message for source in sources for n in self.nodes[source] if type(n) is RecvNode}
+        return {mark[0].message for source in sources for n in self.nodes[source] if (mark := recv_of(n)) is not None}
 
     def groups(self) -> set[frozenset[MessageId]]:
-        """Sources that share a node: not a leaf, or one with hooks."""
+        """Sources that share a node (not a leaf, or one with hooks) or a message that was received."""
         joined = networkx.Graph()
         joined.add_nodes_from(self.edges)
         hooked = {id(leaf) for leaf in self.hooked}
         for one in self.edges:
             for other in self.edges:
                 common = self.nodes[one] & self.nodes[other]
-                if any(type(n) is not LeafNode or id(n.variable) in hooked for n in common):
+                message = self.recvs_of([one]) & self.recvs_of([other])
+                if message or any(type(n) is not LeafNode or id(n.variable) in hooked for n in common):
                     joined.add_edge(one, other)
         return {frozenset(group) for group in networkx.connected_components(joined)}
 
@@ -77,6 +78,6 @@ def nodes_behind(edges: Sequence[GradientEdge]) -> frozenset[Any]:
         node = todo.pop()
         if node is not None and node not in found:
             found.add(node)
-            if type(node) is not RecvNode:
+            if recv_of(node) is None:
                 todo.extend(following for following, _ in node.next_functions)
     return frozenset(found)

@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import GradientEdge
 
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ContextId, Grads, MessageId, Recv, SendRecord, firing
+from backhaul.autograd.functions import ContextId, Grads, MessageId, Recv, SendRecord, recv_of
 from backhaul.autograd.messages import PassSpec
 from backhaul.autograd.runs import Orders, Outcome, Run
 
@@ -47,9 +48,9 @@ class Share:
         self.sent: dict[MessageId, Grads] = {}
         self.outcomes: list[Outcome] = []
         self._lock = threading.Lock()  # guards sent and outcomes
-        self.run = Run(PassSpec(1, 7, 1, **options), self.context, self.send)
+        self.run = Run(PassSpec(1, 7, 1, **options), self.context)
 
-    def natively(self) -> tuple[dict[torch.Tensor, torch.Tensor], dict[MessageId, Grads]]:
+    def natively(self) -> tuple[dict[torch.Tensor, torch.Tensor], dict[MessageId, list[torch.Tensor | None]]]:
         """All at once, as plain autograd does; what a leaf's hooks do besides is not seen by it."""
         pairs = [
             (edge, grad)
@@ -57,25 +58,30 @@ class Share:
             for edge, grad in zip(self.graph.edges[source], self.grads[source], strict=True)
             if grad is not None
         ]
-        fired: dict[MessageId, Grads] = {}
-        anchors = [recv.anchor for recv in self.graph.recvs.values()]
+        fired: dict[MessageId, list[torch.Tensor | None]] = {}
+        nodes = [
+            (mark, node)
+            for node in frozenset().union(*(self.graph.nodes[source] for source in self.active))
+            if (mark := recv_of(node)) is not None
+        ]
         if not pairs:
             return {}, {}
-        with firing(lambda recv, grads: fired.update({recv.message: grads})):
-            found = torch.autograd.grad(
-                [edge for edge, _ in pairs],
-                [*self.graph.leaves, *anchors],
-                [grad for _, grad in pairs],
-                retain_graph=True,
-                allow_unused=True,
-            )
+        found = torch.autograd.grad(
+            [edge for edge, _ in pairs],
+            [*self.graph.leaves, *(GradientEdge(node, 0) for _, node in nodes)],
+            [grad for _, grad in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for ((recv, index), _), grad in zip(nodes, found[len(self.graph.leaves) :], strict=True):
+            fired.setdefault(recv.message, [None] * recv.count)[index] = grad
         made = dict(zip(self.graph.leaves, found, strict=False))
         for leaf, grad in made.items():
             if leaf._post_accumulate_grad_hooks and grad is not None:
                 self.graph.fired[id(leaf)] += 1
         return {leaf: grad for leaf, grad in made.items() if grad is not None}, fired
 
-    def send(self, run: Run, recv: Recv, grads: Grads) -> None:
+    def send(self, recv: Recv, grads: Grads) -> None:
         with self._lock:
             assert recv.message not in self.sent, "a recv node answered twice"
             self.sent[recv.message] = grads
@@ -89,18 +95,19 @@ class Share:
 
     def finish(self, made: list[Outcome]) -> None:
         for outcome in made:
-            for recv, grads in outcome.last:
-                self.send(self.run, recv, grads)
+            for recv, grads in outcome.fired:
+                self.send(recv, grads)
         with self._lock:
             self.outcomes += made
 
     def check(self) -> None:
         """Everything has run, once, and gave what the native call gave."""
-        consumed = [source for outcome in self.outcomes for source in outcome.tally.consumed]
+        tallies = [outcome.tally for outcome in self.outcomes if outcome.tally is not None]
+        consumed = [source for tally in tallies for source in tally.consumed]
         assert sorted(consumed) == sorted(self.active)
         reached = self.graph.recvs_of(self.active)
         assert set(self.sent) == reached
-        produced = {message: to for outcome in self.outcomes for message, to in outcome.tally.produced.items()}
+        produced = {message: to for tally in tallies for message, to in tally.produced.items()}
         assert produced == {message: self.graph.recvs[message].sender for message in reached}
         assert self.run.waiting == []
         gradients = self.context.gradients
