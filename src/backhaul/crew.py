@@ -4,6 +4,10 @@
 
 The thread that reads a request runs it. Before a thread runs a task it makes sure that another one polls, so a
 worker always listens, however many of its handlers wait for something. Nothing here knows what a frame means.
+
+[Note: company] Short tasks are best run by one thread: two would take the interpreter from each other at every system
+call and every operation of torch, at several times the cost of the tasks. So while tasks wait, another thread joins
+only if tasks are long, measured by the processor time they took of late, or if none has ended for a while.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import heapq
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from backhaul.runtime import Runtime
@@ -25,7 +30,9 @@ Task = Callable[[], None]
 
 _IDLE = 5.0  # seconds without an event after which a thread ends
 _SPARE = 2  # threads that stay
-_OVERDUE = 0.05  # seconds a task waits for a place before it runs beyond the limit
+_LONG = 0.0005  # seconds of processor time that make a task worth a thread of its own
+_STALLED = 0.001  # seconds without a task's end after which another thread joins
+_STUCK = 0.05  # and after which tasks run beyond the limit
 
 
 class Crew:
@@ -57,10 +64,14 @@ class Crew:
         self._here = threading.local()  # .running: this thread runs a task that counts
         self._lock = threading.Lock()  # guards everything below
         self._threads: set[threading.Thread] = set()
-        self._tasks: collections.deque[tuple[float, Task]] = collections.deque()
+        self._tasks: collections.deque[Task] = collections.deque()
         self._alarms: list[tuple[float, int, Task]] = []
         self._polling = 0  # threads that poll or are just about to
         self._running = 0  # tasks that run and do not block
+        self._long = 0.0  # which part of the tasks was long, of late
+        self._progress = 0.0  # when a task last ended, or began while no other ran
+        self._watched = False  # a polling thread looks after the tasks that wait
+        self._called = 0.0  # when such a thread was last called for
         self._alive = 0  # threads that have been decided on and have not ended
         self._closing = False
 
@@ -74,7 +85,7 @@ class Crew:
     def submit(self, task: Task) -> None:
         """Run ``task`` on a thread of the crew, soon."""
         with self._lock:
-            self._tasks.append((self._runtime.now(), task))
+            self._tasks.append(task)
         self._endpoint.wake()
 
     def call_at(self, when: float, task: Task) -> None:
@@ -84,6 +95,11 @@ class Crew:
             heapq.heappush(self._alarms, (when, next(self._numbers), task))
         if sooner:
             self._endpoint.wake()  # whoever polls had meant to sleep for longer
+
+    @property
+    def busy(self) -> bool:
+        """Whether tasks wait."""
+        return bool(self._tasks)
 
     @property
     def inside(self) -> bool:
@@ -146,15 +162,19 @@ class Crew:
     def _work(self) -> None:
         while (task := self._next()) is not None:
             self._here.running = True
+            start = time.thread_time()
             try:
                 task()
             except BaseException:
                 log.exception("a task failed")
             del task
             self._here.running = False
+            cost = time.thread_time() - start
             with self._lock:
                 self._running -= 1
                 self._polling += 1
+                self._long += ((cost > _LONG) - self._long) / 8
+                self._progress = self._runtime.now()
         with self._lock:
             self._threads.discard(threading.current_thread())
             self._alive -= 1
@@ -162,25 +182,32 @@ class Crew:
     def _next(self) -> Task | None:
         """Poll until there is a task for this thread. None: the thread should end."""
         fresh: Iterable[Task] = ()
-        idle = False
+        idle = watching = polled = False
         while True:
             cover = more = False
             with self._lock:
                 now = self._runtime.now()
-                self._tasks.extend((now, task) for task in fresh)
+                self._tasks.extend(fresh)
+                self._watched &= not watching
                 if self._closing or (idle and self._polling > _SPARE and not self._tasks):
                     self._polling -= 1
                     return None
                 alarm = heapq.heappop(self._alarms)[2] if self._alarms and self._alarms[0][0] <= now else None
                 task = None
                 if alarm is None and self._tasks and self._may_run(now):
-                    task = self._tasks.popleft()[1]
+                    task = self._tasks.popleft()
+                    self._progress = self._progress if self._running else now
                     self._running += 1
                     cover = self._polling == 1
                     self._alive += cover
                     self._polling -= not cover  # the thread we add takes our place
-                    more = bool(self._tasks) and self._may_run(now)
-                patience = self._patience(now)
+                    # A thread that was called for and takes a task has to call for the next.
+                    more = bool(self._tasks) and not self._watched and (polled or self._called + _STALLED <= now)
+                    self._called = now if more else self._called
+                else:
+                    watching = bool(self._tasks) and not self._watched
+                    self._watched |= watching
+                patience = min(self._patience(now), _STALLED if watching else _IDLE)
             if task is not None:
                 if cover:
                     self._add_thread()
@@ -188,18 +215,20 @@ class Crew:
                     # Most tasks are over before another thread would have got hold of the interpreter.
                     self._endpoint.wake_soon()
                 return task
+            self._endpoint.flush()
             fresh, idle = self._poll(patience) if alarm is None else self._ring(alarm)
+            polled = True
 
     def _may_run(self, now: float) -> bool:
-        return self._running < self._limit or self._tasks[0][0] + _OVERDUE <= now
+        """See [Note: company]."""
+        if not self._running:
+            return True
+        if self._running < self._limit:
+            return self._long > 0.5 or self._progress + _STALLED <= now
+        return self._progress + _STUCK <= now
 
     def _patience(self, now: float) -> float:
-        patience = _IDLE
-        if self._alarms:
-            patience = min(patience, self._alarms[0][0] - now)
-        if self._tasks:
-            patience = min(patience, self._tasks[0][0] + _OVERDUE - now)
-        return max(patience, 0.0)
+        return max(min(_IDLE, self._alarms[0][0] - now), 0.0) if self._alarms else _IDLE
 
     def _poll(self, patience: float) -> tuple[Iterable[Task], bool]:
         """Wait for an event and deliver it: what is left to run, and whether there was nothing for long."""

@@ -147,6 +147,11 @@ class Worker:
         """Call ``function`` with this worker current, in a fresh copy of its context variables."""
         return self._context.copy().run(function, *args)
 
+    def blocking(self) -> contextlib.AbstractContextManager[None]:
+        """To be inside of while the calling thread waits for others; what it was going to send is sent before."""
+        self.endpoint.flush()
+        return self.crew.blocking()
+
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
         with _alive_lock:
@@ -252,5 +257,5 @@ def blocking() -> Iterator[None]:
     if worker is None:
         yield
     else:
-        with worker.crew.blocking():
+        with worker.blocking():
             yield

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -202,6 +203,10 @@ class Show:
         self.stage.advance(seconds)
         self.settle()
 
+    def fill(self) -> None:
+        """Let so much time pass without a task's end that all threads that may join do."""
+        self.advance(0.01)
+
     def end(self) -> None:
         with self.stage.changed:
             self.stage.over = True
@@ -245,14 +250,17 @@ class TestLimit:
         show = stage_for(limit)
         jobs = [Job(show) for _ in range(limit + 3)]
         show.submit(*jobs)
+        show.fill()
         assert [job.started for job in jobs] == [True] * limit + [False] * 3
 
     def test_a_place_that_is_free_is_taken_by_the_next_in_line(self, stage_for: Callable[[int], Show]) -> None:
         show = stage_for(2)
         jobs = [Job(show) for _ in range(5)]
         show.submit(*jobs)
+        show.fill()
         for index in range(3):
             finish(show, jobs[index])
+            show.fill()
             assert [job.started for job in jobs] == [True] * (index + 3) + [False] * (2 - index)
         finish(show, *jobs[3:])
         assert all(job.done for job in jobs)
@@ -263,8 +271,10 @@ class TestLimit:
         show.endpoint.emit(jobs[:3])
         show.settle()
         show.submit(jobs[3])
+        show.fill()
         assert [job.started for job in jobs] == [True, True, False, False]
         finish(show, jobs[1])
+        show.fill()
         assert [job.started for job in jobs] == [True, True, True, False]
         finish(show, *jobs)
 
@@ -282,6 +292,33 @@ class TestLimit:
         show.submit(job)
         assert job.started
         finish(show, job)
+
+
+class TestCompany:
+    def test_short_tasks_have_one_thread(self, stage_for: Callable[[int], Show]) -> None:
+        """As long as they end, nobody joins."""
+        show = stage_for(8)
+        jobs = [Job(show) for _ in range(6)]
+        show.submit(*jobs)
+        for index, job in enumerate(jobs):
+            assert [other.started for other in jobs] == [True] * (index + 1) + [False] * (5 - index)
+            show.advance(0.0005)
+            finish(show, job)
+
+    def test_long_tasks_have_many(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(8)
+
+        def work() -> None:
+            start = time.thread_time()
+            while time.thread_time() < start + 0.002:
+                pass
+
+        for _ in range(12):
+            show.submit(work)
+        jobs = [Job(show) for _ in range(8)]
+        show.submit(*jobs)
+        assert all(job.started for job in jobs)
+        finish(show, *jobs)
 
 
 class TestBlocking:
@@ -378,18 +415,17 @@ class TestOverdue:
         assert second.started
         finish(show, first, second)
 
-    def test_each_waits_its_own_time(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        jobs = [Job(show) for _ in range(3)]
-        show.submit(*jobs[:2])
-        show.advance(0.04)
-        show.submit(jobs[2])
-        assert [job.started for job in jobs] == [True, False, False]
-        show.advance(0.02)
-        assert jobs[1].started
-        assert not jobs[2].started
-        show.advance(0.04)
-        assert jobs[2].started
+    def test_not_while_others_end(self, stage_for: Callable[[int], Show]) -> None:
+        """A task may wait for long because there are many: that is no reason to run them all at once."""
+        show = stage_for(2)
+        jobs = [Job(show) for _ in range(9)]
+        show.submit(*jobs)
+        show.fill()
+        for job in jobs[:6]:
+            show.advance(0.03)
+            assert sum(job.started and not job.done for job in jobs) == 2
+            finish(show, job)
+        show.fill()
         finish(show, *jobs)
 
     def test_all_that_are_overdue_run(self, stage_for: Callable[[int], Show]) -> None:
@@ -435,11 +471,13 @@ class TestListening:
         show = stage_for(4)
         early = [Job(show) for _ in range(4)]
         show.submit(*early)
+        show.fill()
         finish(show, *early)
         assert show.stage.listening > 1  # so that there are threads to be woken, and none has to be added
         jobs = [Job(show) for _ in range(4)]
         show.endpoint.emit(jobs)
         show.settle()
+        show.fill()
         assert all(job.started for job in jobs)
         finish(show, *jobs)
 
@@ -459,6 +497,7 @@ class TestListening:
         show = stage_for(20)
         jobs = [Job(show) for _ in range(10)]
         show.submit(*jobs)
+        show.fill()
         busy = show.stage.alive
         assert busy > 10
         finish(show, *jobs)

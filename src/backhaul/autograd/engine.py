@@ -129,7 +129,7 @@ class Engine:
             self._reports.begin(spec)
             self._enter_source(run, ROOTS, seeds)
             self._tell(spec)
-            with self.worker.crew.blocking():
+            with self.worker.blocking():
                 left = None if deadline is None else deadline - self.worker.runtime.now()
                 over = drive.gate.wait(left)
             if not over:

@@ -31,6 +31,7 @@ from backhaul.wire.messages import Fault, Kind, Reply, Request, pack, unpack
 from backhaul.worker import Worker
 
 _FOREVER = float("inf")
+_CLOSELY = 0.0002  # seconds between calls to one worker that make it worth to send them together
 
 
 class Pending:
@@ -154,7 +155,7 @@ class Agent:
         peer, timeout, deadline = self._prepare(to, timeout)
         pending = SyncCall(peer, label_of(function), timeout, deadline, self.worker.runtime.gate())
         number = self._start(pending, function, args, kwargs)
-        with self.worker.crew.blocking():
+        with self.worker.blocking():
             arrived = self._read_reply(pending) or pending.gate.wait(self._left(deadline))
         if not arrived:
             if self._pending.pop(number, None) is not None:
@@ -236,7 +237,7 @@ class Agent:
             self._pending[number] = pending
             if self._closed:
                 raise ChannelClosedError("this worker was shut down")
-            pending.channel.send(frame, timeout=None if left == _FOREVER else max(left, 0.0))
+            self._send(pending, frame, None if left == _FOREVER else max(left, 0.0))
         except ChannelClosedError as error:
             self._pending.pop(number, None)
             self._look_idle()
@@ -248,6 +249,18 @@ class Agent:
                 raise pending.timed_out() from None
             raise
         return number
+
+    def _send(self, pending: Pending, frame: Frame, timeout: float | None) -> None:
+        """Somebody waits for a ``SyncCall``. Others that follow closely on another go out together: the system call
+        costs as much as all else, and lets go of the interpreter.
+        """
+        channel, now = pending.channel, self.worker.runtime.now()
+        assert channel is not None
+        if isinstance(pending, AsyncCall) and now < pending.peer.sent_at + _CLOSELY:
+            channel.send_soon(frame)
+        else:
+            pending.peer.sent_at = now
+            channel.send(frame, timeout=timeout)
 
     def _encode(
         self,

@@ -186,7 +186,10 @@ class Dispatcher:
 
     def _send(self, answer: _Answer, frame: Frame) -> None:
         try:
-            answer.channel.send(frame)
+            if self._worker.crew.busy:  # more replies follow
+                answer.channel.send_soon(frame)
+            else:
+                answer.channel.send(frame)
         except ChannelClosedError as error:
             log.debug("a reply was not sent: %s", error)  # the caller is gone, and knows it
         finally:

@@ -132,6 +132,9 @@ class Endpoint(abc.ABC):
         """As ``wake``, but about a millisecond later where the transport can: it may not be needed any more."""
         self.wake()
 
+    def flush(self) -> None:  # noqa: B027
+        """Send what waits in any channel, see ``Channel.send_soon``."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Stop listening, close all channels, free everything. No thread may be in ``poll`` any more."""

@@ -89,7 +89,8 @@ class InprocEndpoint(Endpoint):
 
     def __init__(self) -> None:
         self.addresses = (f"inproc:{next(_numbers)}",)
-        self._ready: queue.SimpleQueue[InprocChannel | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: with several waiting threads its timeouts may turn into waiting for ever (as of 3.11).
+        self._ready: queue.Queue[InprocChannel | None] = queue.Queue()
         self._lock = threading.Lock()  # guards _channels and _closed
         self._channels: list[InprocChannel] = []
         self._closed = False

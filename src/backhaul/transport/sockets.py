@@ -171,10 +171,14 @@ class SocketEndpoint(Endpoint):
         action = self._actions.get(ready[0][0])
         if action is not None:
             action()
-        while self._unflushed and ready[0][0] == self._timer.fd:
+        if ready[0][0] == self._timer.fd:
+            self.flush()
+        return None
+
+    def flush(self) -> None:
+        while self._unflushed:
             with contextlib.suppress(KeyError):  # another thread took it
                 self._unflushed.pop().flush()
-        return None
 
     def wake(self) -> None:
         with self._lock:
