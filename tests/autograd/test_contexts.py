@@ -484,8 +484,8 @@ def test_a_release_that_overtakes_the_request(monkeypatch: pytest.MonkeyPatch) -
             assert over.wait(PATIENCE)
         return request_in(self, *args)
 
-    def tell(self: Engine, context: int) -> None:
-        release(self, context)
+    def tell(self: Engine, *args: Any) -> None:
+        release(self, *args)
         if self.worker.name == "worker1":
             over.set()
 

@@ -439,6 +439,35 @@ def plain_backward(x: torch.Tensor) -> None:
 # Deadlines.
 
 
+def wait_in_backward(gate: str, x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda _: (gates[gate].wait(PATIENCE), None)[1])
+    return y
+
+
+def wait_far_away(gate: str, to: list[int], x: torch.Tensor) -> torch.Tensor:
+    if not to:
+        return wait_in_backward(gate, x)
+    return bh.rpc_sync(to[0], wait_far_away, args=(gate, to[1:], x * 2)) * 2
+
+
+def test_a_worker_that_is_stuck_far_away_is_named() -> None:
+    """What the workers in between have done travels with the gradients; the driver asks them when time is up, and they
+    pass on that the pass is over.
+    """
+    a, gate = vector(1.0, 2.0), "far away"
+    gates[gate] = threading.Event()
+    with bh.cluster(4) as workers:
+        with bh.context() as ctx:
+            y = bh.rpc_sync(1, wait_far_away, args=(gate, [2, 3], a))
+            with pytest.raises(bh.BackwardTimeoutError) as caught:
+                ctx.backward(y.sum(), timeout=0.3)
+            assert list(caught.value.outstanding.values()) == ["worker3"]
+            gates[gate].set()
+            wait_until_all_runs_failed(workers, ctx)
+        expect_a_working_cluster(workers)
+
+
 def test_fast_mode_with_a_call_that_does_not_take_part() -> None:
     """It waits for the gradient of a message that gets none; when the time is up, what is under way is named."""
     a = vector(1.0, 2.0)

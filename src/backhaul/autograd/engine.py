@@ -216,6 +216,7 @@ class Engine:
         for outcome in outcomes:
             if outcome.tally is not None:
                 self._reports.add(run.spec, outcome.tally)
+            self._reports.expect(run.spec, len(outcome.fired))
             for recv, grads in outcome.fired:
                 self._send_gradients(run, recv, grads)
 
@@ -296,8 +297,10 @@ class Engine:
         peer = self._peers[recv.sender]
         try:
             channel = self._agent.peers.channel_to(peer, self.worker.options.connect_timeout)
-            self._reports.use(run.spec, channel)
-            channel.send_soon(frame)
+            if self._reports.use(run.spec, channel):
+                channel.send_soon(frame)
+            else:
+                channel.send(frame)
         except ChannelClosedError as error:
             raise PeerLostError(
                 f"lost worker '{peer.info.name}', to which gradients were due: {error}",
@@ -570,8 +573,8 @@ class Engine:
 
     # The end of a context.
 
-    def release(self, context: int) -> None:
-        """Forget a context here, and on every worker that it reached."""
+    def release(self, context: int, known: int = -1) -> None:
+        """Forget a context here, and on every worker that it reached but ``known``, which has said so."""
         released = self.container.pop(context)
         if released is None:
             return
@@ -581,11 +584,13 @@ class Engine:
                     drive, UnknownContextError(f"context {context} was released during backward", context=context)
                 )
         frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
-        for worker in released.end() - {self.id}:
+        for worker in released.end() - {self.id, known}:
             self._post(worker, frame)
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
-        return functools.partial(self.release, unpack(frame.body, Release).context)
+        peer = self._agent.peers.of(channel)
+        known = peer.record.id if peer is not None else -1
+        return functools.partial(self.release, unpack(frame.body, Release).context, known)
 
 
 def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:

@@ -18,10 +18,11 @@ _MOST = 64  # messages in a tally that travels with a gradient; more go to the d
 class _Open:
     """A report that is being written."""
 
-    __slots__ = ("at_hand", "channels", "consumed", "produced")
+    __slots__ = ("at_hand", "channels", "consumed", "many", "produced")
 
     def __init__(self) -> None:
         self.at_hand = 0
+        self.many = False
         self.channels: set[Channel] = set()
         self.consumed: list[int] = []
         self.produced: dict[int, int] = {}
@@ -57,10 +58,19 @@ class Reports:
             writing.consumed.extend(tally.consumed)
             writing.produced.update(tally.produced)
 
-    def use(self, spec: PassSpec, channel: Channel) -> None:
-        """Gradients went into a channel, which is to be flushed in the end."""
+    def use(self, spec: PassSpec, channel: Channel) -> bool:
+        """Gradients go into a channel. True: more may follow soon; the channel is to be flushed in the end."""
         with self._lock:
-            self._open[spec].channels.add(channel)
+            writing = self._open[spec]
+            if writing.at_hand == 1 and not writing.many and not writing.channels:
+                return False
+            writing.channels.add(channel)
+            return True
+
+    def expect(self, spec: PassSpec, count: int) -> None:
+        """So many gradients are about to go out."""
+        with self._lock:
+            self._open[spec].many = count > 1
 
     def take_along(self, spec: PassSpec) -> Tally | None:
         """What a gradient that goes out now takes with it, if no other is at hand."""

@@ -23,7 +23,7 @@ from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import Payload
-from backhaul.wire.tensors import TensorWriter, read_tensors
+from backhaul.wire.tensors import EMPTY_TABLE, TensorWriter, read_tensors, write_ordinary
 
 _SMALL_BUFFER = 4096  # below this a buffer is cheaper inside the pickle
 _ALWAYS_PLAIN = frozenset((type(None), bool, float, bytes))
@@ -63,9 +63,17 @@ def _encode_plain(values: Sequence[Any]) -> Encoded | None:
     writer = TensorWriter()
     plain: list[Any] = []
     places: list[tuple[int, int]] = []
+    first: torch.Tensor | None = None
     for place, value in enumerate(values):
         kind = type(value)
         if kind is torch.Tensor and not value.__dict__ and value.device.type == "cpu":
+            if first is None:
+                first = value
+                places.append((place, 0))
+                plain.append(None)
+                continue
+            if not writer.tensors:
+                writer.add(first)
             known = [index for index, seen in enumerate(writer.tensors) if seen is value]
             index = known[0] if known else writer.add(value)
             places.append((place, index))
@@ -80,6 +88,13 @@ def _encode_plain(values: Sequence[Any]) -> Encoded | None:
             return None
         if place > _MAX_PLAIN:
             return None
+    if first is None:
+        return Encoded(Payload(EMPTY_TABLE, plain, ()), [], [], [])
+    if not writer.tensors:
+        ordinary = write_ordinary(first)
+        if ordinary is not None:
+            return Encoded(Payload(ordinary[0], plain, tuple(places)), [ordinary[1]], [first], [first])
+        writer.add(first)
     table, buffers, keep = writer.finish()
     return Encoded(Payload(table, plain, tuple(places)), buffers, [keep], writer.tensors)
 

@@ -38,6 +38,17 @@ _UNCOPIED = {dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"u?int[1-
 }
 """Types of one byte that torch stores but does not copy with a change of layout."""
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_BUFFERED = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+}
+"""Types that a tensor over given memory can have without further ado."""
 _COMPRESSED: dict[str, torch.layout] = {
     "csr": torch.sparse_csr,
     "csc": torch.sparse_csc,
@@ -75,6 +86,37 @@ class TensorTable(msgspec.Struct, array_like=True, frozen=True):
 
 
 EMPTY_TABLE = TensorTable()
+
+
+_dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
+
+
+def _keys(tensor: torch.Tensor) -> int:
+    found: int = _dispatch_keys(tensor).raw_repr()
+    return found
+
+
+_ORDINARY = {_keys(torch.empty(1)), _keys(torch.empty(1, requires_grad=True)), _keys(torch.empty(1, dtype=torch.int64))}
+"""What torch dispatches on for a tensor in this process's memory that is nothing special: not sparse, quantized,
+nested, conjugated, negated, fake or wrapped.
+"""
+
+
+@functools.lru_cache(4096)
+def _table_of_one(dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> TensorTable:
+    return TensorTable((TensorSpec((0,), requires_grad),), (Part(0, _DTYPE_NAMES[dtype], tuple(shape)),))
+
+
+def write_ordinary(tensor: torch.Tensor) -> tuple[TensorTable, Buffer] | None:
+    """What ``TensorWriter`` makes of a message with just one ordinary tensor, the usual case, at a fraction of the
+    cost; None if the tensor is not ordinary.
+    """
+    if _keys(tensor) not in _ORDINARY or not tensor.is_contiguous() or not (nbytes := tensor.nbytes):
+        return None
+    return (
+        _table_of_one(tensor.dtype, tensor.shape, tensor.requires_grad),
+        _memory(tensor.data_ptr(), nbytes, _PYBUF_READ),
+    )
 
 
 class TensorWriter:
@@ -267,6 +309,10 @@ def read_tensors(table: TensorTable, buffers: Sequence[Buffer]) -> list[torch.Te
     """Make the tensors of a message again, on the very memory of ``buffers``."""
     if not table.specs:
         return []
+    if len(table.specs) == len(table.parts) == len(buffers) == 1:
+        tensor = _read_ordinary(table.specs[0], table.parts[0], buffers[0])
+        if tensor is not None:
+            return [tensor]
     uses = [0] * len(buffers)
     try:
         for part in table.parts:
@@ -280,6 +326,20 @@ def read_tensors(table: TensorTable, buffers: Sequence[Buffer]) -> list[torch.Te
         raise
     except Exception as error:
         raise ProtocolError(f"a tensor does not fit its description: {type(error).__name__}: {error}") from error
+
+
+def _read_ordinary(spec: TensorSpec, part: Part, buffer: Buffer) -> torch.Tensor | None:
+    """The tensor that ``write_ordinary`` wrote; None if this is anything else, or not right."""
+    dtype = _DTYPES.get(part.dtype)
+    if spec.layout or spec.parts != (0,) or part.buffer or part.stride is not None or part.offset or part.device:
+        return None
+    size = len(memoryview(buffer).cast("B"))
+    if dtype not in _BUFFERED or min(part.shape, default=1) < 1 or math.prod(part.shape) * dtype.itemsize != size:
+        return None
+    tensor = torch.frombuffer(buffer, dtype=dtype)
+    if len(part.shape) != 1:
+        tensor = tensor.view(part.shape)
+    return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
 def _check_part(part: Part, buffers: Sequence[Buffer]) -> None:
