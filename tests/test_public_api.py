@@ -21,6 +21,7 @@ NAMES = [
     "Options",
     "PeerLostError",
     "ProtocolError",
+    "RRef",
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
@@ -43,6 +44,7 @@ NAMES = [
     "get_worker_infos",
     "init",
     "launch",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
@@ -56,6 +58,7 @@ SIGNATURES = {
     "cluster": "(workers, *, options, endpoints)",
     "rpc_sync": "(to, func, args, kwargs, timeout)",
     "rpc_async": "(to, func, args, kwargs, timeout)",
+    "remote": "(to, func, args, kwargs, timeout)",
     "get_worker_info": "(name)",
     "backward": "(context, roots, *, grad_tensors, retain_graph, create_graph, inputs, mode, accumulate, "
     "deterministic, timeout)",

@@ -31,6 +31,8 @@ from backhaul.launch.local import launch
 from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
+from backhaul.rref.handle import RRef
+from backhaul.rref.remote import remote
 from backhaul.types import Options, WorkerInfo
 from backhaul.worker import Worker, current_worker
 
@@ -49,6 +51,7 @@ __all__ = [
     "Options",
     "PeerLostError",
     "ProtocolError",
+    "RRef",
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
@@ -71,6 +74,7 @@ __all__ = [
     "get_worker_infos",
     "init",
     "launch",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",

@@ -73,6 +73,7 @@ class Worker:
         self.counters: dict[str, Callable[[], int]] = {}  # of all parts, for people
         self._parts: dict[type, Any] = {}
         self._handlers: dict[int, FrameHandler] = {}
+        self._on_close: list[Callable[[], None]] = []
         self._on_lost: list[Callable[[Channel, str], None]] = []
         self._context = contextvars.Context()
         self._context.run(_current.set, self)
@@ -106,6 +107,10 @@ class Worker:
     def on_lost(self, handler: Callable[[Channel, str], None]) -> None:
         """Call ``handler`` with each channel that is gone, and why. On a crew thread; it may block."""
         self._on_lost.append(handler)
+
+    def on_close(self, handler: Callable[[], None]) -> None:
+        """Call ``handler`` when the worker is being closed."""
+        self._on_close.append(handler)
 
     def start(self) -> None:
         """Begin to listen."""
@@ -161,6 +166,8 @@ class Worker:
             _alive.discard(self)
             global _closed_last
             _closed_last = self.name
+        for handler in self._on_close:
+            handler()
         stuck = self.crew.close(timeout)
         if stuck:
             log.warning("%s closed while handlers still ran on %s", self.name, ", ".join(stuck))

@@ -21,6 +21,7 @@ from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ContextId, MessageId, Recv, SendRecord, receive
 from backhaul.autograd.messages import Note
 from backhaul.rpc.peers import Peer
+from backhaul.wire.codec import Encoded
 from backhaul.wire.messages import pack, unpack
 from backhaul.worker import Worker
 
@@ -104,13 +105,13 @@ class Recorder:
         self._worker = worker
         self._container = container
 
-    def request_out(self, peer: Peer, tensors: Sequence[torch.Tensor]) -> tuple[bytes | None, Any]:
+    def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
         if not torch.is_grad_enabled():
             return None, _NO_GRAD
         scope = current_scope(self._worker)
         if scope is None:
             return None, None
-        note = record_send(self._container, scope.context, peer.record.id, tensors, place=scope.next_place())
+        note = record_send(self._container, scope.context, peer.record.id, encoded.tensors, place=scope.next_place())
         return (pack(note), scope.context) if note is not None else (None, None)
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
@@ -124,10 +125,10 @@ class Recorder:
         enter(scope)
         return record_recv(context, peer.record.id, read, tensors), scope
 
-    def reply_out(self, peer: Peer, kept: Any, tensors: Sequence[torch.Tensor]) -> bytes | None:
+    def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
         if kept is None:
             return None
-        note = record_send(self._container, kept.context, peer.record.id, tensors, place=kept.next_place())
+        note = record_send(self._container, kept.context, peer.record.id, encoded.tensors, place=kept.next_place())
         return pack(note) if note is not None else None
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -136,3 +137,6 @@ class Recorder:
         if note is None or kept is None:
             return tensors
         return record_recv(kept, peer.record.id, unpack(note, Note), tensors)
+
+    def discard(self, peer: Peer, note: bytes) -> None:
+        """Nothing to do: an end whose other end is not used gets no gradients."""

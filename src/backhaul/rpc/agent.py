@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from backhaul.crew import Task
@@ -61,7 +61,12 @@ class Pending:
             timeout=self.timeout,
         )
 
-    def read(self, outcome: Frame | BackhaulError) -> Any:
+    def discard(self, outcome: Frame) -> None:
+        """A reply is not going to be used."""
+        if outcome.kind == Kind.REPLY:
+            discard(self.peer, [interceptor for interceptor, _ in self.kept], unpack(outcome.body, Reply).notes)
+
+    def read(self, outcome: Frame | BackhaulError, worker: Worker) -> Any:
         """The value of an outcome, or raise what it says."""
         if not isinstance(outcome, Frame):
             raise outcome
@@ -72,9 +77,10 @@ class Pending:
             tensors = tensors_of(reply.payload, outcome.buffers)
             for interceptor, kept in self.kept:
                 tensors = interceptor.reply_in(self.peer, kept, reply.notes.get(interceptor.key), tensors)
-            (value,) = load(reply.payload, outcome.buffers, tensors)
+            (value,) = load(reply.payload, outcome.buffers, tensors, worker)
             return value
         except Exception as error:
+            self.discard(outcome)
             raise SerializationError(
                 f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
                 f"{type(error).__name__}: {error}",
@@ -102,10 +108,11 @@ class SyncCall(Pending):
 class AsyncCall(Pending):
     """A future waits; its callbacks are the user's, so it is completed in a task."""
 
-    __slots__ = ("future",)
+    __slots__ = ("future", "worker")
 
-    def __init__(self, peer: Peer, label: str, timeout: float, deadline: float) -> None:
+    def __init__(self, peer: Peer, label: str, timeout: float, deadline: float, worker: Worker) -> None:
         super().__init__(peer, label, timeout, deadline)
+        self.worker = worker
         self.future: Future[Any] = Future()
 
     def settle(self, outcome: Frame | BackhaulError) -> Task | None:
@@ -113,7 +120,7 @@ class AsyncCall(Pending):
 
     def _complete(self, outcome: Frame | BackhaulError) -> None:
         try:
-            value = self.read(outcome)
+            value = self.read(outcome, self.worker)
         except Exception as error:
             self.future.set_exception(error)
         else:
@@ -163,7 +170,7 @@ class Agent:
                 raise pending.timed_out()
             pending.gate.wait()  # the outcome came just now
         assert pending.outcome is not None
-        return pending.read(pending.outcome)
+        return pending.read(pending.outcome, self.worker)
 
     def _left(self, deadline: float) -> float | None:
         return None if deadline == _FOREVER else deadline - self.worker.runtime.now()
@@ -192,10 +199,12 @@ class Agent:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,
+        *,
+        label: str | None = None,
     ) -> Future[Any]:
-        """Call and return a future."""
+        """Call and return a future. ``label`` names the call in errors, if not by its function."""
         peer, timeout, deadline = self._prepare(to, timeout)
-        pending = AsyncCall(peer, label_of(function), timeout, deadline)
+        pending = AsyncCall(peer, label or label_of(function), timeout, deadline, self.worker)
         try:
             self._start(pending, function, args, kwargs)
         except (PeerLostError, CallTimeoutError) as error:
@@ -282,13 +291,17 @@ class Agent:
             raise SerializationError(f"{what}: {error}; nothing was sent", path=error.path) from error.__cause__
         notes: dict[str, bytes] = {}
         for interceptor in self.interceptors:
-            note, kept = interceptor.request_out(pending.peer, encoded.tensors)
+            note, kept = interceptor.request_out(pending.peer, encoded)
             if note is not None:
                 notes[interceptor.key] = note
             pending.kept.append((interceptor, kept))
         request = Request(name or "", encoded.payload, bool(kwargs), notes)
         frame = Frame(Kind.REQUEST, number, pack(request), encoded.buffers, encoded.keep)
-        check_size(frame, pending.peer, what)
+        try:
+            check_size(frame, pending.peer, what)
+        except FrameTooLargeError:
+            discard(pending.peer, self.interceptors, notes)
+            raise
         return frame
 
     # Outcomes.
@@ -296,8 +309,14 @@ class Agent:
     def _on_reply(self, channel: Channel, frame: Frame) -> Task | None:
         pending = self._pending.get(frame.number)
         if pending is None or pending.channel is not channel:
+            self._discard(channel, frame)
             return None  # too late, or for somebody else
         return self._settle(frame.number, frame)
+
+    def _discard(self, channel: Channel, frame: Frame) -> None:
+        peer = self.peers.of(channel)
+        if frame.kind == Kind.REPLY and peer is not None:
+            discard(peer, self.interceptors, unpack(frame.body, Reply).notes)
 
     def _settle(self, number: int, outcome: Frame | BackhaulError) -> Task | None:
         pending = self._pending.pop(number, None)
@@ -393,6 +412,14 @@ class Agent:
     def pending(self) -> list[Pending]:
         """The calls under way."""
         return list(self._pending.values())
+
+
+def discard(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str, bytes]) -> None:
+    """Tell those who put notes on a message that it is not going to be used."""
+    for interceptor in interceptors if notes else ():
+        note = notes.get(interceptor.key)
+        if note is not None:
+            interceptor.discard(peer, note)
 
 
 def check_size(frame: Frame, peer: Peer, what: str) -> None:

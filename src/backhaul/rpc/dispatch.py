@@ -16,7 +16,7 @@ import torch
 
 from backhaul.crew import Task
 from backhaul.errors import FunctionNotFoundError, ProtocolError, SerializationError
-from backhaul.rpc.agent import Agent, check_size
+from backhaul.rpc.agent import Agent, check_size, discard
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
@@ -30,7 +30,7 @@ from backhaul.worker import Worker, serving
 log = logging.getLogger("backhaul")
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MARK = "_backhaul_async_execution"
+ASYNC_MARK = "_backhaul_async_execution"
 
 
 def async_execution(function: F) -> F:
@@ -50,7 +50,7 @@ def async_execution(function: F) -> F:
     """
     if not callable(function):
         raise TypeError(f"async_execution marks functions, not a {type(function).__name__}; put it innermost")
-    setattr(function, _MARK, True)
+    setattr(function, ASYNC_MARK, True)
     return function
 
 
@@ -88,7 +88,7 @@ class Dispatcher:
             del frame
             answer.label = label_of(function)
             result = function(*args, **kwargs)
-            if getattr(function, _MARK, False):
+            if getattr(function, ASYNC_MARK, False):
                 if not isinstance(result, torch.futures.Future):
                     raise TypeError(
                         f"{answer.label} is marked with async_execution, so it must return a Future, "
@@ -124,11 +124,13 @@ class Dispatcher:
                     note = request.notes.get(interceptor.key)
                     tensors, kept = interceptor.request_in(answer.peer, note, tensors)
                     answer.kept.append((interceptor, kept))
-            values = load(request.payload, frame.buffers, tensors)
+            values = load(request.payload, frame.buffers, tensors, self._worker)
             if function is None:
                 function = values.pop(0)
             kwargs = values.pop(0) if request.keywords else {}
         except Exception as error:
+            if answer.peer is not None:
+                discard(answer.peer, self._agent.interceptors, request.notes)
             raise SerializationError(
                 f"worker '{name}' cannot decode the call to {request.function or 'a function'}: "
                 f"{type(error).__name__}: {error}",
@@ -161,7 +163,7 @@ class Dispatcher:
             notes: dict[str, bytes] = {}
             for interceptor, kept in answer.kept:
                 assert peer is not None
-                note = interceptor.reply_out(peer, kept, encoded.tensors)
+                note = interceptor.reply_out(peer, kept, encoded)
                 if note is not None:
                     notes[interceptor.key] = note
             body = pack(Reply(encoded.payload, notes))

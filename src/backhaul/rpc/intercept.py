@@ -4,10 +4,12 @@ their tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+from backhaul.wire.codec import Encoded
 
 if TYPE_CHECKING:
     from backhaul.rpc.node import Node
@@ -20,7 +22,7 @@ class Interceptor(Protocol):
     key: str
     """Names this interceptor's notes on the wire."""
 
-    def request_out(self, peer: Peer, tensors: Sequence[torch.Tensor]) -> tuple[bytes | None, Any]:
+    def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
         """A request goes to ``peer``. Returns a note, and what to keep until the reply is there."""
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
@@ -29,11 +31,16 @@ class Interceptor(Protocol):
         Called in the context (as of ``contextvars``) in which the function will run.
         """
 
-    def reply_out(self, peer: Peer, kept: Any, tensors: Sequence[torch.Tensor]) -> bytes | None:
+    def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
         """The reply goes out. Returns a note."""
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The reply came. Returns the tensors to use. May run on any thread."""
+
+    def discard(self, peer: Peer, note: bytes) -> None:
+        """A message with this note, from or to ``peer``, is not going to be used: it came too late, could not be
+        decoded, or was not sent. Must not block.
+        """
 
 
 extensions: list[Callable[[Node], None]] = []

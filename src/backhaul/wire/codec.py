@@ -12,7 +12,7 @@ import io
 import itertools
 import pickle
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -31,16 +31,43 @@ _MAX_PLAIN = 64  # a list longer than this is left to pickle, which is in C
 _MAX_DEPTH = 64  # how deep to look for what cannot be sent
 
 
+Reducer = Callable[[Any, list[Any]], Any]
+"""Reduces a value for a message as ``__reduce__`` does. It may leave something in the list for its layer to act on when
+the message goes out; a message that cannot be encoded never does.
+"""
+
+reducers: dict[type, Reducer] = {}
+"""Types that mean something only in a message, by their layers."""
+
+builders: dict[tuple[str, str], Callable[..., Any]] = {}
+"""What to call in the place of a function named in a message, by module and name: with the same arguments, and before
+them the worker that has received it.
+"""
+
+
 class Encoded:
-    """A value on its way out: the payload, the frame's buffers, and what owns their memory."""
+    """A value on its way out: the payload, the frame's buffers, and what owns their memory.
 
-    __slots__ = ("buffers", "keep", "payload", "tensors")
+    Attributes:
+        tensors: Those of the message's table.
+        parcels: What reducers left.
+    """
 
-    def __init__(self, payload: Payload, buffers: list[Buffer], keep: list[Any], tensors: list[torch.Tensor]) -> None:
+    __slots__ = ("buffers", "keep", "parcels", "payload", "tensors")
+
+    def __init__(
+        self,
+        payload: Payload,
+        buffers: list[Buffer],
+        keep: list[Any],
+        tensors: list[torch.Tensor],
+        parcels: Sequence[Any] = (),
+    ) -> None:
         self.payload = payload
         self.buffers = buffers
         self.keep = keep
         self.tensors = tensors
+        self.parcels = parcels
 
 
 def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = False) -> Encoded:
@@ -103,8 +130,9 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
     writer = TensorWriter()
     loose: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
+    parcels: list[Any] = []
     try:
-        _Pickler(out, writer, loose, main_shared).dump(list(values))
+        _Pickler(out, writer, loose, main_shared, parcels).dump(list(values))
         table, buffers, keep = writer.finish()
     except Exception as error:
         raise _explain(values, names, main_shared, error) from error
@@ -114,7 +142,7 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
             f"too much for one message: {len(body)} bytes of pickle, {len(buffers)} buffers of tensors"
         )
     buffers.extend(buffer.raw() for buffer in loose)
-    return Encoded(Payload(table, pickle=body, loose=len(loose)), buffers, [keep, loose], writer.tensors)
+    return Encoded(Payload(table, pickle=body, loose=len(loose)), buffers, [keep, loose], writer.tensors, parcels)
 
 
 def decode(payload: Payload, buffers: Sequence[Buffer]) -> list[Any]:
@@ -129,12 +157,14 @@ def tensors_of(payload: Payload, buffers: Sequence[Buffer]) -> list[torch.Tensor
     return read_tensors(payload.tensors, buffers)
 
 
-def load(payload: Payload, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Put a payload together from its tensors, or from others in their place."""
+def load(
+    payload: Payload, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor], home: object = None
+) -> list[Any]:
+    """Put a payload together from its tensors, or from others in their place, for the worker ``home``."""
     values = payload.plain
     if values is None:
         loose = buffers[len(buffers) - payload.loose :]
-        values = _Unpickler(io.BytesIO(payload.pickle), tensors, loose).load()
+        values = _Unpickler(io.BytesIO(payload.pickle), tensors, loose, home).load()
         if not isinstance(values, list):
             raise ProtocolError(f"a payload is a list of values, not a {type(values).__name__}")
         return values
@@ -154,11 +184,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         writer: TensorWriter,
         loose: list[pickle.PickleBuffer],
         main_shared: bool,
+        parcels: list[Any],
     ) -> None:
         # Not a method: a pickler that refers to itself would keep all it has seen until the next collection.
         super().__init__(file, protocol=5, buffer_callback=functools.partial(_take_buffer, loose))
         self._writer = writer
         self._main_shared = main_shared
+        self._parcels = parcels
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
@@ -169,6 +201,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _parameter, (plain, value.requires_grad), value.__dict__, None, None, _set_attributes
         if issubclass(kind, torch.Tensor):
             return self._reduce_subclass(value)
+        if (reducer := reducers.get(kind)) is not None:
+            return reducer(value, self._parcels)
         if issubclass(kind, io.IOBase) and not issubclass(kind, (io.BytesIO, io.StringIO)):
             raise TypeError("an open file belongs to its process")
         if issubclass(kind, torch.jit.ScriptModule):
@@ -220,13 +254,18 @@ def _take_buffer(loose: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) 
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor], loose: Sequence[Buffer]) -> None:
+    def __init__(
+        self, file: io.BytesIO, tensors: Sequence[torch.Tensor], loose: Sequence[Buffer], home: object
+    ) -> None:
         super().__init__(file, buffers=loose)
         self._tensors = tensors
+        self._home = home
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_tensor" and module == __name__:
             return self._tensors.__getitem__
+        if (builder := builders.get((module, name))) is not None:
+            return functools.partial(builder, self._home)
         return super().find_class(module, name)
 
 
@@ -312,7 +351,7 @@ def _trouble(value: Any, main_shared: bool) -> str | None:
     """Why ``value`` does not travel. Text, not the exception: that would hold on to all it went through."""
     try:
         writer = TensorWriter()
-        _Pickler(io.BytesIO(), writer, [], main_shared).dump(value)
+        _Pickler(io.BytesIO(), writer, [], main_shared, []).dump(value)
         writer.finish()
     except Exception as error:
         return _reason(error)

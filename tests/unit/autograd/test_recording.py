@@ -16,7 +16,8 @@ from backhaul.autograd.functions import ContextId, recv_of
 from backhaul.autograd.messages import Note
 from backhaul.autograd.recording import Recorder, Scope, current_scope, enter, leave
 from backhaul.errors import UnknownContextError
-from backhaul.wire.messages import pack, unpack
+from backhaul.wire.codec import Encoded
+from backhaul.wire.messages import Payload, pack, unpack
 
 
 class Side:
@@ -55,6 +56,10 @@ def no_scope() -> Iterator[None]:
     leave(token)
 
 
+def message(tensors: list[torch.Tensor]) -> Encoded:
+    return Encoded(Payload(), [], [], tensors)
+
+
 def read(note: bytes | None) -> Note:
     assert note is not None
     return unpack(note, Note)
@@ -65,7 +70,7 @@ PLAIN = torch.ones(2)
 
 
 def test_outside_of_a_context(caller: Side) -> None:
-    note, kept = caller.recorder.request_out(caller.peer, [LEAF])
+    note, kept = caller.recorder.request_out(caller.peer, message([LEAF]))
     assert note is None
     assert caller.recorder.reply_in(caller.peer, kept, None, [PLAIN]) == [PLAIN]
     assert len(caller.container) == 0
@@ -74,7 +79,7 @@ def test_outside_of_a_context(caller: Side) -> None:
 def test_a_request_is_recorded_at_its_sender(caller: Side, callee: Side) -> None:
     made = LEAF * 2
     with caller.context() as context:
-        note = read(caller.recorder.request_out(callee.peer, [PLAIN, LEAF, PLAIN, made])[0])
+        note = read(caller.recorder.request_out(callee.peer, message([PLAIN, LEAF, PLAIN, made]))[0])
     assert note.context == context.id == (1 << 48) + 1
     assert note.positions == (1, 3)
     assert note.message >> 48 == 1
@@ -88,7 +93,7 @@ def test_a_request_is_recorded_at_its_sender(caller: Side, callee: Side) -> None
 
 def test_a_message_that_needs_no_grad_only_makes_the_workers_known(caller: Side, callee: Side) -> None:
     with caller.context() as context:
-        note = read(caller.recorder.request_out(callee.peer, [PLAIN])[0])
+        note = read(caller.recorder.request_out(callee.peer, message([PLAIN]))[0])
     assert (note.message, note.positions) == (0, ())
     assert (context.known, context.sends) == ({2}, {})
     tensors, _ = callee.recorder.request_in(caller.peer, pack(note), [PLAIN])
@@ -99,7 +104,7 @@ def test_a_message_that_needs_no_grad_only_makes_the_workers_known(caller: Side,
 
 def test_no_grad_leaves_no_trace(caller: Side, callee: Side) -> None:
     with caller.context() as context, torch.no_grad():
-        note, kept = caller.recorder.request_out(callee.peer, [LEAF])
+        note, kept = caller.recorder.request_out(callee.peer, message([LEAF]))
     assert note is None
     assert (context.known, context.sends) == (set(), {})
     # The result of a call under no_grad needs none either.
@@ -109,13 +114,13 @@ def test_no_grad_leaves_no_trace(caller: Side, callee: Side) -> None:
 
 def test_a_whole_call(caller: Side, callee: Side) -> None:
     with caller.context() as context:
-        note, kept = caller.recorder.request_out(callee.peer, [LEAF, PLAIN])
+        note, kept = caller.recorder.request_out(callee.peer, message([LEAF, PLAIN]))
         arrived = [LEAF.detach().clone().requires_grad_(), PLAIN]
         tensors, served = callee.recorder.request_in(caller.peer, note, arrived)
         assert recv_of(tensors[0].grad_fn) is not None
         assert tensors[1] is PLAIN
         assert current_scope(callee.worker).context is callee.container.get(context.id)
-        back = read(callee.recorder.reply_out(caller.peer, served, [PLAIN, tensors[0] * 2]))
+        back = read(callee.recorder.reply_out(caller.peer, served, message([PLAIN, tensors[0] * 2])))
         (_, result) = caller.recorder.reply_in(callee.peer, kept, pack(back), [PLAIN, torch.ones(2)])
     assert recv_of(result.grad_fn) is not None
     there = callee.container.get(context.id)
@@ -129,7 +134,7 @@ def test_received_tensors_are_not_leaves(caller: Side, callee: Side) -> None:
     """One or several: they may be changed in place, also through views."""
     for count in (1, 3):
         with caller.context():
-            note, _ = caller.recorder.request_out(callee.peer, [LEAF] * count)
+            note, _ = caller.recorder.request_out(callee.peer, message([LEAF] * count))
         arrived = [torch.arange(2.0) for _ in range(count)]
         tensors, _ = callee.recorder.request_in(caller.peer, note, arrived)
         for tensor in tensors:
@@ -142,26 +147,26 @@ def test_received_tensors_are_not_leaves(caller: Side, callee: Side) -> None:
 def test_places_in_program_order(caller: Side, callee: Side) -> None:
     """Of the request whose handler sent it, and its number among that handler's messages."""
     with caller.context():
-        first = caller.recorder.request_out(callee.peer, [LEAF])[0]
-        second = caller.recorder.request_out(callee.peer, [PLAIN])[0]
-        third = caller.recorder.request_out(callee.peer, [LEAF])[0]
+        first = caller.recorder.request_out(callee.peer, message([LEAF]))[0]
+        second = caller.recorder.request_out(callee.peer, message([PLAIN]))[0]
+        third = caller.recorder.request_out(callee.peer, message([LEAF]))[0]
     assert [read(note).order for note in (first, second, third)] == [(0,), (1,), (2,)]
     places = []
     for request in (third, second):
         _, served = callee.recorder.request_in(caller.peer, request, [torch.ones(2)])
-        nested = callee.recorder.request_out(caller.peer, [LEAF])[0]
-        reply = callee.recorder.reply_out(caller.peer, served, [LEAF])
+        nested = callee.recorder.request_out(caller.peer, message([LEAF]))[0]
+        reply = callee.recorder.reply_out(caller.peer, served, message([LEAF]))
         places += [read(nested).order, read(reply).order]
     assert places == [(2, 0), (2, 1), (1, 0), (1, 1)]
 
 
 def test_a_released_context_at_the_sender(caller: Side, callee: Side) -> None:
     with caller.context() as context:
-        _, kept = caller.recorder.request_out(callee.peer, [LEAF])
+        _, kept = caller.recorder.request_out(callee.peer, message([LEAF]))
         caller.container.pop(context.id)
         assert context.end() == {2}
-        assert caller.recorder.request_out(callee.peer, [LEAF])[0] is None
-        assert caller.recorder.request_out(callee.peer, [PLAIN])[0] is None
+        assert caller.recorder.request_out(callee.peer, message([LEAF]))[0] is None
+        assert caller.recorder.request_out(callee.peer, message([PLAIN]))[0] is None
         # A reply that comes now finds nobody who would ask for gradients.
         caller.recorder.reply_in(callee.peer, kept, None, [PLAIN])
     assert len(caller.container) == 0
@@ -171,7 +176,7 @@ def test_a_released_context_at_the_sender(caller: Side, callee: Side) -> None:
 def test_a_released_context_at_the_receiver(caller: Side, callee: Side, early: bool) -> None:
     """Whether it had been there or not."""
     with caller.context() as context:
-        notes = [caller.recorder.request_out(callee.peer, [LEAF])[0] for _ in range(2)]
+        notes = [caller.recorder.request_out(callee.peer, message([LEAF]))[0] for _ in range(2)]
     if not early:
         callee.recorder.request_in(caller.peer, notes[0], [torch.ones(2)])
         enter(None)
@@ -179,21 +184,21 @@ def test_a_released_context_at_the_receiver(caller: Side, callee: Side, early: b
     tensors, served = callee.recorder.request_in(caller.peer, notes[1], [PLAIN])
     assert tensors == [PLAIN]
     assert current_scope(callee.worker) is None
-    assert callee.recorder.reply_out(caller.peer, served, [LEAF]) is None
+    assert callee.recorder.reply_out(caller.peer, served, message([LEAF])) is None
     assert len(callee.container) == 0
 
 
 def test_a_reply_after_the_release(caller: Side, callee: Side) -> None:
     with caller.context() as context:
-        note, _ = caller.recorder.request_out(callee.peer, [LEAF])
+        note, _ = caller.recorder.request_out(callee.peer, message([LEAF]))
         tensors, served = callee.recorder.request_in(caller.peer, note, [torch.ones(2)])
     callee.container.pop(context.id).end()
-    assert callee.recorder.reply_out(caller.peer, served, tensors) is None
+    assert callee.recorder.reply_out(caller.peer, served, message(tensors)) is None
 
 
 def test_the_scope_of_another_worker_does_not_count(caller: Side, callee: Side) -> None:
     with caller.context():
-        assert callee.recorder.request_out(caller.peer, [LEAF])[0] is None
+        assert callee.recorder.request_out(caller.peer, message([LEAF]))[0] is None
         assert current_scope(callee.worker) is None
 
 

@@ -1,0 +1,1 @@
+"""References to values that live on other workers."""

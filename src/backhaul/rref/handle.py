@@ -1,0 +1,347 @@
+"""The reference that users hold, and calls on the value behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from backhaul.autograd.api import backward
+from backhaul.errors import BackhaulError
+from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
+from backhaul.rpc.futures import Future
+from backhaul.rref.ownership import Entry, ForkId, RRefId, maker_of
+from backhaul.rref.registry import RRefs, current_rrefs
+from backhaul.types import WorkerInfo
+from backhaul.wire.codec import builders, reducers
+from backhaul.worker import Worker, current_worker
+
+T = TypeVar("T")
+Call = Callable[..., Any]
+
+
+class RRef(Generic[T]):
+    """A reference to a value on some worker, its *owner*. ``RRef(value)`` makes one to a value of this worker's;
+    ``remote`` makes values elsewhere.
+
+    References travel in calls, as arguments and results, and wherever they go the value stays where it is. It is
+    dropped when the last of them is gone, on whatever worker.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     rref = bh.remote("worker1", torch.add, args=(torch.ones(2), 1))
+        ...     rref.to_here(), rref.owner_name(), rref.rpc_sync().sum()
+        (tensor([2., 2.]), 'worker1', tensor(4.))
+    """
+
+    __slots__ = ("__weakref__", "_created", "_entry", "_fork", "_id", "_owner", "_rrefs", "_type")
+
+    _rrefs: RRefs
+    _id: RRefId
+    _owner: WorkerInfo
+    _entry: Entry[Future[Any]] | None  # on the owner
+    _fork: ForkId | None  # elsewhere
+    _created: Future[Any] | None  # where ``remote`` was called: done when the value is there
+    _type: type | None
+
+    def __init__(self, value: T, type_hint: type | None = None) -> None:
+        rrefs = current_rrefs()
+        entry = rrefs.own(RRefId(rrefs.new_id()))
+        self._set(rrefs, entry.id, rrefs.worker.info, entry=entry)
+        entry.value.set_result(value)
+
+    def _set(
+        self,
+        rrefs: RRefs,
+        number: RRefId,
+        owner: WorkerInfo,
+        *,
+        entry: Entry[Future[Any]] | None = None,
+        fork: ForkId | None = None,
+    ) -> None:
+        self._rrefs = rrefs
+        self._id = number
+        self._owner = owner
+        self._entry = entry
+        self._fork = fork
+        self._created = None
+        self._type = None
+
+    def __del__(self) -> None:
+        try:
+            if self._entry is not None:
+                self._rrefs.bury((self._entry,))
+            elif self._fork is not None:
+                self._rrefs.bury((self._owner.id, self._id, self._fork))
+        except AttributeError:  # never completed
+            pass
+
+    # Where it is.
+
+    def owner(self) -> WorkerInfo:
+        """The worker that the value lives on."""
+        return self._owner
+
+    def owner_name(self) -> str:
+        """The name of that worker."""
+        return self._owner.name
+
+    def is_owner(self) -> bool:
+        """Whether that worker is this one."""
+        return self._entry is not None
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to have the value, or to have failed to make it."""
+        created = self._created
+        return created is None or (created.done() and _failure(created) is None)
+
+    def __repr__(self) -> str:
+        number = f"RRefId = {_show(self._id)}"
+        return f"OwnerRRef({number})" if self._fork is None else f"UserRRef({number}, ForkId = {_show(self._fork)})"
+
+    # The value.
+
+    def local_value(self) -> T:
+        """The value itself, on its owner.
+
+        Raises:
+            BackhaulError: This worker is not the owner.
+        """
+        if self._entry is None:
+            raise BackhaulError(
+                f"the value of {self} is on worker '{self.owner_name()}', not on '{self._rrefs.worker.name}': "
+                "local_value() is for its owner, to_here() brings a copy",
+                worker=self._rrefs.worker.name,
+            )
+        return cast(T, self._entry.value.wait())
+
+    def to_here(self, timeout: float | None = None) -> T:
+        """A copy of the value; on its owner, the value itself. Part of the graph, inside of a context.
+
+        Args:
+            timeout: Seconds to wait; 0: for ever; None: the worker's default.
+
+        Raises:
+            Exception: What the function raised that was to make the value.
+        """
+        if self._entry is not None:
+            return cast(T, self._entry.value.wait(timeout or None))
+        self._check_created()
+        return cast(T, self._rrefs.agent.call(self._owner.id, fetch, self._named(), None, timeout))
+
+    def _check_created(self) -> None:
+        if self._created is not None and self._created.done():
+            error = _failure(self._created)
+            if error is not None:
+                raise error
+
+    def _get_type(self, timeout: float | None = None, blocking: bool = True) -> Any:
+        """The type of the value, or a future of it."""
+        if self._type is not None and blocking:
+            return self._type
+        if self._entry is not None:
+            found: Future[Any] = self._entry.value.then(lambda done: type(done.value()))
+        else:
+            found = self._rrefs.agent.call_async(self._owner.id, type_of, self._named(), None, timeout)
+        if not blocking:
+            return found
+        self._type = found.wait()
+        return self._type
+
+    def backward(self, context: int = -1, retain_graph: bool = False) -> None:
+        """Run ``backward`` from the value, on its owner.
+
+        Args:
+            context: A context to run it in, see ``backhaul.backward``; without, as ``value.backward()`` does.
+            retain_graph: Keep the graph for another time.
+        """
+        if self._entry is not None:
+            run_backward(self._entry.value.wait(), context, retain_graph)
+        else:
+            self._check_created()
+            self._rrefs.agent.call(self._owner.id, backward_of, (*self._named(), context, retain_graph), None, 0)
+
+    # Calls.
+
+    def rpc_sync(self, timeout: float | None = None) -> Any:
+        """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and waits for the result."""
+        return _Proxy(self, lambda name, args, kwargs: self._call(name, args, kwargs, timeout).wait())
+
+    def rpc_async(self, timeout: float | None = None) -> Any:
+        """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
+        return _Proxy(self, lambda name, args, kwargs: self._call(name, args, kwargs, timeout))
+
+    def remote(self, timeout: float | None = None) -> Any:
+        """``rref.remote().method(...)`` calls a method of the value on its owner, where the result stays."""
+        from backhaul.rref.remote import remote
+
+        def call(name: str, args: Any, kwargs: Any) -> RRef[Any]:
+            made: RRef[Any] = remote(self._owner.id, invoke, (self._named(), name, args, kwargs), timeout=timeout)
+            if made._created is not None:
+                self._keep_until(made._created)
+            return made
+
+        return _Proxy(self, call)
+
+    def _named(self) -> tuple[int, int, int]:
+        """How the owner knows it: value, fork, and who holds that."""
+        return self._id, -1 if self._fork is None else self._fork, self._rrefs.id
+
+    def _call(self, name: str, args: Any, kwargs: Any, timeout: float | None) -> Future[Any]:
+        self._check_created()
+        arguments = (self._named(), name, args, kwargs)
+        future = self._rrefs.agent.call_async(self._owner.id, invoke, arguments, None, timeout)
+        self._keep_until(future)
+        return future
+
+    def _keep_until(self, done: Future[Any]) -> None:
+        """The value has to live as long as a call on it, even if nobody else refers to it any more."""
+
+        def let_go(_: Any, keep: RRef[T] = self) -> None: ...
+
+        done._when_done(let_go)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a reference travels in calls only; it cannot be pickled, copied or saved otherwise")
+
+
+class _Proxy:
+    """Stands for the value: its methods are calls."""
+
+    __slots__ = ("_call", "_rref")
+
+    def __init__(self, rref: RRef[Any], call: Call) -> None:
+        self._rref = rref
+        self._call = call
+
+    def __getattr__(self, name: str) -> Call:
+        return lambda *args, **kwargs: self._call(name, args, kwargs)
+
+
+def _failure(future: Future[Any]) -> Exception | None:
+    try:
+        future.value()
+    except Exception as error:
+        return error
+    return None
+
+
+def _show(number: int) -> str:
+    return f"GloballyUniqueId(created_on={maker_of(number)}, local_id={number & (1 << 48) - 1})"
+
+
+def make_handle(
+    rrefs: RRefs,
+    number: RRefId,
+    owner: WorkerInfo,
+    *,
+    entry: Entry[Future[Any]] | None = None,
+    fork: ForkId | None = None,
+) -> RRef[Any]:
+    """A handle of what is known already."""
+    made: RRef[Any] = RRef.__new__(RRef)
+    made._set(rrefs, number, owner, entry=entry, fork=fork)
+    if fork is not None:
+        rrefs.adopt(owner.id, number, fork)
+    return made
+
+
+# Travelling.
+
+
+def _arrive(owner: int, number: int, fork: int) -> Any:
+    """Stands in a message for a reference; the receiver calls ``_build`` in its place."""
+    raise TypeError("a reference travels in calls only")
+
+
+def _build(worker: Worker | None, owner: int, number: RRefId, fork: ForkId) -> RRef[Any]:
+    rrefs = (worker or current_worker()).part(RRefs)
+    if owner != rrefs.id:
+        return make_handle(rrefs, number, rrefs.agent.peers.find(owner).info, fork=fork)
+    made = make_handle(rrefs, number, rrefs.worker.info, entry=rrefs.own(number))
+    rrefs.hear([("gone", number, fork, rrefs.id)])  # it has come home
+    return made
+
+
+def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
+    rref._check_created()
+    parcel = rref._owner.id, rref._id, ForkId(rref._rrefs.new_id())
+    parcels.append(parcel)
+    return _arrive, parcel
+
+
+reducers[RRef] = _reduce
+builders[_arrive.__module__, _arrive.__name__] = _build
+
+
+# What owners do for others.
+
+
+@async_execution
+def fetch(number: int, fork: int, holder: int) -> Future[Any]:
+    """The value, when it is there."""
+    return current_rrefs().join(number, fork, holder)
+
+
+@async_execution
+def type_of(number: int, fork: int, holder: int) -> Future[Any]:
+    """Its type."""
+    return fetch(number, fork, holder).then(lambda done: type(done.value()))
+
+
+@async_execution
+def backward_of(number: int, fork: int, holder: int, context: int, retain_graph: bool) -> Future[None]:
+    """Runs backward from the value."""
+    return fetch(number, fork, holder).then(lambda done: run_backward(done.value(), context, retain_graph))
+
+
+@async_execution
+def invoke(named: tuple[int, int, int], name: str, args: Any, kwargs: Any) -> Future[Any]:
+    """Calls a method of the value."""
+    value = fetch(*named)
+    if value.done():
+        return _invoke(value, name, args, kwargs)
+    made: Future[Any] = Future()
+
+    def go_on(done: Future[Any]) -> None:
+        forward(_invoke(done, name, args, kwargs), made)
+
+    value.add_done_callback(go_on)
+    return made
+
+
+def _invoke(value: Future[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
+    made: Future[Any] = Future()
+    try:
+        method = getattr(value.value(), name)
+        result = method(*args, **kwargs)
+        if getattr(method, ASYNC_MARK, False):
+            return cast("Future[Any]", result)
+        made.set_result(result)
+    except Exception as error:
+        made.set_exception(error)
+    return made
+
+
+def forward(source: torch.futures.Future[Any], target: Future[Any]) -> None:
+    """Complete ``target`` as ``source`` is."""
+
+    def settle(done: torch.futures.Future[Any]) -> None:
+        try:
+            target.set_result(done.value())
+        except Exception as error:
+            target.set_exception(error)
+
+    source.add_done_callback(settle)
+
+
+def run_backward(value: Any, context: int, retain_graph: bool) -> None:
+    """``backward`` from a value of this worker's."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"backward starts from a tensor; this reference is to a {type(value).__name__}")
+    if context < 0:
+        value.backward(retain_graph=retain_graph)
+    else:
+        backward(context, [value], retain_graph=retain_graph)

@@ -1,0 +1,272 @@
+"""One worker's share in references: the values it owns, the forks it holds, and the news it owes to owners.
+
+Destructors only put a line into a queue. A thread of its own, started with the first reference, reads it and does the
+rest.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from backhaul.errors import BackhaulError, NotInitializedError, PeerLostError
+from backhaul.rpc.futures import Future
+from backhaul.rpc.node import Node
+from backhaul.rpc.peers import Peer
+from backhaul.rref.ownership import Entry, ForkId, Inbox, News, Owned, RRefId
+from backhaul.transport.base import Channel
+from backhaul.wire.codec import Encoded
+from backhaul.wire.messages import pack, prepare, unpack
+from backhaul.worker import current_worker
+
+log = logging.getLogger("backhaul")
+
+Dead = tuple[Any, ...]
+"""What died: the entry of a value of this worker's, or owner, value and fork."""
+
+_TRIES = 3  # to tell an owner, over as many channels
+
+
+class Passed(msgspec.Struct, array_like=True, frozen=True):
+    """On a message: the forks that travel in it, each with its owner and value."""
+
+    forks: tuple[tuple[int, int, int], ...]  # (owner, value, fork)
+
+
+prepare(Passed)
+
+
+class RRefs:
+    """Attached to a worker. Thread-safe."""
+
+    key = "rref"
+
+    def __init__(self, node: Node) -> None:
+        self.worker = node.worker
+        self.id = node.worker.info.id
+        self.agent = node.agent
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # guards _owned, _inboxes, _forks
+        self._owned: Owned[Future[Any]] = Owned(Future)
+        self._inboxes: dict[tuple[int, str], Inbox] = {}
+        self._forks: dict[ForkId, tuple[int, RRefId]] = {}  # held here: fork -> owner, value
+        self._told = collections.defaultdict[int, Iterator[int]](itertools.count)  # owner -> numbers of news to it
+        self._dead: queue.SimpleQueue[Dead | None] = queue.SimpleQueue()
+        self._cleaner: threading.Thread | None = None
+        node.agent.interceptors.append(self)
+        node.peers.on_lost(self._on_lost)
+        self.worker.on_close(self._close)
+        self.worker.attach(self)
+        self.worker.counters["num_owner_rrefs"] = lambda: len(self._owned.entries)
+        self.worker.counters["num_user_rrefs"] = lambda: len(self._forks)
+
+    def new_id(self) -> int:
+        """A number that nothing else in the cluster has."""
+        return self.id << 48 | next(self._numbers)
+
+    # Values that this worker owns.
+
+    def own(self, number: RRefId) -> Entry[Future[Any]]:
+        """The entry of a value of this worker's, which stays until ``let_go``."""
+        self._start_cleaner()
+        with self._lock:
+            return self._owned.hold(number)
+
+    def join(self, number: int, fork: int, holder: int) -> Future[Any]:
+        """A worker uses a fork (-1: the owner itself): the value it stands for, perhaps still to come."""
+        with self._lock:
+            if fork < 0:
+                return self._owned.entry(RRefId(number)).value
+            return self._owned.join(RRefId(number), ForkId(fork), holder).value
+
+    def create(self, number: int, fork: int, holder: int) -> Entry[Future[Any]]:
+        """A worker has asked for a value to be made; its entry stays until ``let_go``."""
+        entry = self.own(RRefId(number))
+        if fork >= 0:
+            self.hear([("made", RRefId(number), ForkId(fork), holder)])
+        return entry
+
+    def let_go(self, entry: Entry[Future[Any]]) -> None:
+        """Undo ``own`` or ``create``."""
+        with self._lock:
+            freed = self._owned.let_go(entry)
+        del entry
+        freed.clear()  # values end here, not under the lock
+
+    def hear(self, news: Sequence[News]) -> None:
+        """Take in news about values of this worker's."""
+        with self._lock:
+            freed = self._owned.hear(news)
+        freed.clear()
+
+    def take_news(self, sender: int, incarnation: str, number: int, news: list[News]) -> None:
+        """News have come from another worker."""
+        with self._lock:
+            due = self._inboxes.setdefault((sender, incarnation), Inbox()).take(number, news)
+            freed = self._owned.hear(due)
+        freed.clear()
+
+    # Forks that this worker holds, and news of them.
+
+    def adopt(self, owner: int, number: RRefId, fork: ForkId) -> None:
+        """A fork is held here from now on."""
+        self._start_cleaner()
+        with self._lock:
+            self._forks[fork] = owner, number
+
+    def bury(self, dead: Dead) -> None:
+        """For destructors: a handle has died. Neither blocks nor takes a lock."""
+        self._dead.put(dead)
+
+    def tell(self, owner: int, news: list[News]) -> Future[None] | None:
+        """Let the owner of values know; returns what is done when it does."""
+        if owner == self.id:
+            self.hear(news)
+            return None
+        with self._lock:
+            number = next(self._told[owner])
+        return self._send(owner, (self.id, self.worker.incarnation, number, news), _TRIES)
+
+    def _send(self, owner: int, message: tuple[Any, ...], tries: int) -> Future[None] | None:
+        def check(done: Future[Any]) -> None:
+            try:
+                done.value()
+            except PeerLostError as error:  # the channel, or the worker itself
+                if tries > 1 and not self.worker.closed:
+                    self._send(owner, message, tries - 1)
+                else:
+                    log.debug("news of references did not reach worker %d: %s", owner, error)
+            except Exception as error:
+                log.debug("news of references did not reach worker %d: %s", owner, error)
+
+        try:
+            sent: Future[None] = self.agent.call_async(owner, take_news, message, None, 0)
+        except BackhaulError as error:  # this worker is being closed
+            log.debug("news of references were not sent: %s", error)
+            return None
+        sent._when_done(check)
+        return sent
+
+    def _start_cleaner(self) -> None:
+        if self._cleaner is None:
+            with self._lock:
+                if self._cleaner is None and not self.worker.closed:
+                    self._cleaner = self.worker.runtime.spawn(self._clean, name=f"backhaul-{self.worker.name}-rref")
+
+    def _clean(self) -> None:
+        while (dead := self._dead.get()) is not None:
+            batch = [dead]
+            while not self._dead.empty():
+                following = self._dead.get()
+                if following is None:
+                    return
+                batch.append(following)
+            try:
+                self.worker.run(self._drop, batch)
+            except Exception:
+                log.exception("references were not released")
+            del dead, batch
+
+    def _drop(self, batch: list[Dead]) -> None:
+        by_owner: dict[int, list[News]] = {}
+        for item in batch:
+            if len(item) == 1:
+                self.let_go(item[0])
+                continue
+            owner, number, fork = item
+            with self._lock:
+                self._forks.pop(fork, None)
+            by_owner.setdefault(owner, []).append(("gone", number, fork, self.id))
+        batch.clear()
+        for owner, news in by_owner.items():
+            self.tell(owner, news)
+
+    def release_all(self) -> None:
+        """End all forks held here, whether or not handles exist."""
+        with self._lock:
+            forks, self._forks = self._forks, {}
+        for fork, (owner, number) in forks.items():
+            self.tell(owner, [("gone", number, fork, self.id)])
+
+    def leaks(self) -> dict[RRefId, list[int]]:
+        """Values of this worker's to which others still refer: value -> workers."""
+        with self._lock:
+            return {n: sorted(entry.forks.values()) for n, entry in self._owned.entries.items() if entry.forks}
+
+    def _close(self) -> None:
+        self._dead.put(None)
+        cleaner = self._cleaner
+        if cleaner is not None and cleaner is not threading.current_thread():
+            cleaner.join(5.0)
+        with self._lock:
+            entries = list(self._owned.entries.values())
+            self._owned.entries.clear()
+        for entry in entries:
+            if not entry.value.done():
+                name = self.worker.name
+                entry.value.set_exception(NotInitializedError(f"worker '{name}' was shut down", worker=name))
+
+    def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
+        """Only the channel may be gone, so see whether the worker is still there; if not, its references are not."""
+        if self.worker.closed or not (self._owned.entries and self._holds_some(peer.record.id)):
+            return
+        try:
+            self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+        except BackhaulError:
+            with self._lock:
+                freed = self._owned.lose(peer.record.id)
+            freed.clear()
+
+    def _holds_some(self, worker: int) -> bool:
+        with self._lock:
+            entries = self._owned.entries.values()
+            return any(worker in (*entry.forks.values(), *entry.joined.values()) for entry in entries)
+
+    # On messages: the forks that travel in them.
+
+    def _note(self, peer: Peer, encoded: Encoded) -> bytes | None:
+        if not encoded.parcels:
+            return None
+        passed = [parcel for parcel in encoded.parcels if isinstance(parcel, tuple)]
+        for owner, number, fork in passed:
+            self.tell(owner, [("made", number, fork, peer.record.id)])
+        return pack(Passed(tuple(passed))) if passed else None
+
+    def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
+        return self._note(peer, encoded), None
+
+    def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        return tensors, None
+
+    def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
+        return self._note(peer, encoded)
+
+    def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors
+
+    def discard(self, peer: Peer, note: bytes) -> None:
+        """Forks that arrived with a message nobody is going to read, or that were never sent, are gone."""
+        self._start_cleaner()
+        for owner, number, fork in unpack(note, Passed).forks:
+            with self._lock:
+                held = fork in self._forks
+            if not held:  # else its handle tells when it dies
+                self.bury((owner, number, fork))
+
+
+def current_rrefs() -> RRefs:
+    """Those of the current worker."""
+    return current_worker().part(RRefs)
+
+
+def take_news(sender: int, incarnation: str, number: int, news: list[News]) -> None:
+    """Called by those who hold references; see ``RRefs.take_news``."""
+    current_rrefs().take_news(sender, incarnation, number, news)
