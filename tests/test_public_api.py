@@ -17,6 +17,7 @@ NAMES = [
     "FunctionNotFoundError",
     "Future",
     "GraphFreedError",
+    "LeakError",
     "NotInitializedError",
     "Options",
     "PeerLostError",
@@ -53,7 +54,7 @@ NAMES = [
 
 SIGNATURES = {
     "init": "(name, *, rank, world_size, store, options)",
-    "shutdown": "(*, graceful, timeout)",
+    "shutdown": "(*, graceful, timeout, ignore_rref_leak)",
     "launch": "(function, workers, *, args, kwargs, options, timeout, start_method)",
     "cluster": "(workers, *, options, endpoints)",
     "rpc_sync": "(to, func, args, kwargs, timeout)",

@@ -149,6 +149,10 @@ class ShutdownTimeoutError(BackhaulError, TimeoutError):
         self.waiting_for = waiting_for
 
 
+class LeakError(BackhaulError):
+    """A worker was shut down while others still referred to values of its."""
+
+
 class WorkerFailedError(BackhaulError):
     """A process started by ``launch`` ended without a result.
 

@@ -41,6 +41,13 @@ _entered: contextvars.ContextVar[tuple[contextvars.Token[Worker | None], ...]] =
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 _alive_lock = threading.Lock()  # guards _alive and _closed_last
 _closed_last: str | None = None  # only for a better error message
+_only: Worker | None = None  # the one worker of the process, if there is just one
+
+
+def _find_only() -> None:
+    global _only
+    alive = list(_alive)
+    _only = alive[0] if len(alive) == 1 else None
 
 
 class Worker:
@@ -79,6 +86,7 @@ class Worker:
         self._context.run(_current.set, self)
         with _alive_lock:
             _alive.add(self)
+            _find_only()
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
@@ -164,6 +172,7 @@ class Worker:
                 return
             self.closed = True
             _alive.discard(self)
+            _find_only()
             global _closed_last
             _closed_last = self.name
         for handler in self._on_close:
@@ -245,6 +254,7 @@ def _forget_all() -> None:
     global _alive_lock
     _alive_lock = threading.Lock()
     _alive.clear()
+    _find_only()
     _current.set(None)
 
 
@@ -260,8 +270,8 @@ def running_workers() -> list[Worker]:
 @contextlib.contextmanager
 def blocking() -> Iterator[None]:
     """Tell the current worker, if any, that this thread is about to wait."""
-    worker = _current.get()
-    if worker is None:
+    worker = _current.get() or _only
+    if worker is None or worker.closed:
         yield
     else:
         with worker.blocking():

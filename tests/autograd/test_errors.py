@@ -6,6 +6,7 @@ import functools
 import os
 import pathlib
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -619,3 +620,29 @@ def lose_a_process(rank: int, folder: str, direct: bool) -> Any:
 def test_a_process_that_dies_in_the_middle_of_a_pass(tmp_path: pathlib.Path, direct: bool) -> None:
     found = run_processes(lose_a_process, 3, str(tmp_path), direct, patience=3 * PATIENCE)
     assert found == [("PeerLostError", "worker2"), None, DIED]
+
+
+def count_contexts() -> int:
+    return bh.get_debug_info()["num_autograd_contexts"]
+
+
+def lose_the_middle(rank: int, folder: str) -> Any:
+    bh.init(f"worker{rank}", rank=rank, world_size=3, store=torch.distributed.FileStore(f"{folder}/store", 3))
+    found = None
+    if rank == 0:
+        with bh.context():
+            bh.rpc_sync(1, pass_on, args=(2, vector(1.0)))
+            assert bh.rpc_sync(2, count_contexts) == 1
+            with pytest.raises(bh.PeerLostError):
+                bh.rpc_sync(1, os._exit, args=(3,))
+        deadline = time.monotonic() + PATIENCE
+        while (found := bh.rpc_sync(2, count_contexts)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    bh.shutdown(timeout=PATIENCE)
+    return found
+
+
+def test_a_context_is_released_behind_a_worker_that_is_gone(tmp_path: pathlib.Path) -> None:
+    """Worker 2 knew of it through worker 1 alone."""
+    found = run_processes(lose_the_middle, 3, str(tmp_path), patience=3 * PATIENCE)
+    assert found == [0, DIED, None]

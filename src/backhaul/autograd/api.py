@@ -241,7 +241,7 @@ def _check_inputs(inputs: Any) -> list[torch.Tensor] | None:
     for index, tensor in enumerate(inputs):
         if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
             raise ValueError(f"inputs[{index}] is not a tensor that requires grad")
-    return list(inputs)
+    return list({id(tensor): tensor for tensor in inputs}.values())
 
 
 def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:

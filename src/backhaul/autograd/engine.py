@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -18,7 +17,7 @@ from backhaul.autograd.container import Container
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv
 from backhaul.autograd.groups import Grouping
-from backhaul.autograd.messages import Abort, AutogradKind, Gradient, PassSpec, Release, Report, Tally
+from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Know, PassSpec, Release, Report, Tally
 from backhaul.autograd.passes import Ledger, Plan, Summary
 from backhaul.autograd.recording import Recorder, enter, leave, record_recv, record_send
 from backhaul.autograd.reports import Reports
@@ -79,6 +78,7 @@ class Engine:
         node.worker.on_frame(AutogradKind.REPORT, self._on_report)
         node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
         node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
+        node.worker.on_frame(AutogradKind.KNOW, self._on_know)
         node.peers.on_lost(self._on_lost)
 
     def attach(self) -> None:
@@ -124,7 +124,7 @@ class Engine:
             context.runs[self.id, spec.number] = run
         drive = Drive(spec, run, self.worker.runtime.gate())
         self._drives[spec.context, spec.number] = drive
-        deadline = self.worker.runtime.now() + timeout if timeout else None
+        deadline = run.deadline = self.worker.runtime.now() + timeout if timeout else None
         try:
             self._reports.begin(spec)
             self._enter_source(run, ROOTS, seeds)
@@ -259,9 +259,7 @@ class Engine:
             self._complain(run.spec, source, error)
 
     def _complain(self, spec: PassSpec, source: MessageId, error: BaseException) -> None:
-        error.add_note(
-            f"in the backward pass of context {spec.context}, message {source}, on worker '{self.worker.name}'"
-        )
+        error.add_note(_where(spec, source, self.worker.name))
         if spec.driver == self.id:
             drive = self._drives.get((spec.context, spec.number))
             if drive is not None:
@@ -297,10 +295,11 @@ class Engine:
         peer = self._peers[recv.sender]
         try:
             channel = self._agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+            left = None if run.deadline is None else max(run.deadline - self.worker.runtime.now(), 0.0)
             if self._reports.use(run.spec, channel):
-                channel.send_soon(frame)
+                channel.send_soon(frame, timeout=left)
             else:
-                channel.send(frame)
+                channel.send(frame, timeout=left)
         except ChannelClosedError as error:
             raise PeerLostError(
                 f"lost worker '{peer.info.name}', to which gradients were due: {error}",
@@ -391,24 +390,28 @@ class Engine:
 
     def _on_report(self, channel: Channel, frame: Frame) -> Task | None:
         report = unpack(frame.body, Report)
-        if report.fault is None:
+        if report.fault is None and report.lost < 0:
             self._account(report.spec, report.tally)
             return None
         return functools.partial(self._take_fault, report, frame)
 
     def _take_fault(self, report: Report, frame: Frame) -> None:
         drive = self._drives.get((report.spec.context, report.spec.number))
-        if drive is None or report.fault is None:
+        if drive is None:
             return
-        if report.lost < 0:
-            self._end(drive, decode_fault(report.fault, frame.buffers))
+        if report.fault is not None:
+            error = decode_fault(report.fault, frame.buffers)
+            where = _where(report.spec, report.message, report.fault.worker)
+            if where not in getattr(error, "__notes__", ()):  # it could not travel itself
+                error.add_note(where)
+            self._end(drive, error)
             return
         with drive.lock:
             drive.ledger.report(report.tally.consumed, report.tally.produced)
-            drive.lost[report.lost] = report.fault.message
+            drive.lost[report.lost] = report.reason
             missed = report.lost in drive.ledger.outstanding.values()
         if missed:
-            self._end(drive, self._loss(drive.spec, self._peers[report.lost], report.fault.message))
+            self._end(drive, self._loss(drive.spec, self._peers[report.lost], drive.lost[report.lost]))
 
     def _account(self, spec: PassSpec, tally: Tally) -> None:
         drive = self._drives.get((spec.context, spec.number))
@@ -444,16 +447,25 @@ class Engine:
         if not known:
             self._send_abort(spec, run.sent_to)
 
+    def _on_know(self, channel: Channel, frame: Frame) -> Task | None:
+        """A worker has a context of ours, and who brought it there is gone: tell it when that is over."""
+        peer, number = self._agent.peers.of(channel), unpack(frame.body, Know).context
+        context = self.container.find(number)
+        if peer is None or (context is not None and context.know(peer.record.id)):
+            return None
+        return functools.partial(self._post, peer.record.id, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
+
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         lost = peer.record.id
+        for context in self.container.select(lambda context: lost in context.known):
+            driver = context.id >> 48
+            if driver not in (self.id, lost):
+                self._post(driver, Frame(AutogradKind.KNOW, 0, pack(Know(context.id))))
         for context in self.container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):
                 # The driver may never have spoken to that worker; it knows whether something was under way there.
                 if lost in run.sent_to and run.spec.driver not in (self.id, lost):
-                    error = self._loss(run.spec, peer, reason)
-                    fault, _ = encode_fault(error, self.worker.name)
-                    tally = merge(run.entrusted.get(lost, ()))
-                    report = Report(run.spec, tally, fault=msgspec.structs.replace(fault, payload=None), lost=lost)
+                    report = Report(run.spec, merge(run.entrusted.get(lost, ())), lost=lost, reason=reason)
                     self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
         for drive in list(self._drives.values()):
             with drive.lock:
@@ -601,6 +613,10 @@ def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
 def entrusted_by(spec: PassSpec) -> Tally:
     """Called by the driver of a pass; see ``Engine.entrusted``."""
     return current_worker().part(Engine).entrusted(spec)
+
+
+def _where(spec: PassSpec, source: int, worker: str) -> str:
+    return f"in the backward pass of context {spec.context}, message {source}, on worker '{worker}'"
 
 
 def merge(tallies: Iterable[Tally]) -> Tally:

@@ -88,28 +88,45 @@ recv_of: Callable[[Node], tuple[Recv, int] | None] = Fence.mark_of
 """Which received tensor a node stands for; None for all other nodes."""
 
 
-def _apart(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Give each tensor memory of its own: the graph does not know which of them share it, so a change of one in place
-    would spoil the gradients of the others without a word.
+def _apart(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Give each tensor memory of its own: the graph does not know which of them share it, so a change of one in place,
+    or of another that came with it, would spoil gradients without a word.
     """
-    if len(tensors) == 1:
+    if len(tensors) + len(others) == 1:
         return tensors
     found = []
-    seen: set[int] = set()
+    seen = {memory for tensor in others for memory in _memories(tensor)}
     for tensor in tensors:
-        memory = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_nested else 0
-        found.append(tensor.detach().clone() if memory in seen else tensor)
-        if memory:
-            seen.add(memory)
+        memories = _memories(tensor)
+        found.append(tensor if seen.isdisjoint(memories) else tensor.detach().clone())
+        seen |= memories
     return found
 
 
-def receive(recv: Recv, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Make received tensors part of the graph. Each gets a node of its own: those
-    that happen to travel in one message have nothing to do with each other.
+def _memories(tensor: torch.Tensor) -> set[int]:
+    if tensor.is_nested or tensor.layout is torch.jagged:
+        parts: Sequence[torch.Tensor] = tensor.detach().unbind()
+    elif tensor.layout is torch.sparse_coo:
+        parts = (tensor.detach()._indices(), tensor.detach()._values())
+    elif tensor.layout is torch.strided:
+        parts = (tensor,)
+    else:
+        parts = (tensor.detach().values(),)
+    return {part.untyped_storage().data_ptr() for part in parts} - {0}
+
+
+def receive(recv: Recv, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """Make received tensors part of the graph. Each gets a node of its own: those that happen to travel in one message
+    have nothing to do with each other.
+
+    Args:
+        recv: Their message.
+        tensors: What is recorded of it.
+        others: What else came with it.
     """
     recv.count = len(tensors)
-    return [_fence.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(_apart(tensors))]
+    apart = _apart(tensors, others)
+    return [_fence.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart)]
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

@@ -44,15 +44,20 @@ Fired = tuple[Recv, Grads]
 class Group:
     """Sources that run together, and the sinks they reach."""
 
-    __slots__ = ("leaves", "recvs", "sources")
+    __slots__ = ("frozen", "leaves", "recvs", "sources")
 
     def __init__(self) -> None:
         self.sources: list[MessageId] = []
         self.leaves: dict[int, torch.Tensor] = {}  # by id
+        self.frozen: dict[Node, None] = {}  # accumulation nodes of leaves that need no gradient any more
         self.recvs: dict[MessageId, RecvEnd] = {}
 
     def __repr__(self) -> str:
         return f"Group({self.sources} -> {len(self.leaves)} leaves, recvs {list(self.recvs)})"
+
+
+_Reached = tuple[dict[int, torch.Tensor], dict[MessageId, RecvEnd], list[Node]]
+"""Leaves, messages and accumulation nodes of frozen leaves."""
 
 
 class Grouping:
@@ -77,8 +82,9 @@ class Grouping:
         for source in sources:
             group = self._group_of.setdefault(self._find(source), Group())
             group.sources.append(source)
-            leaves, recvs = walks[source]
+            leaves, recvs, frozen = walks[source]
             group.leaves.update(leaves)
+            group.frozen.update(dict.fromkeys(frozen))
             for message, end in recvs.items():
                 known = group.recvs.setdefault(message, end)
                 known.nodes.update(end.nodes)
@@ -103,51 +109,57 @@ class Grouping:
     def _join(self, one: MessageId, other: MessageId) -> None:
         self._parent[self._find(one)] = self._find(other)
 
-    def _walk(self) -> dict[MessageId, tuple[dict[int, torch.Tensor], dict[MessageId, RecvEnd]]]:
+    def _walk(self) -> dict[MessageId, _Reached]:
         """Visit every node once; note which source came first, and join those that meet."""
         owner: dict[Node, MessageId] = {}
         meeting: dict[object, MessageId] = {}
-        found = {}
-        for source, ends in self.ends.items():
-            leaves: dict[int, torch.Tensor] = {}
-            recvs: dict[MessageId, RecvEnd] = {}
-            found[source] = leaves, recvs
-            stack: list[Node] = []
-            for end in ends:
-                if isinstance(end, torch.Tensor):
-                    self._reach_leaf(source, end, leaves, meeting)
-                else:
-                    stack.append(end.node)
-            while stack:
-                node = stack.pop()
-                if node is None:
-                    continue
-                first = owner.get(node)
-                if first == source:
-                    continue
-                if first is None:
-                    owner[node] = source
-                kind = type(node)
-                if kind is LeafNode:
-                    self._reach_leaf(source, node.variable, leaves, meeting)
-                elif first is not None:
-                    self._join(source, first)
-                elif (mark := recv_of(node)) is not None:
-                    recv, index = mark
-                    recvs.setdefault(recv.message, RecvEnd(recv)).nodes[index] = node
-                    self._join(source, meeting.setdefault(recv, source))  # a message gets its gradients at once
-                else:
-                    stack.extend(following for following, _ in node.next_functions)
-        return found
+        return {source: self._walk_from(source, ends, owner, meeting) for source, ends in self.ends.items()}
+
+    def _walk_from(
+        self,
+        source: MessageId,
+        ends: Sequence[End],
+        owner: dict[Node, MessageId],
+        meeting: dict[object, MessageId],
+    ) -> _Reached:
+        leaves: dict[int, torch.Tensor] = {}
+        recvs: dict[MessageId, RecvEnd] = {}
+        frozen: list[Node] = []
+        stack: list[Node] = []
+        for end in ends:
+            if isinstance(end, torch.Tensor):
+                self._reach_leaf(source, end, leaves, meeting)
+            else:
+                stack.append(end.node)
+        while stack:
+            node = stack.pop()
+            first = owner.get(node) if node is not None else source
+            if first == source:
+                continue
+            if first is None:
+                owner[node] = source
+            if type(node) is LeafNode:
+                if not self._reach_leaf(source, node.variable, leaves, meeting):
+                    frozen.append(node)
+            elif first is not None:
+                self._join(source, first)
+            elif (mark := recv_of(node)) is not None:
+                recv, index = mark
+                recvs.setdefault(recv.message, RecvEnd(recv)).nodes[index] = node
+                self._join(source, meeting.setdefault(recv, source))  # a message gets its gradients at once
+            else:
+                stack.extend(following for following, _ in node.next_functions)
+        return leaves, recvs, frozen
 
     def _reach_leaf(
         self, source: MessageId, leaf: torch.Tensor, leaves: dict[int, torch.Tensor], meeting: dict[object, MessageId]
-    ) -> None:
+    ) -> bool:
         if not leaf.requires_grad:
-            return  # frozen since: its gradient is dropped, as in one process
+            return False  # frozen since: its gradient is dropped, as in one process
         leaves[id(leaf)] = leaf
         if (place := self._joins(leaf)) is not None:
             self._join(source, meeting.setdefault(place, source))
+        return True
 
     def reach(self) -> dict[MessageId, frozenset[MessageId]]:
         """For each source, the recv nodes that it reaches itself (not: that its group reaches)."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import Grads, add
 from backhaul.autograd.messages import PassSpec
-from backhaul.autograd.native import is_own, node_hooks, run_accumulation, run_engine
+from backhaul.autograd.native import Node, is_own, leaf_edge, node_hooks, run_accumulation, run_engine
 
 
 class _Swapping(contextlib.AbstractContextManager[None]):
@@ -49,6 +50,9 @@ class _Swapping(contextlib.AbstractContextManager[None]):
             lock.release()
 
 
+_ALONE = 2  # references to what a local variable alone refers to: that, and the argument of getrefcount
+
+
 class Leaves:
     """What one pass does with the leaves of one worker."""
 
@@ -63,11 +67,11 @@ class Leaves:
 
         Sources whose leaves give equal answers run together.
         """
-        if self._spec.deterministic and self._spec.into_grad:
-            return id(leaf)  # the engine adds to ``.grad`` in whatever order the groups run: let there be one
         hooks = leaf._backward_hooks
         if hooks and any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks.values()):
             return "multi-grad hooks"  # they span leaves, and count on one run of the engine
+        if self._spec.deterministic and self._spec.into_grad:
+            return id(leaf)  # the engine adds to ``.grad`` in whatever order the groups run: let there be one
         return id(leaf) if hooks or leaf._post_accumulate_grad_hooks or self._must_run_node(leaf) else None
 
     def _must_run_node(self, leaf: torch.Tensor) -> bool:
@@ -98,21 +102,24 @@ class Leaves:
             wanted = list(self._inputs or ())
         if not edges or not (wanted or ends):
             return [None] * len(ends)
-        grads = run_engine(edges, seeds, [*wanted, *ends], retain=spec.retain, create=spec.create)
+        asked = [leaf if leaf.layout is torch.strided else leaf_edge(leaf) for leaf in wanted]
+        grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
+        found = grads[len(wanted) :]
+        del grads[len(wanted) :]
         self._take(wanted, grads, order)
-        return grads[len(wanted) :]
+        return found[: len(ends)]
 
-    def _take(self, leaves: Sequence[torch.Tensor], grads: Grads, order: tuple[int, ...]) -> None:
+    def _take(self, leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None], order: tuple[int, ...]) -> None:
+        """Takes the gradients out of the list, so that it can tell which of them nobody else has."""
         run_nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        seen: set[int] = set()
-        for leaf, grad in zip(leaves, grads, strict=False):
+        for index, leaf in enumerate(leaves):
+            grad, grads[index] = grads[index], None
             if grad is None:
                 continue
             if leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf)):
                 run_nodes.append((leaf, grad))
             else:
-                self.keep(leaf, grad, order, shared=id(grad) in seen)
-            seen.add(id(grad))
+                self.keep(leaf, grad, order, shared=sys.getrefcount(grad) > _ALONE)
         if run_nodes:
             self._run_nodes([leaf for leaf, _ in run_nodes], [grad for _, grad in run_nodes])
 
@@ -138,6 +145,8 @@ class Leaves:
         """Add to a leaf's gradient."""
         spec = self._spec
         if spec.into_grad:
+            if leaf.retains_grad:
+                return  # the tensor has seen to it itself
             with _Swapping([leaf]), torch.set_grad_enabled(spec.create), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf: that is what was asked for
                 leaf.grad = add(leaf.grad, grad)
@@ -185,7 +194,7 @@ def runs_node(leaf: torch.Tensor) -> bool:
         return True
     if not node_hooks.possible:
         return False
-    node = get_gradient_edge(leaf).node
+    node: Node = leaf_edge(leaf).node
     return bool(node_hooks.of(node.register_hook) or node_hooks.of(node.register_prehook))
 
 
@@ -208,7 +217,7 @@ class _Reducers:
         if not self._looked:
             self._looked = True
             for thing in gc.get_objects():
-                if isinstance(thing, DistributedDataParallel):
+                if issubclass(type(thing), DistributedDataParallel):  # not isinstance: there may be dead proxies
                     self._note(thing)
         return leaf in self._parameters
 

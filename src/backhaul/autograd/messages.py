@@ -16,6 +16,7 @@ class AutogradKind(enum.IntEnum):
     REPORT = 17
     ABORT = 18
     RELEASE = 19
+    KNOW = 20
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):
@@ -72,6 +73,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     message: int = 0
     fault: Fault | None = None
     lost: int = -1
+    reason: str = ""  # why it is thought lost
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):
@@ -86,4 +88,10 @@ class Release(msgspec.Struct, array_like=True, frozen=True):
     context: int
 
 
-prepare(Note, Gradient, Report, Abort, Release)
+class Know(msgspec.Struct, array_like=True, frozen=True):
+    """To the worker that made a context: I have it too, tell me when it is over."""
+
+    context: int
+
+
+prepare(Note, Gradient, Report, Abort, Release, Know)

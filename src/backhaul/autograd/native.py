@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
+import sys
 from collections.abc import Callable, Iterable, Sequence, Set
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import _HookMixin
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
@@ -50,13 +51,18 @@ def run_engine(
 
 def leaf_edge(leaf: torch.Tensor) -> GradientEdge:
     """The edge at which the gradient of ``leaf`` arrives, even if it does not require one any more."""
-    if leaf.requires_grad:
-        return get_gradient_edge(leaf)
-    leaf.requires_grad_()
-    try:
-        return get_gradient_edge(leaf)
-    finally:
-        leaf.requires_grad_(False)
+    frozen = not leaf.requires_grad
+    with torch.inference_mode(False), torch.enable_grad():
+        if frozen:
+            leaf.requires_grad_()
+        try:
+            if leaf.layout is torch.strided:
+                return get_gradient_edge(leaf)
+            copy: Node = leaf.clone()  # there are no views of sparse tensors
+            return GradientEdge(copy.grad_fn.next_functions[0][0], 0)
+        finally:
+            if frozen:
+                leaf.requires_grad_(False)
 
 
 def renumber(nodes: Iterable[Node]) -> None:
@@ -105,7 +111,10 @@ def pass_hooks(node: Node, grad: torch.Tensor | None) -> torch.Tensor | None:
         return grad
     for hook in node_hooks.of(node.register_prehook):
         changed = hook((grad,))
-        grad = grad if changed is None else changed[0]
+        if changed is not None:
+            if not isinstance(changed, tuple):
+                raise TypeError(f"expected tuple, but the hook {hook} returned a {type(changed).__name__}")
+            (grad,) = changed
     for hook in node_hooks.of(node.register_hook):
         hook((None,), (grad,))
     return grad
@@ -126,7 +135,7 @@ node_hooks = NodeHooks()
 
 
 def is_own(grad: torch.Tensor) -> bool:
-    """Whether nobody else sees the memory of ``grad``, so that it can be kept and changed in place."""
+    """Whether no other tensor sees the memory of ``grad``, so that who has the tensor alone can change it in place."""
     if grad.layout is not torch.strided:
         return True
     if not grad.is_contiguous() and 0 in grad.stride():
@@ -188,14 +197,15 @@ class Task:
         return node in self._found
 
     def __enter__(self) -> None:
-        self._outer = _current_task()
+        self._outer = _get(_TASK)
         torch._C._stash_obj_in_tls(_TASK, self)
 
     def __exit__(self, *_: object) -> None:
         torch._C._stash_obj_in_tls(_TASK, self._outer)
 
 
-_TASK = "backhaul_task"  # of the thread-local state of ATen, which follows into the threads of the engine
+_TASK = "backhaul_task"
+_REPLAY = "backhaul_replay"
 _own_tasks = itertools.count(1 << 62)
 
 
@@ -204,20 +214,37 @@ def new_task_number() -> int:
     return next(_own_tasks)
 
 
-def _current_task() -> Task | None:
-    return torch._C._get_obj_in_tls(_TASK) if torch._C._is_key_in_tls(_TASK) else None
+def _get(key: str) -> Any:
+    """A value of the thread-local state of ATen, which follows into the threads of the engine."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def _nested(frame: FrameType | None) -> bool:
+    """Whether the code of ``frame`` is run by an engine call of somebody else's inside of ours: in a hook, say."""
+    while frame is not None and frame.f_code is not run_engine.__code__:
+        if frame.f_code is _engine_run_backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _task_for(frame: FrameType) -> Task | None:
+    """The pass that a multi-grad hook is called in; None for all others who ask."""
+    if frame.f_globals.get("__name__") != "torch.autograd.graph":
+        return None  # checkpointing, above all, means one run of the engine
+    task: Task | None = _get(_TASK)
+    return None if task is None or _nested(frame) else task
 
 
 def _answer_hooks() -> None:
     graph_task, will_run = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
 
     def current_graph_task_id() -> int:
-        number = graph_task()
-        task = _current_task() if number != -1 else None
-        return number if task is None else task.number
+        task = _task_for(sys._getframe(1))
+        return graph_task() if task is None else task.number
 
     def will_engine_execute_node(node: Node) -> bool:
-        task = _current_task()
+        task = _task_for(sys._getframe(1))
         return will_run(node) if task is None else task.runs(node)
 
     torch._C._current_graph_task_id = current_graph_task_id
@@ -227,22 +254,21 @@ def _answer_hooks() -> None:
 _answer_hooks()
 
 
-class _Replay(threading.local):
-    on = False
-
-
-_replay = _Replay()
-
-
 class _Once:
-    """A tensor hook that is not called again while accumulation nodes are run after it has been called already."""
+    """A tensor hook that is not called again while the accumulation node of its leaf is run after it has been called
+    already. It stays in the place of the user's: another thread may be running it.
+    """
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
+    def __init__(self, leaf: int, hook: Callable[..., Any]) -> None:
+        self._leaf = leaf
         self.__wrapped__ = hook
         self.__module__ = getattr(hook, "__module__", "")
 
     def __call__(self, *args: Any) -> Any:
-        return None if _replay.on else self.__wrapped__(*args)
+        replayed: Set[int] | None = _get(_REPLAY)
+        if replayed is not None and self._leaf in replayed and not _nested(sys._getframe(1)):
+            return None
+        return self.__wrapped__(*args)
 
 
 def run_accumulation(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *, create: bool) -> None:
@@ -253,9 +279,11 @@ def run_accumulation(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tenso
         hooks: Any = leaf._backward_hooks or {}
         for key, hook in list(hooks.items()):
             if not isinstance(hook, _Once):
-                hooks[key] = _Once(hook)
-    outer, _replay.on = _replay.on, True
+                hooks[key] = _Once(id(leaf), hook)
+    outer = _get(_REPLAY)
+    torch._C._stash_obj_in_tls(_REPLAY, frozenset(map(id, leaves)))
     try:
-        run_engine(list(map(leaf_edge, leaves)), grads, leaves, retain=create, create=create, accumulate=True)
+        edges = list(map(leaf_edge, leaves))
+        run_engine(edges, grads, edges, retain=create, create=create, accumulate=True)
     finally:
-        _replay.on = outer
+        torch._C._stash_obj_in_tls(_REPLAY, outer)

@@ -1,6 +1,5 @@
-"""Forward: makes messages part of the graph. Puts a note on each call made inside a context, keeps the send record
-at one
-end and the recv node at the other.
+"""Forward: makes messages part of the graph. Puts a note on each call made inside a context, keeps the send record at
+one end and the recv node at the other.
 
 [Note: order] Every recorded message has a place in program order: the place of the request whose handler sent it,
 and its number among that handler's messages. Ids depend on which thread came first; places do not, so sums made in
@@ -89,7 +88,8 @@ def record_recv(context: Context, sender: int, note: Note, tensors: list[torch.T
         return tensors
     recv = Recv(MessageId(note.message), sender, note.order)
     context.add_recv(recv)
-    made = receive(recv, [tensors[p] for p in note.positions])
+    others = [tensor for place, tensor in enumerate(tensors) if place not in note.positions]
+    made = receive(recv, [tensors[p] for p in note.positions], others)
     tensors = list(tensors)
     for position, tensor in zip(note.positions, made, strict=True):
         tensors[position] = tensor

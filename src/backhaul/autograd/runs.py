@@ -68,6 +68,7 @@ class Run:
         self.context = context
         self.failed = False
         self.aborted = False
+        self.deadline: float | None = None  # where it is known: on the driver
         self.sent_to: set[int] = set()  # workers that gradients went to
         self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it was to pass on to the driver
         self.asked = False  # whether orders have been asked for
@@ -189,13 +190,16 @@ class Run:
         seeds: list[torch.Tensor] = []
         sources = sorted(arrived, key=self._place) if len(arrived) > 1 else list(arrived)
         order = self._place(sources[0])
+        seen: set[int] = set()
         for source in sources:
             for end, grad in zip(self.grouping.ends[source], arrived[source], strict=False):
                 if grad is None:
                     continue
                 if isinstance(end, torch.Tensor) and self._leaves.is_plain(end):
                     if end.requires_grad:
-                        self._leaves.keep(end, grad, order)
+                        # A message brings equal gradients once; the roots' are the user's.
+                        self._leaves.keep(end, grad, order, shared=source == ROOTS or id(grad) in seen)
+                        seen.add(id(grad))
                 else:
                     edges.append(edge_of(end))
                     seeds.append(grad)
@@ -236,6 +240,8 @@ class Run:
     ) -> list[Fired]:
         """Run the engine to the group's leaves and to ``ends``, which all answer."""
         wanted = [GradientEdge(node, 0) for end in ends for node in end.nodes.values()]
+        if not self.spec.restricted:  # what leads to them runs all the same
+            wanted += [GradientEdge(node, 0) for node in group.frozen]
         found = iter(self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order))
         return [(end.recv, end.answer({index: next(found) for index in end.nodes})) for end in ends]
 

@@ -32,6 +32,7 @@ from backhaul.worker import Worker
 
 _FOREVER = float("inf")
 _CLOSELY = 0.0002  # seconds between calls to one worker that make it worth to send them together
+_BURST = 4  # calls that follow each other so closely before the first is held back
 
 
 class Pending:
@@ -263,13 +264,19 @@ class Agent:
         """Somebody waits for a ``SyncCall``. Others that follow closely on another go out together: the system call
         costs as much as all else, and lets go of the interpreter.
         """
-        channel, now = pending.channel, self.worker.runtime.now()
+        channel, peer = pending.channel, pending.peer
         assert channel is not None
-        if isinstance(pending, AsyncCall) and now < pending.peer.sent_at + _CLOSELY:
-            channel.send_soon(frame)
-        else:
-            pending.peer.sent_at = now
+        if not isinstance(pending, AsyncCall):
             channel.send(frame, timeout=timeout)
+            return
+        now = self.worker.runtime.now()
+        peer.closely = peer.closely + 1 if now < peer.called_at + _CLOSELY else 0
+        peer.called_at = now
+        if peer.closely < _BURST or now >= peer.sent_at + _CLOSELY:
+            peer.sent_at = now
+            channel.send(frame, timeout=timeout)
+        else:
+            channel.send_soon(frame, timeout=timeout)
 
     def _encode(
         self,

@@ -86,7 +86,7 @@ def init(
     return node.worker
 
 
-def shutdown(*, graceful: bool = True, timeout: float | None = None) -> None:
+def shutdown(*, graceful: bool = True, timeout: float | None = None, ignore_rref_leak: bool = True) -> None:
     """End the current worker.
 
     With ``graceful`` this first waits until every worker has called ``shutdown`` and no call is under way
@@ -96,8 +96,11 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> None:
     Args:
         graceful: Whether to wait for the others.
         timeout: At most so many seconds; default ``options.shutdown_timeout``.
+        ignore_rref_leak: If False, references that this worker holds end now, and if in the end others still refer to
+            values of its, that is an error. To be given on all workers alike.
 
     Raises:
+        LeakError: See ``ignore_rref_leak``.
         ShutdownTimeoutError: Others were not done in time. This worker is closed all the same.
     """
     try:
@@ -107,7 +110,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> None:
             raise  # there are several, and it is not clear which one is meant
         return
     limit = worker.options.shutdown_timeout if timeout is None else timeout
-    worker.part(Node).shutdown(graceful=graceful, timeout=limit)
+    worker.part(Node).shutdown(graceful=graceful, timeout=limit, strict=not ignore_rref_leak)
 
 
 @atexit.register

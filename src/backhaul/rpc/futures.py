@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
@@ -39,13 +41,29 @@ class Future(torch.futures.Future[T]):
         Args:
             timeout: Give up after so many seconds with ``TimeoutError``; the future itself goes on.
         """
+        self._wait_until_done(timeout)
+        return super().wait()
+
+    def _wait_until_done(self, timeout: float | None) -> None:
         if not self.done():
             gate = _runtime.gate()
             self._when_done(lambda _: gate.open())
             with blocking():
                 if not gate.wait(timeout):
                     raise TimeoutError(f"the future was not done within {timeout:g} s")
-        return super().wait()
+
+    def _fresh_value(self, timeout: float | None = None) -> T:
+        """As ``wait``; but if there is an exception, raise a copy of it, so that it does not collect the frames of all
+        who ask: they may refer to what keeps the future.
+        """
+        self._wait_until_done(timeout)
+        error: BaseException | None = getattr(self, "_error", None)
+        if error is None:
+            return super().wait()
+        fresh = _copy_of(error).with_traceback(error.__traceback__)
+        fresh.__cause__, fresh.__suppress_context__ = error.__cause__, error.__suppress_context__
+        del error
+        raise fresh
 
     def set_exception(self, result: Any) -> None:
         """Complete the future with an exception, which ``wait`` raises.
@@ -55,7 +73,18 @@ class Future(torch.futures.Future[T]):
         """
         if self.done():
             raise RuntimeError("the future is complete already")
-        super().set_exception(result)
+        # What torch holds the garbage collector does not see, and an exception refers, by its traceback, to the frames
+        # it went through, where the future is likely to be. So it is kept here; if nobody but torch has this object any
+        # more, a copy without traceback has to do.
+        self._error: BaseException = result
+        this, spare = weakref.ref(self), _copy_of(result)
+
+        def raise_error(_: Any) -> None:
+            future = this()
+            raise spare if future is None else future._error
+
+        self._set_unwrap_func(raise_error)
+        super().set_result(None)  # type: ignore[arg-type]
 
     def _when_done(self, callback: Callable[[Any], None]) -> None:
         super().add_done_callback(callback)
@@ -106,6 +135,14 @@ class Future(torch.futures.Future[T]):
         self._when_done(notify)
         yield from waiter
         return super().wait()
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    try:
+        made = copy.copy(error)
+        return made if isinstance(made, BaseException) else RuntimeError(str(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _check(callback: Any) -> None:

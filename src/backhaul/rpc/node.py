@@ -6,8 +6,9 @@ import functools
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from backhaul.errors import BackhaulError
+from backhaul.errors import BackhaulError, LeakError
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
@@ -16,6 +17,16 @@ from backhaul.rpc.peers import Peers, WorkerRecord, main_identity
 from backhaul.transport.base import Endpoint
 from backhaul.types import Options
 from backhaul.worker import Worker, serving
+
+
+class Audit(Protocol):
+    """What a layer above has to say about leaks when its worker is shut down."""
+
+    def begin(self) -> None:
+        """The worker's program is over: let go of what it holds."""
+
+    def end(self) -> list[str]:
+        """All workers have done so: what is left, for people."""
 
 
 class Node:
@@ -27,14 +38,15 @@ class Node:
         self.agent = Agent(worker, self.peers)
         self.dispatcher = Dispatcher(worker, self.agent)
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
+        self.audits: list[Audit] = []
         self._ending = threading.Lock()  # held by the thread that shuts down
         worker.attach(self)
         worker.counters["num_pending_calls"] = lambda: len(self.agent.pending)
         worker.counters["num_calls_served"] = lambda: self.dispatcher.served
         worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent
 
-    def shutdown(self, *, graceful: bool, timeout: float) -> None:
-        """End this worker; see ``backhaul.shutdown``."""
+    def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False) -> None:
+        """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made."""
         if graceful and serving.get():
             raise BackhaulError(
                 "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
@@ -48,8 +60,14 @@ class Node:
             if self.worker.closed:
                 return
             try:
+                audits = self.audits if graceful and strict else []
+                for audit in audits:
+                    audit.begin()
                 if graceful:
                     self.farewell.wait(timeout)
+                problems = [problem for audit in audits for problem in audit.end()]
+                if problems:
+                    raise LeakError(f"worker '{self.worker.name}': {'; '.join(problems)}", worker=self.worker.name)
             finally:
                 self.agent.close()
                 self.peers.close()

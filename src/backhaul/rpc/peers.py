@@ -51,7 +51,7 @@ def main_identity() -> str:
 class Peer:
     """One worker as another sees it."""
 
-    __slots__ = ("channel", "connecting", "info", "main_shared", "record", "sent_at")
+    __slots__ = ("called_at", "channel", "closely", "connecting", "info", "main_shared", "record", "sent_at")
 
     def __init__(self, record: WorkerRecord, own: WorkerRecord) -> None:
         self.record = record
@@ -59,7 +59,10 @@ class Peer:
         # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         self.channel: Channel | None = None
-        self.sent_at = 0.0  # when something was last sent at once, for those who send soon
+        # Of asynchronous calls, for those who may send them together:
+        self.called_at = 0.0  # when the last was made
+        self.closely = 0  # how many have followed each other closely
+        self.sent_at = 0.0  # when one was last sent at once
         self.connecting = threading.Lock()  # held while a channel is being opened
 
 

@@ -115,7 +115,7 @@ class RRef(Generic[T]):
                 "local_value() is for its owner, to_here() brings a copy",
                 worker=self._rrefs.worker.name,
             )
-        return cast(T, self._entry.value.wait())
+        return cast(T, self._entry.value._fresh_value())
 
     def to_here(self, timeout: float | None = None) -> T:
         """A copy of the value; on its owner, the value itself. Part of the graph, inside of a context.
@@ -127,7 +127,7 @@ class RRef(Generic[T]):
             Exception: What the function raised that was to make the value.
         """
         if self._entry is not None:
-            return cast(T, self._entry.value.wait(timeout or None))
+            return cast(T, self._entry.value._fresh_value(timeout or None))
         self._check_created()
         return cast(T, self._rrefs.agent.call(self._owner.id, fetch, self._named(), None, timeout))
 
@@ -158,7 +158,7 @@ class RRef(Generic[T]):
             retain_graph: Keep the graph for another time.
         """
         if self._entry is not None:
-            run_backward(self._entry.value.wait(), context, retain_graph)
+            run_backward(self._entry.value._fresh_value(), context, retain_graph)
         else:
             self._check_created()
             self._rrefs.agent.call(self._owner.id, backward_of, (*self._named(), context, retain_graph), None, 0)
@@ -315,7 +315,7 @@ def invoke(named: tuple[int, int, int], name: str, args: Any, kwargs: Any) -> Fu
 def _invoke(value: Future[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
     made: Future[Any] = Future()
     try:
-        method = getattr(value.value(), name)
+        method = getattr(value._fresh_value(), name)
         result = method(*args, **kwargs)
         if getattr(method, ASYNC_MARK, False):
             return cast("Future[Any]", result)

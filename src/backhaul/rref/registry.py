@@ -63,6 +63,7 @@ class RRefs:
         self._cleaner: threading.Thread | None = None
         node.agent.interceptors.append(self)
         node.peers.on_lost(self._on_lost)
+        node.audits.append(self)
         self.worker.on_close(self._close)
         self.worker.attach(self)
         self.worker.counters["num_owner_rrefs"] = lambda: len(self._owned.entries)
@@ -189,17 +190,23 @@ class RRefs:
         for owner, news in by_owner.items():
             self.tell(owner, news)
 
-    def release_all(self) -> None:
+    def begin(self) -> None:
         """End all forks held here, whether or not handles exist."""
         with self._lock:
             forks, self._forks = self._forks, {}
         for fork, (owner, number) in forks.items():
             self.tell(owner, [("gone", number, fork, self.id)])
 
-    def leaks(self) -> dict[RRefId, list[int]]:
-        """Values of this worker's to which others still refer: value -> workers."""
+    def end(self) -> list[str]:
+        """Values of this worker's to which others still refer."""
         with self._lock:
-            return {n: sorted(entry.forks.values()) for n, entry in self._owned.entries.items() if entry.forks}
+            left = [(entry.value, sorted(set(entry.forks.values()))) for entry in self._owned.entries.values()]
+        return [
+            f"a value of type {type(value.value()).__name__ if value.done() else 'unknown'} is still referred to by "
+            + ", ".join(f"worker {holder}" for holder in holders)
+            for value, holders in left
+            if holders
+        ]
 
     def _close(self) -> None:
         self._dead.put(None)

@@ -5,8 +5,8 @@ Reading is pulled: any number of threads wait in ``Endpoint.poll``, and each eve
 channel that has delivered frames delivers no more until ``resume``, so whoever holds it may act in order before
 anyone sees what follows. That lets the thread which reads a request also run it, with no hand-off.
 
-[Note: blocking] ``poll`` and ``connect`` block, ``send`` may (back-pressure); nothing else does. Nothing here calls
-back into its user.
+[Note: blocking] ``poll``, ``connect`` and ``receive`` block, ``send`` and ``send_soon`` may (back-pressure); nothing
+else does. Nothing here calls back into its user.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ class Channel(abc.ABC):
             ChannelClosedError: The channel is closed or lost. The frame may or may not have arrived.
         """
 
-    def send_soon(self, frame: Frame) -> None:
+    def send_soon(self, frame: Frame, *, timeout: float | None = None) -> None:
         """As ``send``, for one of several frames: it may wait for those that follow, until ``flush`` or about a
-        millisecond has passed. A transport that gains nothing by it sends at once.
+        millisecond has passed (more while another thread keeps the interpreter). A transport that gains nothing by it
+        sends at once.
         """
-        self.send(frame)
+        self.send(frame, timeout=timeout)
 
     def flush(self) -> None:  # noqa: B027
         """Send what waits; nothing does, where ``send_soon`` sends at once."""

@@ -186,27 +186,28 @@ class SocketChannel(Channel):
             self._writing.release()
         self._flush_queue()
 
-    def send_soon(self, frame: Frame) -> None:
+    def send_soon(self, frame: Frame, *, timeout: float | None = None) -> None:
         if frame.nbytes > _COALESCE or self._queued > _COALESCE:
-            self.send(frame)
+            self.send(frame, timeout=timeout)
             return
         if self._ended is not None or self._closing:
             raise ChannelClosedError(f"the channel to {self.peer} is closed: {self._ended}")
-        first = not self._queue
-        self._enqueue(b"".join(frame.parts()))
-        if first:
+        if self._enqueue(b"".join(frame.parts())):
             self._endpoint.flush_soon(self)
 
     def flush(self) -> None:
         self._flush_queue()
 
-    def _enqueue(self, data: bytes, *, first: bool = False) -> None:
+    def _enqueue(self, data: bytes, *, first: bool = False) -> bool:
+        """Put something in the queue; whether it was empty before, so that somebody has to see to it."""
         with self._counting:
+            empty = not self._queue
             if first:
                 self._queue.appendleft(data)
             else:
                 self._queue.append(data)
             self._queued += len(data)
+            return empty
 
     def _dequeue(self) -> list[Buffer]:
         batch: list[Buffer] = []

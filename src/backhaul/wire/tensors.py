@@ -96,7 +96,7 @@ def _keys(tensor: torch.Tensor) -> int:
     return found
 
 
-_ORDINARY = {_keys(torch.empty(1)), _keys(torch.empty(1, requires_grad=True)), _keys(torch.empty(1, dtype=torch.int64))}
+_ORDINARY = _keys(torch.empty(1))
 """What torch dispatches on for a tensor in this process's memory that is nothing special: not sparse, quantized,
 nested, conjugated, negated, fake or wrapped.
 """
@@ -111,7 +111,7 @@ def write_ordinary(tensor: torch.Tensor) -> tuple[TensorTable, Buffer] | None:
     """What ``TensorWriter`` makes of a message with just one ordinary tensor, the usual case, at a fraction of the
     cost; None if the tensor is not ordinary.
     """
-    if _keys(tensor) not in _ORDINARY or not tensor.is_contiguous() or not (nbytes := tensor.nbytes):
+    if _keys(tensor) != _ORDINARY or not tensor.is_contiguous() or not (nbytes := tensor.nbytes):
         return None
     return (
         _table_of_one(tensor.dtype, tensor.shape, tensor.requires_grad),
@@ -149,6 +149,8 @@ class TensorWriter:
             tensor = tensor.resolve_conj()
         if tensor.is_neg():
             tensor = tensor.resolve_neg()
+        if tensor._is_zerotensor():
+            tensor = tensor.clone()  # it has no memory
         self._parts.append(tensor)
         return len(self._parts) - 1
 

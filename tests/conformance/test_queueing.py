@@ -1,0 +1,53 @@
+"""Frames that may wait for others are sent in the end, whoever else writes at the same time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from backhaul.transport.base import Received
+from backhaul.transport.socket_channel import SocketChannel
+from backhaul.transport.sockets import SocketEndpoint
+from backhaul.wire.frames import Frame
+
+PATIENCE = 5.0
+SECRET = b"q" * 32
+
+
+def test_a_queue_that_is_emptied_while_something_is_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread writes what waits just before a frame joins it: then that one is the first again."""
+    enqueue = SocketChannel._enqueue
+
+    def emptied(self: SocketChannel, data: bytes, **options: Any) -> Any:
+        self._endpoint.flush()  # type: ignore[attr-defined]
+        return enqueue(self, data, **options)
+
+    monkeypatch.setattr(SocketChannel, "_enqueue", emptied)
+    here, there = SocketEndpoint(secret=SECRET), SocketEndpoint(secret=SECRET)
+    stop, arrived, all_there = threading.Event(), [0], threading.Event()
+
+    def listen(endpoint: SocketEndpoint) -> None:
+        while not stop.is_set():
+            event = endpoint.poll(0.05)
+            if isinstance(event, Received):
+                arrived[0] += len(event.frames)
+                event.channel.resume()
+                if arrived[0] == 2:
+                    all_there.set()
+
+    threads = [threading.Thread(target=listen, args=(end,)) for end in (here, there)]
+    for thread in threads:
+        thread.start()
+    try:
+        channel = here.connect(there.addresses[0], timeout=PATIENCE)
+        for number in range(2):
+            channel.send_soon(Frame(3, number, b"x"))
+        assert all_there.wait(PATIENCE)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        here.close()
+        there.close()
