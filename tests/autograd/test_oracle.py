@@ -118,6 +118,46 @@ def test_fast_mode(workers: int, first: int) -> None:
     sweep(range(first, first + 50), workers=workers, thorough=True, mode="fast")
 
 
+@pytest.mark.usefixtures("any_order")
+@pytest.mark.parametrize("order", [1, 2])
+def test_gradients_that_are_sent_as_soon_as_they_are_there(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
+    """As in large groups."""
+    monkeypatch.setattr(runs, "LARGE", -1)
+    sweep(range(9200, 9260 - 20 * order), workers=3, order=order)
+
+
+class WaitForOther(torch.autograd.Function):
+    """Its backward waits until a hook on another worker has been called."""
+
+    called = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        assert WaitForOther.called.wait(PATIENCE)
+        return grad
+
+
+def tell(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda _: WaitForOther.called.set())
+    return y
+
+
+def test_workers_go_on_while_the_driver_still_computes() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with bh.cluster(2), bh.context() as ctx:
+        x = a
+        for _ in range(100):
+            x = x + 0
+        applied: Any = WaitForOther.apply(x)
+        ctx.backward((applied * bh.rpc_sync(1, tell, args=(b,))).sum())
+        assert ctx.grads[a].tolist() == ctx.grads[b].tolist() == [2.0, 2.0]
+
+
 def test_deterministic() -> None:
     sweep(range(9000, 9040), workers=3, deterministic=True)
 

@@ -119,7 +119,7 @@ class Engine:
             oldest=min(active, default=number),
         )
         edges = [get_gradient_edge(root) for root in roots]
-        run = Run(spec, context, roots=edges, inputs=inputs)
+        run = Run(spec, context, self._send_gradients, roots=edges, inputs=inputs)
         with context.lock:
             context.runs[self.id, spec.number] = run
         drive = Drive(spec, run, self.worker.runtime.gate())
@@ -379,7 +379,7 @@ class Engine:
         with context.lock:
             run = context.runs.get(key)
         if run is None:
-            made = Run(spec, context)
+            made = Run(spec, context, self._send_gradients)
             with context.lock:
                 run = context.runs.setdefault(key, made)
                 run.failed = run.failed or key in context.aborted

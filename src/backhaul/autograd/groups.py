@@ -44,10 +44,11 @@ Fired = tuple[Recv, Grads]
 class Group:
     """Sources that run together, and the sinks they reach."""
 
-    __slots__ = ("frozen", "leaves", "recvs", "sources")
+    __slots__ = ("frozen", "leaves", "recvs", "size", "sources")
 
     def __init__(self) -> None:
         self.sources: list[MessageId] = []
+        self.size = 0  # nodes, but for leaves
         self.leaves: dict[int, torch.Tensor] = {}  # by id
         self.frozen: dict[Node, None] = {}  # accumulation nodes of leaves that need no gradient any more
         self.recvs: dict[MessageId, RecvEnd] = {}
@@ -56,8 +57,8 @@ class Group:
         return f"Group({self.sources} -> {len(self.leaves)} leaves, recvs {list(self.recvs)})"
 
 
-_Reached = tuple[dict[int, torch.Tensor], dict[MessageId, RecvEnd], list[Node]]
-"""Leaves, messages and accumulation nodes of frozen leaves."""
+_Reached = tuple[dict[int, torch.Tensor], dict[MessageId, RecvEnd], list[Node], int]
+"""Leaves, messages, accumulation nodes of frozen leaves, and how many other nodes."""
 
 
 class Grouping:
@@ -82,7 +83,8 @@ class Grouping:
         for source in sources:
             group = self._group_of.setdefault(self._find(source), Group())
             group.sources.append(source)
-            leaves, recvs, frozen = walks[source]
+            leaves, recvs, frozen, size = walks[source]
+            group.size += size
             group.leaves.update(leaves)
             group.frozen.update(dict.fromkeys(frozen))
             for message, end in recvs.items():
@@ -125,6 +127,7 @@ class Grouping:
         leaves: dict[int, torch.Tensor] = {}
         recvs: dict[MessageId, RecvEnd] = {}
         frozen: list[Node] = []
+        size = 0
         stack: list[Node] = []
         for end in ends:
             if isinstance(end, torch.Tensor):
@@ -148,8 +151,9 @@ class Grouping:
                 recvs.setdefault(recv.message, RecvEnd(recv)).nodes[index] = node
                 self._join(source, meeting.setdefault(recv, source))  # a message gets its gradients at once
             else:
+                size += 1
                 stack.extend(following for following, _ in node.next_functions)
-        return leaves, recvs, frozen
+        return leaves, recvs, frozen, size
 
     def _reach_leaf(
         self, source: MessageId, leaf: torch.Tensor, leaves: dict[int, torch.Tensor], meeting: dict[object, MessageId]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -252,6 +254,27 @@ def _answer_hooks() -> None:
 
 
 _answer_hooks()
+
+
+class Watch:
+    """While inside, ``seen`` is called with each gradient that comes to one of ``nodes``, after all tensor hooks."""
+
+    __slots__ = ("_tables",)
+
+    def __init__(self, nodes: Iterable[Node], seen: Callable[[Node, torch.Tensor | None], None]) -> None:
+        self._tables: list[dict[int, Any]] = []
+        for node in nodes:
+            table = collections.OrderedDict({0: functools.partial(seen, node)})
+            bearer: Any = torch.empty(0)
+            bearer._backward_hooks = table
+            node._register_hook_dict(bearer)  # for good; an empty table does nothing
+            self._tables.append(table)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        for table in self._tables:
+            table.clear()
 
 
 class _Once:

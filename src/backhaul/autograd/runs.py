@@ -7,20 +7,21 @@ once, with gradients or with none.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ROOTS, End, Grads, MessageId, edge_of
+from backhaul.autograd.functions import ROOTS, End, Grads, MessageId, Recv, edge_of
 from backhaul.autograd.groups import Fired, Group, Grouping, RecvEnd, nodes_behind, reaches
 from backhaul.autograd.leaves import Leaves
 from backhaul.autograd.messages import PassSpec, Tally
-from backhaul.autograd.native import Node, Task, new_task_number, renumber
+from backhaul.autograd.native import Node, Task, Watch, new_task_number, renumber
 from backhaul.autograd.passes import Summary
 from backhaul.autograd.stepper import Stepper
 
@@ -53,13 +54,53 @@ class Orders:
     useful: frozenset[int] | None = None
 
 
+LARGE = 64  # nodes of a group from which on it may pay to send before all of it has run
+
+Send = Callable[["Run", Recv, Grads], None]
+
+
+class _Early(contextlib.AbstractContextManager[None]):
+    """Sends the gradients of a message as soon as they are there, while the rest of the group still runs."""
+
+    def __init__(self, run: Run, ends: Iterable[RecvEnd]) -> None:
+        self._run = run
+        self._ends = {node: (end, index) for end in ends for index, node in end.nodes.items()}
+        self._found: dict[MessageId, dict[int, torch.Tensor | None]] = {}
+        self._sent: set[MessageId] = set()
+        self._watch = Watch(self._ends, self._seen)
+
+    def _seen(self, node: Node, grad: torch.Tensor | None) -> None:
+        end, index = self._ends[node]
+        found = self._found.setdefault(end.recv.message, {})
+        found[index] = grad
+        if len(found) == len(end.nodes):
+            self._sent.add(end.recv.message)
+            self._run.send(end.recv, end.answer(found))
+
+    def left(self, recv: Recv) -> bool:
+        """Whether the gradients of a message have not been sent."""
+        return recv.message not in self._sent
+
+    def __exit__(self, *args: object) -> None:
+        self._watch.__exit__(*args)
+
+
 class Run:
-    """Thread-safe."""
+    """Thread-safe.
+
+    Args:
+        spec: The pass.
+        context: Its context on this worker.
+        send: Sends gradients before the group they come from has run to its end; not called unless that may pay.
+        roots: Where the pass starts, on its driver.
+        inputs: What it is restricted to, on its driver.
+    """
 
     def __init__(
         self,
         spec: PassSpec,
         context: Context,
+        send: Send | None = None,
         *,
         roots: Sequence[GradientEdge] | None = None,
         inputs: Sequence[torch.Tensor] | None = None,
@@ -67,6 +108,7 @@ class Run:
         self.spec = spec
         self.context = context
         self.failed = False
+        self._send = send
         self.aborted = False
         self.deadline: float | None = None  # where it is known: on the driver
         self.sent_to: set[int] = set()  # workers that gradients went to
@@ -88,6 +130,11 @@ class Run:
         self._orders: Orders | None = None
         self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
         self._steppers: dict[int, Stepper] = {}
+
+    def send(self, recv: Recv, grads: Grads) -> None:
+        """Send gradients at once."""
+        assert self._send is not None
+        self._send(self, recv, grads)
 
     @property
     def waiting(self) -> list[MessageId]:
@@ -205,10 +252,12 @@ class Run:
                     seeds.append(grad)
         ends = self._answering(group, sources)
         self._put_in_order(sources)
-        with self._task(sources):
+        early = _Early(self, ends) if self._send is not None and ends and group.size > LARGE else None
+        with self._task(sources), early or contextlib.nullcontext():
             fired = self._compute(group, edges, seeds, ends, order)
         self._spend(sources)
-        return Outcome(Tally(tuple(sources), {recv.message: recv.sender for recv, _ in fired}), fired)
+        tally = Tally(tuple(sources), {end.recv.message: end.recv.sender for end in ends})
+        return Outcome(tally, fired if early is None else [(recv, grads) for recv, grads in fired if early.left(recv)])
 
     def _nodes(self, sources: Iterable[MessageId]) -> dict[Node, None]:
         return nodes_behind(end for source in sources for end in self.grouping.ends[source])
