@@ -45,6 +45,7 @@ NAMES = [
     "get_worker_infos",
     "init",
     "launch",
+    "optim",
     "remote",
     "rpc_async",
     "rpc_sync",

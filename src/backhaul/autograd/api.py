@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -251,3 +251,30 @@ def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
         UnknownContextError: The context was released or is not known here.
     """
     return dict(current_worker().part(Engine).container.get(_context_id(context)).gradients)
+
+
+# For the layers above.
+
+
+def find_gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:
+    """As ``get_gradients``; None where the context never came, so that nothing here has a gradient in it.
+
+    Raises:
+        UnknownContextError: The context was released.
+    """
+    container = current_worker().part(Engine).container
+    found = container.find(_context_id(context))
+    if found is None and container.was_released(context):
+        raise container.unknown(context)
+    return None if found is None else dict(found.gradients)
+
+
+def replace_gradients(context: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Put other gradients in the place of those that a context holds on this worker; the rest stay.
+
+    Raises:
+        UnknownContextError: The context was released or is not known here.
+    """
+    found = current_worker().part(Engine).container.get(_context_id(context))
+    for leaf, gradient in gradients.items():
+        found.replace(leaf, gradient)

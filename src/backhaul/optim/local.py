@@ -1,0 +1,124 @@
+"""An owner's share of a distributed optimizer: a plain ``torch.optim`` one over the parameters that live there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from backhaul.optim.gradients import one_at_a_time, read
+from backhaul.rref.handle import RRef
+
+Options = dict[str, Any]
+"""What a group of parameters is optimized with: learning rate, betas, ..."""
+
+Group = tuple[Options, list[RRef[Any]]]
+"""Options, and the parameters of the group that live on one worker."""
+
+
+def make(optimizer_class: Any, groups: Sequence[Group], args: Any, kwargs: Any) -> tuple[RRef[Local], Options, Any]:
+    """Make an optimizer here; return a reference to it, its defaults, and the options of its groups."""
+    local = Local(optimizer_class([_torch_group(*group) for group in groups], *args, **kwargs))
+    return RRef(local), local.optimizer.defaults, local.options()
+
+
+def _torch_group(options: Options, rrefs: Sequence[RRef[Any]]) -> dict[str, Any]:
+    return {**options, "params": [rref.local_value() for rref in rrefs]}
+
+
+class Local:
+    """One owner's share. What it does runs one at a time with all other steps of its worker."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, in the order of the groups."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def options(self) -> list[Options]:
+        """The options of each group."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def add_group(self, options: Options, rrefs: Sequence[RRef[Any]]) -> Options:
+        """Take in more parameters; return the options of their group."""
+        with one_at_a_time():
+            self.optimizer.add_param_group(_torch_group(options, rrefs))
+            return self.options()[-1]
+
+    def keep_groups(self, count: int) -> None:
+        """Forget groups that were added after so many."""
+        with one_at_a_time():
+            del self.optimizer.param_groups[count:]
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with the parameters."""
+        return function(self.parameters, *args)
+
+    def _set_options(self, changes: Sequence[Options]) -> None:
+        for group, change in zip(self.optimizer.param_groups, changes, strict=False):
+            group.update(change)
+
+    def step(self, changes: Sequence[Options], context: int | None) -> bool | None:
+        """Step with the gradients of a context, or with ``.grad``. None if the context never came here."""
+        with one_at_a_time():
+            self._set_options(changes)
+            if context is None:
+                self.optimizer.step()
+                return True
+            parameters = self.parameters
+            gradients = read(parameters, context)
+            before = [parameter.grad for parameter in parameters]
+            try:
+                for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
+                    parameter.grad = gradient
+                self.optimizer.step()
+            finally:
+                for parameter, grad in zip(parameters, before, strict=True):
+                    parameter.grad = grad
+            return None if gradients is None else True
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear ``.grad``."""
+        with one_at_a_time():
+            self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self, changes: Sequence[Options]) -> dict[str, Any]:
+        """The optimizer's own, on the CPU, as only that travels."""
+        with one_at_a_time():
+            self._set_options(changes)
+            state: dict[str, Any] = pytree.tree_map_only(torch.Tensor, _to_cpu, self.optimizer.state_dict())
+            return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state."""
+        with one_at_a_time():
+            self.optimizer.load_state_dict(dict(state))
+
+    def init_state(self) -> None:
+        """Let a step with gradients of zero make the state of all parameters that have none, and undo the rest."""
+        with one_at_a_time(), torch.no_grad():
+            parameters = self.parameters
+            before = [(parameter.clone(), parameter.grad) for parameter in parameters]
+            sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
+            try:
+                for parameter in parameters:
+                    fresh = parameter.requires_grad and not self.optimizer.state.get(parameter)
+                    parameter.grad = _zero_like(parameter, sparse) if fresh else None
+                self.optimizer.step()
+            finally:
+                for parameter, (value, grad) in zip(parameters, before, strict=True):
+                    parameter.copy_(value)
+                    parameter.grad = grad
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+def _zero_like(parameter: torch.Tensor, sparse: bool) -> torch.Tensor:
+    zero = torch.zeros_like(parameter)
+    return zero.to_sparse(1) if sparse else zero

@@ -1,0 +1,291 @@
+"""The optimizer that users hold: it knows who owns which parameters, and what they are optimized with."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backhaul.autograd.api import find_gradients
+from backhaul.optim.local import Group, Local, Options, make
+from backhaul.optim.owners import Answers, ask_all, by_owner, check_context, check_rrefs
+from backhaul.rpc.api import rpc_async
+from backhaul.rpc.futures import Future
+from backhaul.rref.handle import RRef
+from backhaul.types import WorkerInfo
+
+
+@dataclasses.dataclass(slots=True)
+class _Share:
+    """What is on one owner."""
+
+    local: RRef[Local]
+    groups: list[int]  # which of all groups its groups are
+    sizes: list[int]  # and how many of their parameters it has
+    places: list[int]  # which of all parameters its parameters are
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Optimizes parameters where they live: each owner has a plain optimizer of its own over its parameters.
+
+    It is a ``torch.optim.Optimizer``: schedulers of ``torch.optim.lr_scheduler`` take it as it is, and what they
+    change in ``param_groups`` reaches the owners with the next step. Its ``state_dict`` is the one that a single
+    optimizer over all parameters would have.
+
+    Steps are serialised on each worker, whoever asks for them. Between workers there is no order.
+
+    Args:
+        optimizer_class: A class of ``torch.optim``, or another like them that needs no closure.
+        params_rref: References to parameters, or groups of them: dicts with ``"params"`` and options.
+        *args: For the optimizer of each owner.
+        **kwargs: Likewise.
+
+    Raises:
+        Exception: What an owner raised that could not make its optimizer; notes tell of all that failed.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     weight = bh.remote("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})
+        ...     optimizer = bh.optim.DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+        ...     with bh.context() as ctx:
+        ...         bh.backward(ctx, [weight.rpc_sync().sum()])
+        ...         optimizer.step(ctx)
+        ...     weight.to_here().detach()
+        tensor([0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params_rref: Iterable[RRef[Any]] | Iterable[Mapping[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        _check_class(optimizer_class)
+        self._make = optimizer_class, args, kwargs
+        self._shares: dict[WorkerInfo, _Share] = {}
+        self._count = 0  # parameters
+        self._known: list[Options] = []  # the options of each group that all its owners have
+        groups = _split(params_rref)
+        defaults = self._place(groups)
+        self._ready = False
+        super().__init__([{**options, "params": rrefs} for options, rrefs in groups], defaults)
+        self._ready = True
+
+    def _place(self, groups: Sequence[Group]) -> Options:
+        """Make the optimizers of owners that have none, and tell the others of more groups. Fills options in."""
+        parts: dict[WorkerInfo, _Share] = {}
+        own: dict[WorkerInfo, list[Group]] = {}
+        first, count = len(self._known), self._count
+        for number, (options, rrefs) in enumerate(groups):
+            for owner, places in by_owner(rrefs).items():
+                part = parts.setdefault(owner, _Share(None, [], [], []))  # type: ignore[arg-type]
+                part.groups.append(first + number)
+                part.sizes.append(len(places))
+                part.places += [count + place for place in places]
+                own.setdefault(owner, []).append((options, [rrefs[place] for place in places]))
+            count += len(rrefs)
+        optimizer_class, args, kwargs = self._make
+
+        def call(owner: WorkerInfo) -> Callable[[], Future[Any]]:
+            if owner in self._shares:  # one group was added
+                return lambda: self._shares[owner].local.rpc_async().add_group(*own[owner][0])
+            return lambda: rpc_async(owner, make, args=(optimizer_class, own[owner], args, kwargs))
+
+        try:
+            answers = ask_all({owner: call(owner) for owner in parts}, "making an optimizer")
+        except Exception:
+            self._on_all("undoing", lambda share: share.local.rpc_async().keep_groups(len(share.groups)))
+            raise
+        defaults: Options = {}
+        filled: dict[int, Options] = {}
+        for owner, answer in answers.items():
+            if owner in self._shares:
+                found = [answer]
+                self._shares[owner].groups += parts[owner].groups
+                self._shares[owner].sizes += parts[owner].sizes
+                self._shares[owner].places += parts[owner].places
+            else:
+                parts[owner].local, defaults, found = answer
+                self._shares[owner] = parts[owner]
+            for number, options in zip(parts[owner].groups, found, strict=True):
+                filled.setdefault(number - first, options)
+        for number, (options, _) in enumerate(groups):
+            options.update(filled.get(number, {}))
+            self._known.append(_copy(options))
+        self._count = count
+        return defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Optimize more parameters from now on: a dict with ``"params"`` and options."""
+        if self._ready:
+            ((options, rrefs),) = _split([param_group])
+            options = {**self.defaults, **options}
+            self._place([(options, rrefs)])
+            param_group = {**options, "params": rrefs}
+        self.param_groups.append(param_group)
+
+    # What owners do.
+
+    def ask(self, what: str, function: Callable[..., Any], *args: Any) -> Answers:
+        """Run ``function(parameters, *args)`` on each owner; ``what`` is for errors."""
+        answers = self._on_all(what, lambda share: share.local.rpc_async().apply(function, *args))
+        return [(self._shares[owner].places, answer) for owner, answer in answers.items()]
+
+    def _on_all(self, what: str, call: Callable[[_Share], Future[Any]]) -> dict[WorkerInfo, Any]:
+        def start(share: _Share) -> Callable[[], Future[Any]]:
+            return lambda: call(share)
+
+        return ask_all({owner: start(share) for owner, share in self._shares.items()}, what)
+
+    def _with_changes(self, what: str, call: Callable[[_Share, list[Options]], Future[Any]]) -> dict[WorkerInfo, Any]:
+        """Call all owners with what has changed in the options of their groups."""
+        now = [_copy(_options(group)) for group in self.param_groups]
+        changes = [
+            {name: value for name, value in options.items() if name not in known or not _same(known[name], value)}
+            for options, known in zip(now, self._known, strict=True)
+        ]
+        answers = self._on_all(what, lambda share: call(share, [changes[number] for number in share.groups]))
+        self._known = now  # not after a failure: then changes go out once more
+        return answers
+
+    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+        """Step on every owner, all at once. Once this returns or raises, no owner is at it any more.
+
+        Parameters without a gradient are left alone, and the ``.grad`` of all is left as it was.
+
+        Args:
+            context_id: The context whose gradients to step with; None: step with ``.grad``, for passes with
+                ``accumulate="grad"``.
+
+        Raises:
+            UnknownContextError: The context was released, or nobody knows it.
+            Exception: What a step raised, with notes that name its worker and all others that failed. The other
+                owners have stepped.
+        """
+        if context_id is not None:
+            find_gradients(context_id)  # raises if it was released
+            context_id = int(context_id)
+        answers = self._with_changes("the step", lambda share, new: share.local.rpc_async().step(new, context_id))
+        check_context(context_id, list(answers.values()))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the ``.grad`` of all parameters; gradients in contexts go with their context."""
+        self._on_all("zero_grad", lambda share: share.local.rpc_async().zero_grad(set_to_none))
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Options and state of all parameters, gathered from their owners: what one optimizer over all would give.
+
+        It holds plain data and copies of tensors, on the CPU: save it with ``torch.save`` or
+        ``torch.distributed.checkpoint``.
+        """
+        answers = self._with_changes("state_dict", lambda share, new: share.local.rpc_async().state_dict(new))
+        state: dict[int, Any] = {}
+        options = [_options(group) for group in self.param_groups]
+        for owner, answer in answers.items():
+            share = self._shares[owner]
+            state.update((share.places[place], value) for place, value in answer["state"].items())
+            for number, group in zip(share.groups, answer["param_groups"], strict=True):
+                options[number] = _options(group)
+        groups, count = [], 0
+        for number, group in enumerate(self.param_groups):
+            places = list(range(count, count + len(group["params"])))
+            groups.append({**options[number], "params": places})
+            count += len(places)
+        return {"state": {place: state[place] for place in sorted(state)}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Scatter a state to the owners: one that ``state_dict`` gave, or a single optimizer over the same parameters.
+
+        The parameters may live on other workers than they did when it was saved.
+
+        Raises:
+            ValueError: Its groups are not those of this optimizer; nothing was changed.
+        """
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in saved] != sizes:
+            raise ValueError(
+                f"the state is of groups of {[len(group['params']) for group in saved]} parameters, this optimizer "
+                f"has {sizes}"
+            )
+        names = [name for group in saved for name in group["params"]]  # as the state calls the parameters
+        options = [_options(group) for group in saved]
+
+        def load(share: _Share) -> Future[Any]:
+            part = {
+                place: state_dict["state"][names[whole]]
+                for place, whole in enumerate(share.places)
+                if names[whole] in state_dict["state"]
+            }
+            groups, used = [], 0
+            for number, size in zip(share.groups, share.sizes, strict=True):
+                groups.append({**options[number], "params": list(range(used, used + size))})
+                used += size
+            loading: Future[Any] = share.local.rpc_async().load_state_dict({"state": part, "param_groups": groups})
+            return loading
+
+        self._on_all("load_state_dict", load)
+        for number, group in enumerate(self.param_groups):
+            self.param_groups[number] = {**_copy(options[number]), "params": group["params"]}
+        self._known = [_copy(group) for group in options]
+
+    def init_state(self) -> None:
+        """Give parameters that have not been stepped a state to load into; they stay as they are.
+
+        For loaders that fill tensors which are there already, as ``torch.distributed.checkpoint.load`` does. What the
+        state holds has no meaning until it was loaded.
+        """
+        self._on_all("init_state", lambda share: share.local.rpc_async().init_state())
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a DistributedOptimizer stays where it was made; its state_dict() can be saved and sent")
+
+
+def _check_class(optimizer_class: Any) -> None:
+    if not callable(optimizer_class):
+        raise TypeError(f"optimizer_class must be a class of torch.optim, not a {type(optimizer_class).__name__}")
+    step = getattr(optimizer_class, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = getattr(optimizer_class, "__name__", optimizer_class)
+        raise TypeError(f"{name} computes the loss anew within a step; that cannot be done over several workers")
+
+
+def _split(params: Any) -> list[Group]:
+    """Groups of references with their own options, of whatever form was given."""
+    given = [params] if isinstance(params, (RRef, Mapping)) else list(params)
+    if isinstance(params, RRef):
+        check_rrefs(params)
+    if not given:
+        raise ValueError("there are no parameters to optimize")
+    if not any(isinstance(group, Mapping) for group in given):
+        return [({}, check_rrefs(given))]
+    groups: list[Group] = []
+    for number, group in enumerate(given):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(f"group {number} must be a dict with 'params', as the others are")
+        rrefs = group["params"]
+        groups.append((_options(group), check_rrefs([rrefs] if isinstance(rrefs, RRef) else rrefs)))
+    return groups
+
+
+def _options(group: Mapping[str, Any]) -> Options:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copy(options: Options) -> Options:
+    """With tensors of its own: schedulers change those in place."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)

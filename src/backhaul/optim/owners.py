@@ -1,0 +1,108 @@
+"""Calls to all owners of parameters at once, and one error for all that went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from backhaul.autograd.api import find_gradients
+from backhaul.errors import UnknownContextError
+from backhaul.rpc.api import rpc_async
+from backhaul.rpc.futures import Future
+from backhaul.rref.handle import RRef
+from backhaul.types import WorkerInfo
+
+T = TypeVar("T")
+
+Answers = list[tuple[list[int], Any]]
+"""By owner: the places of its parameters among all, and what it answered about them."""
+
+
+class Owners(Protocol):
+    """Parameters on many workers, to which a function can be applied where they are."""
+
+    def ask(self, what: str, function: Callable[..., Any], *args: Any) -> Answers:
+        """Run ``function(parameters, *args)`` on each owner."""
+
+
+class Listed:
+    """Parameters that are given by their references."""
+
+    def __init__(self, rrefs: Sequence[RRef[Any]]) -> None:
+        self._rrefs = check_rrefs(rrefs)
+
+    def ask(self, what: str, function: Callable[..., Any], *args: Any) -> Answers:
+        """Run ``function(parameters, *args)`` on each owner."""
+        places = by_owner(self._rrefs)
+
+        def call(owner: WorkerInfo) -> Callable[[], Future[Any]]:
+            own = [self._rrefs[place] for place in places[owner]]
+            return lambda: rpc_async(owner, apply, args=(function, own, *args))
+
+        answers = ask_all({owner: call(owner) for owner in places}, what)
+        return [(places[owner], answer) for owner, answer in answers.items()]
+
+
+def apply(function: Callable[..., T], rrefs: Sequence[RRef[Any]], *args: Any) -> T:
+    """Call a function with the values of references that this worker owns."""
+    return function([rref.local_value() for rref in rrefs], *args)
+
+
+def check_rrefs(rrefs: Any) -> list[RRef[Any]]:
+    """A list of references, or an error that says what is not one."""
+    if isinstance(rrefs, RRef) or not hasattr(rrefs, "__iter__"):
+        raise TypeError(f"parameters are given as a list of RRefs, not as a {type(rrefs).__name__}")
+    found = list(rrefs)
+    for place, rref in enumerate(found):
+        if not isinstance(rref, RRef):
+            raise TypeError(f"parameter {place} is a {type(rref).__name__}, not an RRef: wrap it with RRef(...)")
+    return found
+
+
+def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[int]]:
+    """The places of references in a list, by the worker that owns them."""
+    places: dict[WorkerInfo, list[int]] = {}
+    for place, rref in enumerate(rrefs):
+        places.setdefault(rref.owner(), []).append(place)
+    return places
+
+
+def ask_all(calls: Mapping[WorkerInfo, Callable[[], Future[T]]], what: str) -> dict[WorkerInfo, T]:
+    """Start all calls, wait until each has ended, and return the results.
+
+    Raises:
+        Exception: What the first worker raised that failed, with notes that name it and all others that failed.
+    """
+    started: dict[WorkerInfo, Future[T]] = {}
+    errors: dict[WorkerInfo, Exception] = {}
+    results: dict[WorkerInfo, T] = {}
+    for owner, call in calls.items():
+        try:
+            started[owner] = call()
+        except Exception as error:
+            errors[owner] = error
+    for owner, future in started.items():
+        try:
+            results[owner] = future.wait()
+        except Exception as error:
+            errors[owner] = error
+    if errors:
+        raise _one_of(errors, what, len(calls))
+    return results
+
+
+def _one_of(errors: Mapping[WorkerInfo, Exception], what: str, of: int) -> Exception:
+    (owner, first), *others = errors.items()
+    first.add_note(f"{what} failed on worker '{owner.name}', {len(errors)} of {of} owners of parameters")
+    for other, error in others:
+        if error is not first:
+            first.add_note(f"and on worker '{other.name}': {type(error).__name__}: {error}")
+    return first
+
+
+def check_context(context: int | None, answers: Sequence[Any]) -> None:
+    """Raise if nobody knows a context: neither this worker, nor an owner, whose answer then is None."""
+    if context is None or any(answer is not None for answer in answers):
+        return
+    if find_gradients(context) is None:
+        raise UnknownContextError(f"context {context} is known to no owner of these parameters", context=context)
