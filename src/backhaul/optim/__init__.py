@@ -1,7 +1,8 @@
 """Optimizers for parameters on many workers, clipping of their gradients, and scaling for mixed precision."""
 
+from backhaul.optim.checkpoint import read_checkpoint
 from backhaul.optim.clip import clip_grad_norm_, clip_grad_value_
 from backhaul.optim.optimizer import DistributedOptimizer
 from backhaul.optim.scaler import GradScaler
 
-__all__ = ["DistributedOptimizer", "GradScaler", "clip_grad_norm_", "clip_grad_value_"]
+__all__ = ["DistributedOptimizer", "GradScaler", "clip_grad_norm_", "clip_grad_value_", "read_checkpoint"]

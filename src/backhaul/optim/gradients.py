@@ -81,13 +81,15 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _map_values(gradient: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """``change`` applied to the elements that a gradient stores; an in-place change is fine."""
+def _changed(gradient: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """A copy, with ``change`` applied in place to the elements that are stored."""
     if not gradient.is_sparse:
-        return change(gradient.clone(memory_format=torch.preserve_format))
-    gradient = gradient.coalesce()
-    values = change(gradient.values().clone())
-    return torch.sparse_coo_tensor(gradient.indices(), values, gradient.shape, is_coalesced=True)
+        copy = gradient.clone(memory_format=torch.preserve_format)
+        change(copy)
+    else:
+        copy = gradient.coalesce().clone()
+        change(copy.values())
+    return copy
 
 
 # What owners are asked for.
@@ -106,14 +108,14 @@ def norms(parameters: Parameters, context: int | None, norm_type: float) -> Grad
 def scale(parameters: Parameters, context: int | None, factor: torch.Tensor) -> bool | None:
     """Multiply all gradients."""
     with one_at_a_time():
-        change = _change(parameters, context, lambda g: _map_values(g, lambda values: values.mul_(factor)))
+        change = _change(parameters, context, lambda g: _changed(g, lambda values: values.mul_(factor)))
     return None if change is None else True
 
 
 def clamp(parameters: Parameters, context: int | None, limit: float) -> bool | None:
     """Bring the elements of all gradients between ``-limit`` and ``limit``."""
     with one_at_a_time():
-        change = _change(parameters, context, lambda g: _map_values(g, lambda values: values.clamp_(-limit, limit)))
+        change = _change(parameters, context, lambda g: _changed(g, lambda values: values.clamp_(-limit, limit)))
     return None if change is None else True
 
 
@@ -126,7 +128,7 @@ def unscale(parameters: Parameters, context: int | None, factor: torch.Tensor) -
         if gradient.dtype is torch.float16:
             raise ValueError("gradients in float16 cannot be unscaled: keep the parameters in float32")
         finite = finite and bool(torch.isfinite(_values(gradient)).all())
-        return _map_values(gradient, lambda values: values.mul_(factor))
+        return _changed(gradient, lambda values: values.mul_(factor))
 
     with one_at_a_time():
         changed = _change(parameters, context, multiply)

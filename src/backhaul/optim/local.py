@@ -98,27 +98,6 @@ class Local:
         with one_at_a_time():
             self.optimizer.load_state_dict(dict(state))
 
-    def init_state(self) -> None:
-        """Let a step with gradients of zero make the state of all parameters that have none, and undo the rest."""
-        with one_at_a_time(), torch.no_grad():
-            parameters = self.parameters
-            before = [(parameter.clone(), parameter.grad) for parameter in parameters]
-            sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
-            try:
-                for parameter in parameters:
-                    fresh = parameter.requires_grad and not self.optimizer.state.get(parameter)
-                    parameter.grad = _zero_like(parameter, sparse) if fresh else None
-                self.optimizer.step()
-            finally:
-                for parameter, (value, grad) in zip(parameters, before, strict=True):
-                    parameter.copy_(value)
-                    parameter.grad = grad
-
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
-
-
-def _zero_like(parameter: torch.Tensor, sparse: bool) -> torch.Tensor:
-    zero = torch.zeros_like(parameter)
-    return zero.to_sparse(1) if sparse else zero

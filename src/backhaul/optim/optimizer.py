@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._make = optimizer_class, args, kwargs
         self._shares: dict[WorkerInfo, _Share] = {}
         self._count = 0  # parameters
+        self._lock = threading.Lock()  # guards _known
         self._known: list[Options] = []  # the options of each group that all its owners have
         groups = _split(params_rref)
         defaults = self._place(groups)
@@ -145,12 +147,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _with_changes(self, what: str, call: Callable[[_Share, list[Options]], Future[Any]]) -> dict[WorkerInfo, Any]:
         """Call all owners with what has changed in the options of their groups."""
         now = [_copy(_options(group)) for group in self.param_groups]
-        changes = [
-            {name: value for name, value in options.items() if name not in known or not _same(known[name], value)}
-            for options, known in zip(now, self._known, strict=True)
-        ]
+        with self._lock:
+            changes = [_difference(known, options) for known, options in zip(self._known, now, strict=True)]
+            for known, change in zip(self._known, changes, strict=True):
+                for name in change:
+                    known.pop(name, None)  # until all owners have it: should one fail, some have and some have not
         answers = self._on_all(what, lambda share: call(share, [changes[number] for number in share.groups]))
-        self._known = now  # not after a failure: then changes go out once more
+        with self._lock:
+            self._known = now
         return answers
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
@@ -183,7 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Options and state of all parameters, gathered from their owners: what one optimizer over all would give.
 
         It holds plain data and copies of tensors, on the CPU: save it with ``torch.save`` or
-        ``torch.distributed.checkpoint``.
+        ``torch.distributed.checkpoint.save``; see ``read_checkpoint``.
         """
         answers = self._with_changes("state_dict", lambda share, new: share.local.rpc_async().state_dict(new))
         state: dict[int, Any] = {}
@@ -215,15 +219,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the state is of groups of {[len(group['params']) for group in saved]} parameters, this optimizer "
                 f"has {sizes}"
             )
-        names = [name for group in saved for name in group["params"]]  # as the state calls the parameters
+        # A checkpoint turns numbers that are keys into strings, and leaves out what is empty.
+        names = [str(name) for group in saved for name in group["params"]]
+        state = {str(name): value for name, value in state_dict.get("state", {}).items()}
         options = [_options(group) for group in saved]
 
         def load(share: _Share) -> Future[Any]:
-            part = {
-                place: state_dict["state"][names[whole]]
-                for place, whole in enumerate(share.places)
-                if names[whole] in state_dict["state"]
-            }
+            part = {place: state[names[whole]] for place, whole in enumerate(share.places) if names[whole] in state}
             groups, used = [], 0
             for number, size in zip(share.groups, share.sizes, strict=True):
                 groups.append({**options[number], "params": list(range(used, used + size))})
@@ -236,15 +238,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_groups[number] = {**_copy(options[number]), "params": group["params"]}
         self._known = [_copy(group) for group in options]
 
-    def init_state(self) -> None:
-        """Give parameters that have not been stepped a state to load into; they stay as they are.
-
-        For loaders that fill tensors which are there already, as ``torch.distributed.checkpoint.load`` does. What the
-        state holds has no meaning until it was loaded.
-        """
-        self._on_all("init_state", lambda share: share.local.rpc_async().init_state())
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DistributedOptimizer stays where it was made; its state_dict() can be saved and sent")
 
 
@@ -283,6 +277,10 @@ def _options(group: Mapping[str, Any]) -> Options:
 def _copy(options: Options) -> Options:
     """With tensors of its own: schedulers change those in place."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _difference(known: Options, now: Options) -> Options:
+    return {name: value for name, value in now.items() if name not in known or not _same(known[name], value)}
 
 
 def _same(one: Any, other: Any) -> bool:
