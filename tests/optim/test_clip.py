@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -98,23 +97,49 @@ def test_without_gradients() -> None:
         bh.optim.clip_grad_value_(ctx, far.groups(), 1.0)
 
 
-def added(rrefs: Sequence[bh.RRef[Any]]) -> torch.Tensor:
-    one, two = rrefs
-    return one.local_value() + two.local_value()
+def times(rref: bh.RRef[Any], factor: float) -> torch.Tensor:
+    return rref.local_value() * factor
 
 
-def test_gradients_that_are_one_tensor() -> None:
-    """The gradients of both terms of a sum may share memory; each is clipped once."""
-    values = [torch.ones(4), torch.ones(4)]
-    plain = [torch.nn.Parameter(value) for value in values]
-    (plain[0] + plain[1]).square().sum().backward()
-    total = utils.clip_grad_norm_(plain, 0.5)
+def test_norms_are_summed_in_the_order_of_the_parameters() -> None:
+    """Not by owner: the sum of these depends on the order."""
+    slopes = [1.0, 1e16, 1.0, 1.0]
+    plain = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in slopes]
+    sum(param * slope for param, slope in zip(plain, slopes, strict=True)).backward()
+    total = utils.clip_grad_norm_(plain, 1.0, 1.0)
+    assert total != utils.get_total_norm([torch.tensor(slope, dtype=torch.float64) for slope in sorted(slopes)], 1.0)
     with bh.cluster(2), bh.context() as ctx:
-        rrefs = [bh.remote("worker1", torch.nn.Parameter, (value,)) for value in values]
-        ctx.backward(bh.rpc_sync("worker1", added, (rrefs,)).square().sum())
-        same(bh.optim.clip_grad_norm_(ctx, rrefs, 0.5), total)
-        for rref, param in zip(rrefs, plain, strict=True):
-            same(bh.rpc_sync("worker1", gradient, (rref, ctx)), param.grad)
+        rrefs = [bh.remote(owner, torch.nn.Parameter, (torch.zeros(1, dtype=torch.float64),)) for owner in (0, 1, 0, 0)]
+        parts = [bh.rpc_sync(r.owner(), times, (r, slope)) for r, slope in zip(rrefs, slopes, strict=True)]
+        ctx.backward(sum(parts))
+        same(bh.optim.clip_grad_norm_(ctx, rrefs, 1.0, 1.0), total)
+
+
+def test_owners_are_asked_no_more_than_needed() -> None:
+    with bh.cluster(WORKERS):
+        far = Far()
+        optimizer = handed(far, "optimizer")
+        with far.backward(BATCH) as ctx:
+            for max_norm, calls in ((1e6, 1), (0.01, 2)):
+                before = served("worker2")
+                bh.optim.clip_grad_norm_(ctx, optimizer, max_norm)
+                assert served("worker2") - before == calls + 1  # one of them is the question itself
+
+
+def served(worker: str) -> int:
+    return bh.rpc_sync(worker, bh.get_debug_info)["num_calls_served"]
+
+
+def test_gradients_that_were_taken_before_stay() -> None:
+    """They may be shared, with another leaf or with whoever asked for them."""
+    with bh.cluster(1), bh.context() as ctx:
+        param = torch.nn.Parameter(torch.ones(4))
+        ctx.backward(param.square().sum())
+        taken = bh.get_gradients(ctx)[param]
+        bh.optim.clip_grad_norm_(ctx, [bh.RRef(param)], 0.5)
+        bh.optim.clip_grad_value_(ctx, [bh.RRef(param)], 0.01)
+        same(taken, torch.full((4,), 2.0))
+        same(bh.get_gradients(ctx)[param], torch.full((4,), 0.01))
 
 
 def gradient(rref: bh.RRef[Any], context: int) -> torch.Tensor:

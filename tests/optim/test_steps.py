@@ -149,12 +149,46 @@ def test_groups_can_be_added() -> None:
             train(model, either, batches(2))
         same(far.values(), plain.values())
         same(optimizer.state_dict(), expected.state_dict())
+
+
+def test_a_group_that_one_owner_refuses_is_added_nowhere() -> None:
+    plain = Plain()
+    names = list(plain.params)[1:]
+    expected = torch.optim.Adam([plain.params[name] for name in names], lr=0.05)
+    with bh.cluster(WORKERS):
+        far = Far()
+        optimizer = DistributedOptimizer(torch.optim.Adam, [far.params[name] for name in names], lr=0.05)
+        more = bh.remote("worker2", torch.nn.Parameter, args=(torch.ones(2),))
         with pytest.raises(ValueError) as caught:
-            optimizer.add_param_group({"params": [far.params["idle"]]})  # for the second time
-        assert "worker1" in caught.value.__notes__[0]
-        train(far, optimizer, batches(1))
-        train(plain, expected, batches(1))
+            optimizer.add_param_group({"params": [more, far.params["idle"]]})  # the latter for the second time
+        assert "worker1" in "".join(caught.value.__notes__)
+        for model, either in ((plain, expected), (far, optimizer)):
+            either.add_param_group({"params": [model.params["w0"]]})
+            train(model, either, batches(2))
+        optimizer.add_param_group({"params": more})
+        expected.add_param_group({"params": torch.nn.Parameter(torch.ones(2))})
+        same(far.values(), plain.values())
         same(optimizer.state_dict(), expected.state_dict())
+
+
+class Counting(torch.optim.SGD):
+    """Keeps state of its own among the options."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+def test_options_that_owners_change_are_theirs() -> None:
+    with bh.cluster(WORKERS):
+        far = Far()
+        optimizer = DistributedOptimizer(Counting, far.groups(), lr=0.05)
+        train(far, optimizer, batches(2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.param_groups[0]["steps"] == 2
+        train(far, optimizer, batches(3))
+        assert optimizer.state_dict()["param_groups"][0]["steps"] == 5
 
 
 TOKENS = [torch.tensor([1, 2, 2, 5]), torch.tensor([0, 5]), torch.tensor([2])]
