@@ -99,6 +99,8 @@ def test_wrong_arguments() -> None:
             DistributedOptimizer(torch.optim.SGD, [{"lr": 1.0}], lr=0.1)
         with pytest.raises(ValueError, match="no parameters"):
             DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
+        with pytest.raises(ValueError, match="no parameters"):
+            DistributedOptimizer(torch.optim.SGD, [{"params": []}], lr=0.1)
         with pytest.raises(TypeError, match="LBFGS"):
             DistributedOptimizer(torch.optim.LBFGS, [rref])
         with pytest.raises(TypeError, match="class"):

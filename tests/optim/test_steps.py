@@ -151,6 +151,20 @@ def test_groups_can_be_added() -> None:
         same(optimizer.state_dict(), expected.state_dict())
 
 
+def test_a_group_may_be_empty() -> None:
+    plain = Plain()
+    expected = torch.optim.Adam([{"params": []}, {"params": plain.groups()}], lr=0.05)
+    train(plain, expected, batches(2), torch.optim.lr_scheduler.StepLR(expected, 1))
+    with bh.cluster(WORKERS):
+        far = Far()
+        optimizer = DistributedOptimizer(torch.optim.Adam, [{"params": []}, {"params": far.groups()}], lr=0.05)
+        train(far, optimizer, batches(2), torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        same(far.values(), plain.values())
+        same(optimizer.state_dict(), expected.state_dict())
+        optimizer.load_state_dict(expected.state_dict())
+        same(optimizer.state_dict(), expected.state_dict())
+
+
 def test_a_group_that_one_owner_refuses_is_added_nowhere() -> None:
     plain = Plain()
     names = list(plain.params)[1:]

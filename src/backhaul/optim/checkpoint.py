@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 
 def read_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -37,6 +34,11 @@ def read_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
         ...     saved["weight"]
         tensor([1., 1.])
     """
+    # Here, as they take more than half a second to import.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
     flat: dict[str, Any] = {

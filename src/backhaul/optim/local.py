@@ -18,10 +18,23 @@ Group = tuple[Options, list[RRef[Any]]]
 """Options, and the parameters of the group that live on one worker."""
 
 
-def make(optimizer_class: Any, groups: Sequence[Group], args: Any, kwargs: Any) -> tuple[RRef[Local], Options, Any]:
-    """Make an optimizer here; return a reference to it, its defaults, and the options of its groups."""
+Made = tuple[RRef["Local"], Options, list[Options]]
+"""An owner's share, the defaults of its optimizer, and the options of the groups that it was given, complete."""
+
+
+def make(optimizer_class: Any, args: Any, kwargs: Any, groups: Sequence[Group]) -> Made:
+    """Make an optimizer here."""
     local = Local(optimizer_class([_torch_group(*group) for group in groups], *args, **kwargs))
     return RRef(local), local.optimizer.defaults, local.options()
+
+
+def add(share: RRef[Local], groups: Sequence[Group]) -> Made:
+    """Add groups to an optimizer here."""
+    local = share.local_value()
+    with one_at_a_time():
+        for group in groups:
+            local.optimizer.add_param_group(_torch_group(*group))
+        return share, local.optimizer.defaults, local.options()[-len(groups) :]
 
 
 def _torch_group(options: Options, rrefs: Sequence[RRef[Any]]) -> dict[str, Any]:
@@ -42,12 +55,6 @@ class Local:
     def options(self) -> list[Options]:
         """The options of each group."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-
-    def add_group(self, options: Options, rrefs: Sequence[RRef[Any]]) -> Options:
-        """Take in more parameters; return the options of their group."""
-        with one_at_a_time():
-            self.optimizer.add_param_group(_torch_group(options, rrefs))
-            return self.options()[-1]
 
     def keep_groups(self, count: int) -> None:
         """Forget groups that were added after so many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from backhaul.autograd.api import find_gradients
-from backhaul.optim.local import Group, Local, Options, make
+from backhaul.optim.local import Group, Local, Made, Options, add, make
 from backhaul.optim.owners import Answers, ask_all, by_owner, check_context, check_rrefs
 from backhaul.rpc.api import rpc_async
 from backhaul.rpc.futures import Future
@@ -20,13 +21,22 @@ from backhaul.types import WorkerInfo
 
 
 @dataclasses.dataclass(slots=True)
+class _Part:
+    """Parameters of one owner, by group."""
+
+    groups: list[Group] = dataclasses.field(default_factory=list)
+    numbers: list[int] = dataclasses.field(default_factory=list)  # which of all groups these are
+    places: list[int] = dataclasses.field(default_factory=list)  # which of all parameters are in them
+
+
+@dataclasses.dataclass(slots=True)
 class _Share:
-    """What is on one owner."""
+    """What one owner has."""
 
     local: RRef[Local]
-    groups: list[int]  # which of all groups its groups are
+    numbers: list[int]  # which of all groups its groups are
     sizes: list[int]  # and how many of their parameters it has
-    places: list[int]  # which of all parameters its parameters are
+    places: list[int]  # which of all parameters these are
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -67,60 +77,61 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         _check_class(optimizer_class)
-        self._make = optimizer_class, args, kwargs
+        self._make = optimizer_class, args, kwargs  # how owners make theirs
         self._shares: dict[WorkerInfo, _Share] = {}
         self._count = 0  # parameters
         self._lock = threading.Lock()  # guards _known
         self._known: list[Options] = []  # the options of each group that all its owners have
         groups = _split(params_rref)
+        if not any(rrefs for _, rrefs in groups):
+            raise ValueError("there are no parameters to optimize")
         defaults = self._place(groups)
         self._ready = False
         super().__init__([{**options, "params": rrefs} for options, rrefs in groups], defaults)
         self._ready = True
 
     def _place(self, groups: Sequence[Group]) -> Options:
-        """Make the optimizers of owners that have none, and tell the others of more groups. Fills options in."""
-        parts: dict[WorkerInfo, _Share] = {}
-        own: dict[WorkerInfo, list[Group]] = {}
-        first, count = len(self._known), self._count
-        for number, (options, rrefs) in enumerate(groups):
-            for owner, places in by_owner(rrefs).items():
-                part = parts.setdefault(owner, _Share(None, [], [], []))  # type: ignore[arg-type]
-                part.groups.append(first + number)
-                part.sizes.append(len(places))
-                part.places += [count + place for place in places]
-                own.setdefault(owner, []).append((options, [rrefs[place] for place in places]))
-            count += len(rrefs)
-        optimizer_class, args, kwargs = self._make
+        """Make optimizers on owners that have none, and add to those of the others. Completes the groups' options.
 
-        def call(owner: WorkerInfo) -> Callable[[], Future[Any]]:
-            if owner in self._shares:  # one group was added
-                return lambda: self._shares[owner].local.rpc_async().add_group(*own[owner][0])
-            return lambda: rpc_async(owner, make, args=(optimizer_class, own[owner], args, kwargs))
-
+        Returns:
+            The defaults of an optimizer that was made.
+        """
+        parts = self._parts(groups)
         try:
-            answers = ask_all({owner: call(owner) for owner in parts}, "making an optimizer")
+            answers = ask_all({owner: self._hand_over(owner, part) for owner, part in parts.items()}, "the optimizer")
         except Exception:
-            self._on_all("undoing", lambda share: share.local.rpc_async().keep_groups(len(share.groups)))
+            with contextlib.suppress(Exception):  # an owner that is lost needs no undoing
+                self._on_all("undoing", lambda share: share.local.rpc_async().keep_groups(len(share.numbers)))
             raise
-        defaults: Options = {}
-        filled: dict[int, Options] = {}
-        for owner, answer in answers.items():
-            if owner in self._shares:
-                found = [answer]
-                self._shares[owner].groups += parts[owner].groups
-                self._shares[owner].sizes += parts[owner].sizes
-                self._shares[owner].places += parts[owner].places
-            else:
-                parts[owner].local, defaults, found = answer
-                self._shares[owner] = parts[owner]
-            for number, options in zip(parts[owner].groups, found, strict=True):
-                filled.setdefault(number - first, options)
-        for number, (options, _) in enumerate(groups):
-            options.update(filled.get(number, {}))
-            self._known.append(_copy(options))
-        self._count = count
-        return defaults
+        for owner, (local, _, completed) in answers.items():
+            part, share = parts[owner], self._shares.setdefault(owner, _Share(local, [], [], []))
+            share.numbers += part.numbers
+            share.sizes += [len(rrefs) for _, rrefs in part.groups]
+            share.places += part.places
+            for number, options in zip(part.numbers, completed, strict=True):
+                groups[number - len(self._known)][0].update(options)
+        with self._lock:
+            self._known += [_copy(options) for options, _ in groups]
+        self._count += sum(len(rrefs) for _, rrefs in groups)
+        return next((defaults for _, defaults, _ in answers.values()), {})
+
+    def _parts(self, groups: Sequence[Group]) -> dict[WorkerInfo, _Part]:
+        """New groups by owner, numbered after those that are there."""
+        parts: dict[WorkerInfo, _Part] = {}
+        count = self._count
+        for number, (options, rrefs) in enumerate(groups, start=len(self._known)):
+            for owner, places in by_owner(rrefs).items():
+                part = parts.setdefault(owner, _Part())
+                part.groups.append((options, [rrefs[place] for place in places]))
+                part.numbers.append(number)
+                part.places += [count + place for place in places]
+            count += len(rrefs)
+        return parts
+
+    def _hand_over(self, owner: WorkerInfo, part: _Part) -> Callable[[], Future[Made]]:
+        if owner in self._shares:
+            return lambda: rpc_async(owner, add, args=(self._shares[owner].local, part.groups))
+        return lambda: rpc_async(owner, make, args=(*self._make, part.groups))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Optimize more parameters from now on: a dict with ``"params"`` and options."""
@@ -129,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             options = {**self.defaults, **options}
             self._place([(options, rrefs)])
             param_group = {**options, "params": rrefs}
-        self.param_groups.append(param_group)
+        self.param_groups.append({**self.defaults, **param_group})
 
     # What owners do.
 
@@ -152,13 +163,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for known, change in zip(self._known, changes, strict=True):
                 for name in change:
                     known.pop(name, None)  # until all owners have it: should one fail, some have and some have not
-        answers = self._on_all(what, lambda share: call(share, [changes[number] for number in share.groups]))
+        answers = self._on_all(what, lambda share: call(share, [changes[number] for number in share.numbers]))
         with self._lock:
             self._known = now
         return answers
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
-        """Step on every owner, all at once. Once this returns or raises, no owner is at it any more.
+        """Step on every owner, all at once. Once this returns or raises, each owner has stepped or failed.
 
         Parameters without a gradient are left alone, and the ``.grad`` of all is left as it was.
 
@@ -195,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for owner, answer in answers.items():
             share = self._shares[owner]
             state.update((share.places[place], value) for place, value in answer["state"].items())
-            for number, group in zip(share.groups, answer["param_groups"], strict=True):
+            for number, group in zip(share.numbers, answer["param_groups"], strict=True):
                 options[number] = _options(group)
         groups, count = [], 0
         for number, group in enumerate(self.param_groups):
@@ -227,7 +238,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def load(share: _Share) -> Future[Any]:
             part = {place: state[names[whole]] for place, whole in enumerate(share.places) if names[whole] in state}
             groups, used = [], 0
-            for number, size in zip(share.groups, share.sizes, strict=True):
+            for number, size in zip(share.numbers, share.sizes, strict=True):
                 groups.append({**options[number], "params": list(range(used, used + size))})
                 used += size
             loading: Future[Any] = share.local.rpc_async().load_state_dict({"state": part, "param_groups": groups})
@@ -236,7 +247,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._on_all("load_state_dict", load)
         for number, group in enumerate(self.param_groups):
             self.param_groups[number] = {**_copy(options[number]), "params": group["params"]}
-        self._known = [_copy(group) for group in options]
+        with self._lock:
+            self._known = [_copy(group) for group in options]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DistributedOptimizer stays where it was made; its state_dict() can be saved and sent")
@@ -257,8 +269,6 @@ def _split(params: Any) -> list[Group]:
     given = [params] if isinstance(params, (RRef, Mapping)) else list(params)
     if isinstance(params, RRef):
         check_rrefs(params)
-    if not given:
-        raise ValueError("there are no parameters to optimize")
     if not any(isinstance(group, Mapping) for group in given):
         return [({}, check_rrefs(given))]
     groups: list[Group] = []
