@@ -133,3 +133,20 @@ def test_it_stays_where_it_is() -> None:
             pickle.dumps(optimizer)
         with pytest.raises(bh.SerializationError):
             bh.rpc_sync("worker1", len, args=(optimizer,))
+
+
+def test_an_owner_that_is_lost_is_named_and_the_others_step() -> None:
+    plain = Plain()
+    train(plain, torch.optim.SGD(plain.groups(), lr=0.1), batches(1))
+    with bh.cluster(WORKERS) as workers:
+        far = Far()
+        optimizer = DistributedOptimizer(torch.optim.SGD, far.groups(), lr=0.1)
+        with far.backward(batches(1)[0]) as ctx:
+            with workers[3]:
+                bh.shutdown(graceful=False)
+            with pytest.raises(bh.PeerLostError) as caught:
+                optimizer.step(ctx)
+        assert "'worker3'" in notes(caught.value)
+        for name, wanted in plain.values().items():
+            if OWNERS[name] != "worker3":
+                same(far.params[name].to_here().detach(), wanted)
