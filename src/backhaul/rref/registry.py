@@ -242,10 +242,12 @@ class RRefs:
     def _note(self, peer: Peer, encoded: Encoded) -> bytes | None:
         if not encoded.parcels:
             return None
-        passed = [parcel for parcel in encoded.parcels if isinstance(parcel, tuple)]
-        for owner, number, fork in passed:
-            self.tell(owner, [("made", number, fork, peer.record.id)])
-        return pack(Passed(tuple(passed))) if passed else None
+        by_owner: dict[int, list[News]] = {}
+        for owner, number, fork in encoded.parcels:
+            by_owner.setdefault(owner, []).append(("made", number, fork, peer.record.id))
+        for owner, news in by_owner.items():
+            self.tell(owner, news)
+        return pack(Passed(tuple(encoded.parcels)))
 
     def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
         return self._note(peer, encoded), None
