@@ -45,6 +45,7 @@ NAMES = [
     "get_worker_infos",
     "init",
     "launch",
+    "nn",
     "optim",
     "remote",
     "rpc_async",

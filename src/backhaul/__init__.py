@@ -4,7 +4,7 @@ Workers call each other's functions with tensors; see ``init``, ``launch`` and `
 ``rpc_sync`` and ``rpc_async`` for calls.
 """
 
-from backhaul import optim
+from backhaul import nn, optim
 from backhaul.autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul.errors import (
     AuthenticationError,
@@ -77,6 +77,7 @@ __all__ = [
     "get_worker_infos",
     "init",
     "launch",
+    "nn",
     "optim",
     "remote",
     "rpc_async",

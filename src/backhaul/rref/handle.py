@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
@@ -189,9 +190,10 @@ class RRef(Generic[T]):
         """How the owner knows it: value, fork, and who holds that."""
         return self._id, -1 if self._fork is None else self._fork, self._rrefs.id
 
-    def _call(self, name: str, args: Any, kwargs: Any, timeout: float | None) -> Future[Any]:
+    def _call(self, what: str | Call, args: Any, kwargs: Any, timeout: float | None) -> Future[Any]:
+        """Call a method of the value, or a function with the value and the arguments, on the owner."""
         self._check_created()
-        arguments = (self._named(), name, args, kwargs)
+        arguments = (self._named(), what, args, kwargs)
         future = self._rrefs.agent.call_async(self._owner.id, invoke, arguments, None, timeout)
         self._keep_until(future)
         return future
@@ -298,24 +300,25 @@ def backward_of(number: int, fork: int, holder: int, context: int, retain_graph:
 
 
 @async_execution
-def invoke(named: tuple[int, int, int], name: str, args: Any, kwargs: Any) -> Future[Any]:
-    """Calls a method of the value."""
+def invoke(named: tuple[int, int, int], what: str | Call, args: Any, kwargs: Any) -> Future[Any]:
+    """Calls a method of the value, or a function with it."""
     value = fetch(*named)
     if value.done():
-        return _invoke(value, name, args, kwargs)
+        return _invoke(value, what, args, kwargs)
     made: Future[Any] = Future()
 
     def go_on(done: Future[Any]) -> None:
-        forward(_invoke(done, name, args, kwargs), made)
+        forward(_invoke(done, what, args, kwargs), made)
 
     value.add_done_callback(go_on)
     return made
 
 
-def _invoke(value: Future[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
+def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Future[Any]:
     made: Future[Any] = Future()
     try:
-        method = getattr(value._fresh_value(), name)
+        owned = value._fresh_value()
+        method = getattr(owned, what) if isinstance(what, str) else functools.partial(what, owned)
         result = method(*args, **kwargs)
         if getattr(method, ASYNC_MARK, False):
             return cast("Future[Any]", result)

@@ -1,0 +1,96 @@
+"""What the worker that has a module does for those who refer to it. Each function is called there, with the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from backhaul.rref.handle import RRef
+
+State = dict[str, Any]
+
+
+def build(
+    make: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[RRef[nn.Module], bool]:
+    """Make a module on a device; returns a reference to it, and whether it is training."""
+    module = make(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        label = getattr(make, "__qualname__", repr(make))
+        raise ValueError(f"{label} was to make a torch.nn.Module, but it returned a {type(module).__name__}")
+    return RRef(module.to(device)), module.training
+
+
+def run(module: nn.Module, device: torch.device, method: str, args: Any, kwargs: Any) -> Any:
+    """Call the module, or one of its methods, on inputs brought to where it is; results leave from the CPU."""
+    place = _device_of(module, device)
+    if place.type != "cpu":
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _bring(tensor, place), (args, kwargs))
+    function = module if method == "forward" else getattr(module, method)
+    result = function(*args, **kwargs)
+    return result if place.type == "cpu" else tree_map_only(torch.Tensor, on_cpu, result)
+
+
+def _device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
+    """Where its first weight is: ``to`` may have moved it, at the wish of whomever."""
+    for tensors in (module.parameters(), module.buffers()):
+        for tensor in tensors:
+            return tensor.device
+    return otherwise
+
+
+def _bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to(device)
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """As it travels; meta tensors have nothing to move."""
+    return tensor if tensor.is_meta else tensor.cpu()
+
+
+def parameters(module: nn.Module, recurse: bool) -> list[RRef[nn.Parameter]]:
+    """References to the parameters, in their order."""
+    return [RRef(parameter) for parameter in module.parameters(recurse)]
+
+
+def change(module: nn.Module, method: str, args: Any, kwargs: Any) -> None:
+    """Call a method for what it does to the module."""
+    getattr(module, method)(*args, **kwargs)
+
+
+def convert(module: nn.Module, device: torch.device, method: str, args: Any, kwargs: Any) -> torch.device:
+    """Call ``to`` or one of its kin; returns where the module is then: on ``device``, if it has no weights."""
+    change(module, method, args, kwargs)
+    return _device_of(module, device)
+
+
+def add_hook(module: nn.Module, register: str, hook: Callable[..., Any], options: Mapping[str, Any]) -> RRef[Any]:
+    """Register a hook; returns a reference to what removes it."""
+    return RRef(getattr(module, register)(hook, **options))
+
+
+def save(module: nn.Module) -> tuple[State, State]:
+    """The state, as plain tensors, and what torch notes about its versions."""
+    state = module.state_dict()
+    return _plain(dict(state)), dict(getattr(state, "_metadata", {}))
+
+
+def load(module: nn.Module, state: State, versions: State, assign: bool) -> tuple[list[str], list[str], list[str]]:
+    """Take over a state; returns keys that are missing, keys that are not wanted, and what went wrong."""
+    given: Any = nn.Module().state_dict()  # of the type that can carry versions
+    given.update(state)
+    given._metadata = versions
+    try:
+        keys = module.load_state_dict(given, strict=False, assign=assign)
+    except RuntimeError as error:
+        return [], [], [str(error)]
+    return list(keys.missing_keys), list(keys.unexpected_keys), []
+
+
+def _plain(state: State) -> State:
+    made: State = tree_map_only(torch.Tensor, lambda tensor: on_cpu(tensor.detach()), state)
+    return made
