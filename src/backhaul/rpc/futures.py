@@ -8,7 +8,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.futures
 
@@ -34,6 +34,10 @@ class Future(torch.futures.Future[T]):
         >>> doubled.wait()
         42
     """
+
+    # Here and not in torch's part, where the collector cannot see it: an exception refers to all frames that it went
+    # through, so to whoever waited, so to the future.
+    _error: Exception | None = None
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until the value is there and return it, or raise the exception that is.
@@ -64,6 +68,12 @@ class Future(torch.futures.Future[T]):
         fresh.__cause__, fresh.__suppress_context__ = error.__cause__, error.__suppress_context__
         del error
         raise fresh
+
+    def value(self) -> T:
+        """The value, or its exception is raised; only once the future is done."""
+        if self._error is not None and self.done():
+            raise self._error
+        return super().value()
 
     def set_exception(self, result: Any) -> None:
         """Complete the future with an exception, which ``wait`` raises.
@@ -134,7 +144,13 @@ class Future(torch.futures.Future[T]):
 
         self._when_done(notify)
         yield from waiter
-        return super().wait()
+        return self.wait()
+
+
+def _raise(future: weakref.ref[Future[Any]], text: str, _: Any) -> NoReturn:
+    """What torch's own functions do to get the value of a failed future."""
+    found = future()
+    raise RuntimeError(text) if found is None or found._error is None else found._error
 
 
 def _copy_of(error: BaseException) -> BaseException:

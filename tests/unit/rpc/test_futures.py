@@ -515,3 +515,36 @@ class TestAwait:
 
 async def _await(future: Future[int]) -> int:
     return await future
+
+
+class TestFailures:
+    def test_waiting_in_vain_leaves_nothing_behind(self) -> None:
+        """An exception refers to the frames that it went through; with them goes what they hold."""
+
+        class Thing:
+            pass
+
+        def wait_for(future: Future[None], thing: Thing) -> weakref.ref[Thing]:
+            for way in (future.wait, future.value, future.then(lambda done: done.value()).wait):
+                with contextlib.suppress(KeyError):
+                    way()
+            return weakref.ref(thing)
+
+        failed: Future[None] = Future()
+        failed.set_exception(KeyError("gone"))
+        thing = wait_for(failed, Thing())
+        del failed
+        gc.collect()
+        assert thing() is None
+
+    def test_torch_sees_the_exception(self) -> None:
+        failed: Future[None] = Future()
+        failed.set_exception(KeyError("gone"))
+        with pytest.raises(KeyError, match="gone"):
+            torch.futures.wait_all([failed])
+
+    def test_only_exceptions_are_exceptions(self) -> None:
+        future: Future[None] = Future()
+        with pytest.raises(TypeError):
+            future.set_exception("gone")
+        assert not future.done()
