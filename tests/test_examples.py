@@ -40,3 +40,23 @@ def test_train_transformer_says_what_is_wrong() -> None:
     done = run("train_transformer.py", "--workers", "1")
     assert done.returncode == 2
     assert "at least 2 workers" in done.stderr
+
+
+def test_rnn_split() -> None:
+    done = run("rnn_split.py", "--steps", "60")
+    assert done.returncode == 0, done.stderr
+    first, last = numbers_after("loss", done.stdout)
+    assert last < first
+
+
+def test_parameter_server() -> None:
+    done = run("parameter_server.py", "--trainers", "4", "--steps", "60")
+    assert done.returncode == 0, done.stderr
+    assert "240 steps" in done.stdout
+    assert numbers_after("accuracy", done.stdout)[1] > 0.8
+
+
+def numbers_after(what: str, text: str) -> list[float]:
+    """All numbers of the line in which something stands, after it."""
+    line = next(line for line in text.splitlines() if what in line)
+    return [float(number) for number in re.findall(r"[0-9][0-9.e+-]*", line.partition(what)[2])]

@@ -1,0 +1,150 @@
+"""A parameter server and trainers that all train its one model at once, each in contexts of its own.
+
+Nobody waits for anybody: a trainer's gradients may come when others have changed the weights since its forward. So the
+server never changes weights in place, which would break the graphs of those still under way ("modified by an inplace
+operation"): a step puts new tensors in the place of the old, and whoever has used the old goes back through the old.
+
+    python examples/parameter_server.py
+    python examples/parameter_server.py --trainers 2 --steps 50
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import threading
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import backhaul as bh
+
+INPUTS, CLASSES, BATCH = 2, 3, 64
+SIZES = [INPUTS, 64, 64, CLASSES]
+
+
+# The model: a function of its weights, so that many can run it at once, each on weights of its own.
+
+
+def make_weights() -> list[torch.Tensor]:
+    """Weight and bias of each layer."""
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for before, after in itertools.pairwise(SIZES):
+        made += [torch.randn(after, before, generator=draw) / before**0.5, torch.zeros(after)]
+    return made
+
+
+def apply_model(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Layer after layer."""
+    for number in range(0, len(weights), 2):
+        x = nn.functional.linear(x.tanh() if number else x, weights[number], weights[number + 1])
+    return x
+
+
+def make_batch(draw: torch.Generator, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points on the arms of a spiral, and which arm each is on."""
+    arm = torch.randint(CLASSES, (size,), generator=draw)
+    radius = torch.rand(size, generator=draw)
+    angle = 2 * torch.pi * (arm / CLASSES + 0.7 * radius) + 0.1 * torch.randn(size, generator=draw)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1) * 2, arm
+
+
+class Server:
+    """One set of weights. Its methods are called by all trainers, at the same time."""
+
+    def __init__(self, rate: float, momentum: float) -> None:
+        self.rate = rate
+        self.momentum = momentum
+        self.lock = threading.Lock()  # guards all that follows
+        self.steps = 0
+        self.weights = make_weights()
+        self.speeds = [torch.zeros_like(weight) for weight in self.weights]
+        self.used: dict[
+            int, tuple[int, list[torch.Tensor]]
+        ] = {}  # context -> steps before its forward, weights of then
+
+    def forward(self, context: int, x: torch.Tensor) -> torch.Tensor:
+        """Run the model on the weights of now, in a context of the caller's."""
+        with self.lock:
+            weights = [weight.detach().requires_grad_() for weight in self.weights]
+            self.used[context] = self.steps, weights
+        return apply_model(weights, x)
+
+    def step(self, context: int) -> int:
+        """Apply the gradients of a context; returns how many steps others have made since its forward."""
+        grads = bh.get_gradients(context)
+        with self.lock:
+            before, weights = self.used.pop(context)
+            self.speeds = [self.momentum * v + grads[w] for v, w in zip(self.speeds, weights, strict=True)]
+            self.weights = [w - self.rate * v for w, v in zip(self.weights, self.speeds, strict=True)]
+            self.steps += 1
+            return self.steps - before - 1
+
+    def accuracy(self) -> float:
+        """The share of fresh points that the model gets right."""
+        x, arm = make_batch(torch.Generator().manual_seed(10**6), 1000)
+        return (apply_model(self.weights, x).argmax(1) == arm).float().mean().item()
+
+
+def train(server: bh.RRef[Server], steps: int, seed: int) -> dict[str, Any]:
+    """What a trainer does: forward, backward, step, in one context each."""
+    draw = torch.Generator().manual_seed(seed)
+    losses, behind = [], []
+    for _ in range(steps):
+        x, arm = make_batch(draw, BATCH)
+        with bh.context() as ctx:
+            loss = nn.functional.cross_entropy(server.rpc_sync().forward(ctx.id, x), arm)
+            ctx.backward(loss)
+            behind.append(server.rpc_sync().step(ctx.id))
+        losses.append(loss.item())
+    return {"first": losses[0], "last": sum(losses[-10:]) / len(losses[-10:]), "behind": sum(behind) / len(behind)}
+
+
+def serve(steps: int) -> dict[str, Any] | None:
+    """Runs in every worker: the server starts the trainers, which have nothing else to do."""
+    torch.set_num_threads(1)
+    if bh.get_worker_info().name != "server":
+        return None
+    server = bh.RRef(Server(rate=0.03, momentum=0.8))
+    before = server.local_value().accuracy()
+    trainers = [info for info in bh.get_worker_infos() if info.name != "server"]
+    start = time.perf_counter()
+    runs = bh.wait_all([bh.rpc_async(info, train, args=(server, steps, info.id), timeout=0) for info in trainers])
+    return {
+        "trainers": {info.name: run for info, run in zip(trainers, runs, strict=True)},
+        "before": before,
+        "after": server.local_value().accuracy(),
+        "steps": server.local_value().steps,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def main() -> None:
+    """Start server and trainers, print what came out."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--trainers", type=int, default=4, help="how many (default 4)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each trainer (default 300)")
+    options = parser.parse_args()
+    if options.trainers < 1 or options.steps < 1:
+        parser.error("at least 1 trainer and 1 step")
+    names = ["server", *(f"trainer{number}" for number in range(1, options.trainers + 1))]
+    result = bh.launch(serve, names, args=(options.steps,))[0]
+    table = Table(title=f"{options.trainers} trainers, one set of weights")
+    for column in ("trainer", "first loss", "last losses", "steps of others in between"):
+        table.add_column(column, justify="left" if column == "trainer" else "right")
+    for name, run in result["trainers"].items():
+        table.add_row(name, f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['behind']:.1f}")
+    Console().print(table)
+    print(
+        f"{result['steps']} steps, {result['steps'] / result['seconds']:.0f} a second; "
+        f"accuracy {result['before']:.2f} before, {result['after']:.2f} after"
+    )
+
+
+if __name__ == "__main__":
+    main()

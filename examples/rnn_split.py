@@ -1,0 +1,176 @@
+"""Trains an LSTM language model whose tables live elsewhere: embedding and decoder on one worker, the LSTM on the driver.
+
+Both ends are ``bh.nn.RemoteModule``, so the model reads like one of a single process. Memory does not grow, however long
+it runs: what a step recorded is released everywhere when its context ends.
+
+    python examples/rnn_split.py
+    python examples/rnn_split.py --steps 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+
+import backhaul as bh
+
+WIDTH, HIDDEN, LENGTH, BATCH = 32, 64, 16, 16
+
+
+# The text.
+
+
+def make_text(words: int, seed: int = 0) -> list[str]:
+    """Nursery rhymes of a small grammar: each word follows from the two before it."""
+    draw = torch.Generator().manual_seed(seed)
+    animals = {"cow": "moo", "duck": "quack", "sheep": "baa", "pig": "oink", "cat": "miaow"}
+    said: list[str] = []
+    while len(said) < words:
+        name = sorted(animals)[int(torch.randint(len(animals), (), generator=draw))]
+        said += f"the {name} says {animals[name]} and {animals[name]} says the {name} .".split()
+    return said[:words]
+
+
+def batch(data: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and what follows them, time first."""
+    draw = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=draw)
+    windows = torch.stack([data[s : s + LENGTH + 1] for s in starts.tolist()], dim=1)
+    return windows[:-1], windows[1:]
+
+
+# The model.
+
+
+class Decoder(nn.Module):
+    """From what the LSTM makes of the text to the loss of what follows."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(HIDDEN, words)
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), targets.flatten())
+
+
+class Model(nn.Module):
+    """Tokens go to the worker of the tables and come back as vectors; vectors go there and come back as the loss."""
+
+    def __init__(self, tables: str, words: int) -> None:
+        super().__init__()
+        self.embedding = bh.nn.RemoteModule(tables, nn.Embedding, (words, WIDTH))
+        self.lstm = nn.LSTM(WIDTH, HIDDEN)
+        self.decoder = bh.nn.RemoteModule(tables, Decoder, (words,))
+
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor, state: Any
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        hidden, state = self.lstm(self.embedding(tokens), state)
+        return self.decoder(hidden, targets), tuple(part.detach() for part in state)
+
+    def all_parameters(self) -> list[bh.RRef]:
+        """References to all of them, wherever they are."""
+        remote = self.embedding.remote_parameters() + self.decoder.remote_parameters()
+        return remote + [bh.RRef(parameter) for parameter in self.parameters()]
+
+
+class Stepper:
+    """An optimizer for the parameters of one worker, which lives there."""
+
+    def __init__(self, parameters: list[bh.RRef]) -> None:
+        self.parameters = [rref.local_value() for rref in parameters]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2)
+
+    def step(self, context: int) -> None:
+        """Apply the gradients that the context has here."""
+        grads = bh.get_gradients(context)
+        for parameter in self.parameters:
+            parameter.grad = grads.get(parameter)
+        self.optimizer.step()
+
+
+def make_steppers(parameters: list[bh.RRef]) -> list[bh.RRef]:
+    """One for each worker that has some of them."""
+    owners = sorted({rref.owner_name() for rref in parameters})
+    return [
+        bh.remote(owner, Stepper, args=([rref for rref in parameters if rref.owner_name() == owner],))
+        for owner in owners
+    ]
+
+
+# The run.
+
+
+def memory() -> float:
+    """MiB that this process has in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def memory_everywhere() -> dict[str, float]:
+    """The same, by worker."""
+    return {info.name: bh.rpc_sync(info, memory) for info in bh.get_worker_infos()}
+
+
+def train(steps: int) -> dict[str, Any] | None:
+    """Runs in every worker: the driver drives, the other serves."""
+    torch.set_num_threads(1)
+    if bh.get_worker_info().name != "driver":
+        return None
+    text = make_text(5000)
+    numbers = {word: number for number, word in enumerate(sorted(set(text)))}
+    data = torch.tensor([numbers[word] for word in text])
+    torch.manual_seed(0)
+    model = Model("tables", len(numbers))
+    steppers = make_steppers(model.all_parameters())
+    warm = min(2000, steps // 5)  # steps after which a process has taken what memory it needs
+    state = None
+    losses: list[float] = []
+    before: dict[str, float] = {}
+    start = time.perf_counter()
+    for number in track(range(steps), "training", console=Console()):
+        if number == warm:
+            before = memory_everywhere()
+        tokens, targets = batch(data, number)
+        with bh.context() as ctx:
+            loss, state = model(tokens, targets, state)
+            ctx.backward(loss)
+            bh.wait_all([stepper.rpc_async().step(ctx.id) for stepper in steppers])
+        losses.append(loss.item())
+    seconds = time.perf_counter() - start
+    return {"losses": losses, "before": before, "after": memory_everywhere(), "seconds": seconds, "warm": warm}
+
+
+def main() -> None:
+    """Start both workers, train, print what came out."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=300, help="training steps (default 300)")
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("at least 1 step")
+    result = bh.launch(train, ["driver", "tables"], args=(options.steps,))[0]
+    losses = result["losses"]
+    table = Table(title=f"An LSTM and its tables on two workers, {options.steps} steps")
+    table.add_column("what")
+    table.add_column("first", justify="right")
+    table.add_column("last", justify="right")
+    table.add_row("loss", f"{losses[0]:.3f}", f"{losses[-1]:.3f}")
+    for worker, before in result["before"].items():
+        table.add_row(f"memory of {worker}, MiB", f"{before:.1f}", f"{result['after'][worker]:.1f}")
+    Console().print(table)
+    print(
+        f"{result['seconds'] / len(losses) * 1e3:.2f} ms a step; memory is first measured after {result['warm']} steps"
+    )
+
+
+if __name__ == "__main__":
+    main()
