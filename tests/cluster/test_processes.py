@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +154,22 @@ def return_early() -> Any:
         bh.rpc_sync(1, remote.wait_at, args=("worker 1 has returned",))
         return [bh.rpc_sync(to, remote.whoami) for to in (0, 1, 2) * 20]
     return None
+
+
+def work_longer_than(seconds: float) -> int | None:
+    if bh.get_worker_info().id:
+        return None
+    end = time.monotonic() + seconds
+    calls = 0
+    while time.monotonic() < end:
+        assert bh.rpc_sync("worker1", remote.whoami)
+        calls += 1
+    return calls
+
+
+def test_workers_that_are_done_serve_for_as_long_as_it_takes() -> None:
+    calls, _ = launch(work_longer_than, 2, 1.0, options=bh.Options(shutdown_timeout=0.2))
+    assert calls > 0
 
 
 # Failures.

@@ -30,6 +30,7 @@ from backhaul.wire.faults import decode_fault, encode_fault
 from backhaul.wire.messages import Fault, Payload
 
 _GRACE = 3.0  # seconds between asking a process to end and ending it
+_ANY_TIME = 1e9  # seconds; those who are done serve the others for as long as these take, which ``timeout`` may limit
 _AFTERMATH = 0.5  # seconds to collect further failures, to tell cause from consequence
 
 
@@ -203,7 +204,7 @@ def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocess
         function, args, kwargs, options = pickle.loads(job)
         init(name, options=options)
         result = function(*args, **kwargs)
-        shutdown()
+        shutdown(timeout=_ANY_TIME)
         encoded = encode([result], names=[f"the result of worker '{name}'"])
         outcome = _Outcome(time.monotonic(), encoded.payload, [bytes(b) for b in encoded.buffers])
         pipe.send_bytes(pickle.dumps(outcome))
