@@ -1,7 +1,7 @@
-"""Trains an LSTM language model whose tables live elsewhere: embedding and decoder on one worker, the LSTM on the driver.
+"""Trains an LSTM language model split in two: embedding and decoder on one worker, the LSTM on the driver.
 
-Both ends are ``bh.nn.RemoteModule``, so the model reads like one of a single process. Memory does not grow, however long
-it runs: what a step recorded is released everywhere when its context ends.
+Both ends are ``bh.nn.RemoteModule``, so the model reads like one of a single process. Memory does not grow, however
+long it runs: what a step recorded is released everywhere when its context ends.
 
     python examples/rnn_split.py
     python examples/rnn_split.py --steps 10000

@@ -56,6 +56,12 @@ def test_parameter_server() -> None:
     assert numbers_after("accuracy", done.stdout)[1] > 0.8
 
 
+def test_pipeline_resnet() -> None:
+    done = run("pipeline_resnet.py", "--steps", "3", "--splits", "1", "4")
+    assert done.returncode == 0, done.stderr
+    assert numbers_after("difference of a gradient to one process", done.stdout)[0] < 1e-5
+
+
 def numbers_after(what: str, text: str) -> list[float]:
     """All numbers of the line in which something stands, after it."""
     line = next(line for line in text.splitlines() if what in line)
