@@ -62,6 +62,12 @@ def test_pipeline_resnet() -> None:
     assert numbers_after("difference of a gradient to one process", done.stdout)[0] < 1e-5
 
 
+def test_ddp_and_embeddings() -> None:
+    done = run("ddp_and_embeddings.py", "--trainers", "2", "--steps", "5")
+    assert done.returncode == 0, done.stderr
+    assert numbers_after("difference of a weight to one process", done.stdout)[0] < 1e-5
+
+
 def numbers_after(what: str, text: str) -> list[float]:
     """All numbers of the line in which something stands, after it."""
     line = next(line for line in text.splitlines() if what in line)

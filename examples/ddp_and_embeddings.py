@@ -1,0 +1,159 @@
+"""Trainers that keep their dense layers alike with DDP, and share one embedding table on a worker of its own.
+
+Within a pass, gradients of the dense layers are averaged between the trainers by DDP (gloo), while those of the table
+travel to the worker that has it. The table steps when the gradients of all trainers have come, so the whole is the same
+as one process that trains on all their batches; which is checked.
+
+    python examples/ddp_and_embeddings.py
+    python examples/ddp_and_embeddings.py --trainers 3 --steps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+from typing import Any
+
+import torch
+import torch.distributed
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import backhaul as bh
+
+WORDS, WIDTH, BAG, BATCH, RATE = 200, 16, 8, 32, 0.5
+
+
+def make_batch(step: int, trainer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bags of words, and whether most of a bag's are of the first half of the alphabet."""
+    draw = torch.Generator().manual_seed(1000 * step + trainer)
+    bags = torch.randint(WORDS, (BATCH, BAG), generator=draw)
+    return bags, ((bags < WORDS // 2).sum(1) > BAG // 2).float()
+
+
+def make_dense() -> nn.Module:
+    """The layers that every trainer has."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 1), nn.Flatten(0))
+
+
+class Embeddings(nn.Module):
+    """The table that all trainers use, and its steps."""
+
+    def __init__(self, trainers: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.EmbeddingBag(WORDS, WIDTH)
+        self.trainers = trainers
+        self.lock = threading.Lock()  # guards what follows
+        self.grads: list[torch.Tensor] = []
+        self.stepped: bh.Future[None] = bh.Future()
+
+    def forward(self, bags: torch.Tensor) -> torch.Tensor:
+        return self.table(bags)
+
+    @bh.async_execution
+    def step(self, context: int) -> bh.Future[None]:
+        """Take the gradient of a trainer's context; what is returned is done when all have come and were applied."""
+        grad = bh.get_gradients(context)[self.table.weight]
+        with self.lock:
+            self.grads.append(grad)
+            stepped = self.stepped
+            if len(self.grads) < self.trainers:
+                return stepped
+            grads, self.grads, self.stepped = self.grads, [], bh.Future()
+        with torch.no_grad():
+            self.table.weight -= RATE * torch.stack(grads).mean(0)
+        stepped.set_result(None)
+        return stepped
+
+
+# On the trainers.
+
+
+def train(embeddings: bh.nn.RemoteModule, steps: int, trainer: int, trainers: int, meet: str) -> dict[str, Any]:
+    """Train together with the others; returns losses and dense weights."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=trainer, world_size=trainers)
+    try:
+        dense = DistributedDataParallel(make_dense())
+        optimizer = torch.optim.SGD(dense.parameters(), lr=RATE)
+        losses = []
+        for step in range(steps):
+            bags, labels = make_batch(step, trainer)
+            with bh.context() as ctx:
+                loss = nn.functional.binary_cross_entropy_with_logits(dense(embeddings(bags)), labels)
+                ctx.backward(loss)
+                for parameter in dense.parameters():
+                    parameter.grad = ctx.grads[parameter]  # averaged already
+                optimizer.step()
+                embeddings.get_module_rref().rpc_sync().step(ctx.id)
+            losses.append(loss.item())
+        return {"losses": losses, "dense": [parameter.detach() for parameter in dense.parameters()]}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# On the worker of the table, which drives.
+
+
+def train_alone(steps: int, trainers: int) -> list[torch.Tensor]:
+    """The same in one process, on the batches of all; returns all weights."""
+    embeddings, dense = Embeddings(1), make_dense()
+    optimizer = torch.optim.SGD([*embeddings.parameters(), *dense.parameters()], lr=RATE)
+    for step in range(steps):
+        batches = [make_batch(step, trainer) for trainer in range(trainers)]
+        bags, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(dense(embeddings(bags)), labels).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in (*embeddings.parameters(), *dense.parameters())]
+
+
+def drive(steps: int) -> dict[str, Any] | None:
+    """Runs in every worker: that of the table starts the trainers."""
+    torch.set_num_threads(1)
+    if bh.get_worker_info().name != "table":
+        return None
+    trainers = [info for info in bh.get_worker_infos() if info.name != "table"]
+    embeddings = bh.nn.RemoteModule("table", Embeddings, (len(trainers),))
+    with tempfile.TemporaryDirectory() as folder:
+        runs = bh.wait_all(
+            [
+                bh.rpc_async(info, train, (embeddings, steps, number, len(trainers), f"{folder}/meet"), timeout=0)
+                for number, info in enumerate(trainers)
+            ]
+        )
+    wanted = train_alone(steps, len(trainers))
+    table = embeddings.state_dict()["table.weight"]
+    difference = max(
+        (found - wish).abs().max().item()
+        for run in runs
+        for found, wish in zip([table, *run["dense"]], wanted, strict=True)
+    )
+    return {"losses": [run["losses"] for run in runs], "difference": difference}
+
+
+def main() -> None:
+    """Start the workers, train, print what came out."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--trainers", type=int, default=2, help="how many (default 2)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
+    options = parser.parse_args()
+    if options.trainers < 1 or options.steps < 1:
+        parser.error("at least 1 trainer and 1 step")
+    names = ["table", *(f"trainer{number}" for number in range(options.trainers))]
+    result = bh.launch(drive, names, args=(options.steps,))[0]
+    table = Table(title=f"{options.trainers} trainers under DDP, one embedding table")
+    for column in ("trainer", "first loss", "last loss"):
+        table.add_column(column, justify="left" if column == "trainer" else "right")
+    for number, losses in enumerate(result["losses"]):
+        table.add_row(str(number), f"{losses[0]:.3f}", f"{losses[-1]:.3f}")
+    Console().print(table)
+    print(f"largest difference of a weight to one process: {result['difference']:.1e}")
+
+
+if __name__ == "__main__":
+    main()
