@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -66,6 +68,19 @@ def test_ddp_and_embeddings() -> None:
     done = run("ddp_and_embeddings.py", "--trainers", "2", "--steps", "5")
     assert done.returncode == 0, done.stderr
     assert numbers_after("difference of a weight to one process", done.stdout)[0] < 1e-5
+
+
+def test_cartpole_actors() -> None:
+    done = run("cartpole_actors.py", "--observers", "2", "--iterations", "5")
+    assert done.returncode == 0, done.stderr
+    assert numbers_after("average return of the last episodes", done.stdout)[0] > 10
+
+
+@pytest.mark.slow
+def test_cartpole_actors_learn() -> None:
+    done = run("cartpole_actors.py")
+    assert done.returncode == 0, done.stderr
+    assert numbers_after("average return of the last episodes", done.stdout)[0] >= 150
 
 
 def numbers_after(what: str, text: str) -> list[float]:
