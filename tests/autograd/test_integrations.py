@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import backhaul as bh
+from backhaul.autograd.leaves import reducers
 
 from .worlds import PATIENCE, World, vector
 from .worlds import check as check_once
@@ -288,3 +289,17 @@ def test_ddp_on_the_remote_side(tmp_path: pathlib.Path) -> None:
                 *grads, of_batch = found[rank][name][step]
                 torch.testing.assert_close(grads, mean, msg=lambda text, name=name: f"{name}: {text}")
                 torch.testing.assert_close(of_batch, of_batches[rank])
+
+
+def test_the_look_for_replicas_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as ``torch.distributed.reduce_op``, which warns if it is asked for anything."""
+
+    class Touchy:
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}")
+
+    touchy = Touchy()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(reducers, "_looked", False)
+    assert not reducers.belong(torch.ones(1, requires_grad=True))
+    del touchy
