@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import backhaul as bh
 from backhaul.nn import RemoteModule
@@ -169,6 +172,20 @@ def test_methods_of_an_interface() -> None:
     assert torch.equal(bh.rpc_sync("worker2", lambda m: m.double_it(torch.ones(1)), (there,)), torch.full((1,), 2.0))
     with pytest.raises(AttributeError, match="halve_it"):
         there.halve_it  # noqa: B018
+
+
+def test_ddp_around_a_model_that_holds_one(tmp_path: Path) -> None:
+    here = modules.Hybrid(seeded())
+    here(batch()).pow(2).sum().backward()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        there = DistributedDataParallel(modules.Hybrid(RemoteModule("worker1", seeded)))
+        with bh.context() as ctx:
+            ctx.backward(there(batch()).pow(2).sum())
+            for parameter, wanted in zip(there.parameters(), here.here.parameters(), strict=True):
+                torch.testing.assert_close(ctx.grads[parameter], wanted.grad)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # What goes wrong.
