@@ -30,6 +30,13 @@ class Shapes(nn.Module):
         return 2 * x
 
 
+class Mode(nn.Module):
+    """Says whether operations are recorded; takes arguments of any name."""
+
+    def forward(self, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
+        return torch.is_grad_enabled(), kwargs
+
+
 class Doubles:
     """An interface."""
 

@@ -70,6 +70,16 @@ def test_futures_are_part_of_the_graph() -> None:
     torch.testing.assert_close(found, x.grad)
 
 
+def test_under_no_grad_nothing_is_recorded_there_either() -> None:
+    there = RemoteModule("worker1", modules.Mode)
+    with bh.context():
+        assert there(method="m", device="d") == (True, {"method": "m", "device": "d"})
+        with torch.no_grad():
+            assert there() == (False, {})
+    with torch.inference_mode():
+        assert there() == (False, {})
+
+
 def test_training() -> None:
     here = modules.Hybrid(seeded())
     there = modules.Hybrid(RemoteModule("worker1", seeded))

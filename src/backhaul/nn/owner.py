@@ -25,14 +25,18 @@ def build(
     return RRef(module.to(device)), module.training
 
 
-def run(module: nn.Module, device: torch.device, method: str, args: Any, kwargs: Any) -> Any:
-    """Call the module, or one of its methods, on inputs brought to where it is; results leave from the CPU."""
+def run(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the module, or one of its methods, on inputs brought to where it is; results leave from the CPU.
+
+    Whether operations are recorded there is as it was at the caller (``grad``).
+    """
     place = _device_of(module, device)
-    if place.type != "cpu":
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _bring(tensor, place), (args, kwargs))
     function = module if method == "forward" else getattr(module, method)
-    result = function(*args, **kwargs)
-    return result if place.type == "cpu" else tree_map_only(torch.Tensor, on_cpu, result)
+    with torch.set_grad_enabled(grad):
+        if place.type == "cpu":
+            return function(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _bring(tensor, place), (args, kwargs))
+        return tree_map_only(torch.Tensor, on_cpu, function(*args, **kwargs))
 
 
 def _device_of(module: nn.Module, otherwise: torch.device) -> torch.device:

@@ -127,11 +127,11 @@ class RemoteModule(nn.Module):
         return self._run("forward", *args, **kwargs)
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._start(owner.run, torch.device(self.device), method, args, kwargs)
+        return self._start(owner.run, torch.device(self.device), torch.is_grad_enabled(), method, *args, **kwargs)
 
-    def _start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a function with the module, where it is."""
-        return self.module_rref._call(function, args, {}, None)
+        return self.module_rref._call(function, args, kwargs, None)
 
     def __getattr__(self, name: str) -> Any:
         """Methods of the interface."""
