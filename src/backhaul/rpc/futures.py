@@ -8,7 +8,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.futures
 
@@ -37,7 +37,7 @@ class Future(torch.futures.Future[T]):
 
     # Here and not in torch's part, where the collector cannot see it: an exception refers to all frames that it went
     # through, so to whoever waited, so to the future.
-    _error: Exception | None = None
+    _error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until the value is there and return it, or raise the exception that is.
@@ -61,19 +61,13 @@ class Future(torch.futures.Future[T]):
         who ask: they may refer to what keeps the future.
         """
         self._wait_until_done(timeout)
-        error: BaseException | None = getattr(self, "_error", None)
+        error = self._error
         if error is None:
             return super().wait()
         fresh = _copy_of(error).with_traceback(error.__traceback__)
         fresh.__cause__, fresh.__suppress_context__ = error.__cause__, error.__suppress_context__
         del error
         raise fresh
-
-    def value(self) -> T:
-        """The value, or its exception is raised; only once the future is done."""
-        if self._error is not None and self.done():
-            raise self._error
-        return super().value()
 
     def set_exception(self, result: Any) -> None:
         """Complete the future with an exception, which ``wait`` raises.
@@ -83,15 +77,14 @@ class Future(torch.futures.Future[T]):
         """
         if self.done():
             raise RuntimeError("the future is complete already")
-        # What torch holds the garbage collector does not see, and an exception refers, by its traceback, to the frames
-        # it went through, where the future is likely to be. So it is kept here; if nobody but torch has this object any
-        # more, a copy without traceback has to do.
-        self._error: BaseException = result
+        if not isinstance(result, BaseException):
+            raise TypeError(f"{result!r} is not an exception")
+        self._error = result
         this, spare = weakref.ref(self), _copy_of(result)
 
         def raise_error(_: Any) -> None:
-            future = this()
-            raise spare if future is None else future._error
+            future = this()  # None: nobody but torch has it any more
+            raise spare if future is None or future._error is None else future._error
 
         self._set_unwrap_func(raise_error)
         super().set_result(None)  # type: ignore[arg-type]
@@ -145,12 +138,6 @@ class Future(torch.futures.Future[T]):
         self._when_done(notify)
         yield from waiter
         return self.wait()
-
-
-def _raise(future: weakref.ref[Future[Any]], text: str, _: Any) -> NoReturn:
-    """What torch's own functions do to get the value of a failed future."""
-    found = future()
-    raise RuntimeError(text) if found is None or found._error is None else found._error
 
 
 def _copy_of(error: BaseException) -> BaseException:
