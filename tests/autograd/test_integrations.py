@@ -301,5 +301,5 @@ def test_the_look_for_replicas_disturbs_nothing(monkeypatch: pytest.MonkeyPatch)
     touchy = Touchy()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(reducers, "_looked", False)
-    assert not reducers.belong(torch.ones(1, requires_grad=True))
+    assert reducers.module_of(torch.ones(1, requires_grad=True)) is None
     del touchy

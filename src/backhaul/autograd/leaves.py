@@ -70,6 +70,8 @@ class Leaves:
         hooks = leaf._backward_hooks
         if hooks and any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks.values()):
             return "multi-grad hooks"  # they span leaves, and count on one run of the engine
+        if (module := reducers.module_of(leaf)) is not None:
+            return "reducer", module  # it averages when the last of its parameters is there: let that be one run
         if self._spec.deterministic and self._spec.into_grad:
             return id(leaf)  # the engine adds to ``.grad`` in whatever order the groups run: let there be one
         return id(leaf) if hooks or leaf._post_accumulate_grad_hooks or self._must_run_node(leaf) else None
@@ -190,7 +192,7 @@ def runs_node(leaf: torch.Tensor) -> bool:
     """Whether something hangs on the accumulation node of ``leaf``, so that it has to run."""
     if not (leaf.is_leaf and leaf.requires_grad):
         return False
-    if reducers.belong(leaf):
+    if reducers.module_of(leaf) is not None:
         return True
     if not node_hooks.possible:
         return False
@@ -210,24 +212,25 @@ class _Reducers:
         self._looked = False
         register_module_module_registration_hook(self._on_submodule)
 
-    def belong(self, leaf: torch.Tensor) -> bool:
-        """Whether a DDP module reduces ``leaf``."""
+    def module_of(self, leaf: torch.Tensor) -> int | None:
+        """Names the DDP module that reduces ``leaf``, if one does."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return False
+            return None
         if not self._looked:
             self._looked = True
             for thing in gc.get_objects():
                 if issubclass(type(thing), DistributedDataParallel):  # not isinstance: there may be dead proxies
-                    self._note(thing)
-        return leaf in self._parameters
+                    self._note(thing, thing)
+        found: int | None = self._parameters.get(leaf)
+        return found
 
     def _on_submodule(self, module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel) and submodule is not None:
-            self._note(submodule)
+            self._note(module, submodule)
 
-    def _note(self, module: torch.nn.Module) -> None:
-        for parameter in module.parameters():
-            self._parameters[parameter] = True
+    def _note(self, module: torch.nn.Module, part: torch.nn.Module) -> None:
+        for parameter in part.parameters():
+            self._parameters[parameter] = id(module)
 
 
 reducers = _Reducers()
