@@ -291,6 +291,44 @@ def test_ddp_on_the_remote_side(tmp_path: pathlib.Path) -> None:
                 torch.testing.assert_close(of_batch, of_batches[rank])
 
 
+class Around(torch.nn.Module):
+    """A model with a call in the middle: some of its weights are reached before the message, some behind it."""
+
+    def __init__(self, other: int) -> None:
+        super().__init__()
+        self.model = make_model()
+        self.other = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, _, last = self.model
+        return last(bh.rpc_sync(self.other, torch.tanh, args=(first(x),)))
+
+
+def train_around(folder: str) -> list[list[torch.Tensor]]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    rank = bh.get_worker_info().id
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        model, found = DistributedDataParallel(Around(1 - rank)), []
+        for step in range(2):
+            with bh.context() as ctx:
+                ctx.backward(model(batch(rank, step)).pow(2).sum(), timeout=PATIENCE)
+                found.append([ctx.grads[parameter].detach() for parameter in model.parameters()])
+            torch.distributed.barrier()
+        return found
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ddp_around_calls(tmp_path: pathlib.Path) -> None:
+    found = bh.launch(train_around, 2, args=(str(tmp_path),), timeout=3 * PATIENCE, start_method="forkserver")
+    for step in range(2):
+        mean, _ = expected_gradients(step)
+        for rank in range(2):
+            torch.testing.assert_close(found[rank][step], mean)
+
+
 def test_the_look_for_replicas_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as ``torch.distributed.reduce_op``, which warns if it is asked for anything."""
 
