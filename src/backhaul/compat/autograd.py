@@ -1,0 +1,209 @@
+"""Distributed autograd, under the names of ``torch.distributed.autograd``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import backhaul
+from backhaul.autograd.context import Context
+from backhaul.autograd.engine import Engine
+from backhaul.autograd.functions import Recv, SendRecord, edge_of, recv_of
+from backhaul.autograd.recording import Scope, current_scope, enter
+from backhaul.compat import errors
+from backhaul.errors import ContextError, RemoteTraceback
+from backhaul.worker import Worker, current_worker
+
+_COUNTER_BITS = 48
+
+
+def is_available() -> bool:
+    """Whether there is distributed autograd at all."""
+    return True
+
+
+class context:
+    """A context for one step; gives its id."""
+
+    def __init__(self) -> None:
+        self._inner = backhaul.context()
+
+    def __enter__(self) -> int:
+        try:
+            with errors.rewording():
+                return int(self._inner.__enter__())
+        except ContextError as error:
+            raise RuntimeError(f"Already have an autograd context id for this thread: {error.context}") from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+    """Compute the gradients of ``roots`` into the context, on every worker that took part."""
+    if not isinstance(context_id, int) or not isinstance(roots, (list, tuple)):
+        raise TypeError("backward(): incompatible function arguments: takes a context id and a list of tensors")
+    _check(roots)
+    try:
+        with errors.rewording():
+            backhaul.backward(context_id, roots, retain_graph=retain_graph)
+    except Exception as error:
+        if not isinstance(error.__cause__, RemoteTraceback):
+            raise
+        worker = error.__cause__.worker
+        raise RuntimeError(f"Error on Node {backhaul.get_worker_info(worker).id}: {error}") from error
+
+
+def _check(roots: Sequence[Any]) -> None:
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for root in roots:
+        if not root.requires_grad:
+            raise RuntimeError("requires_grad not set on root")
+        if root.numel() != 1:
+            raise RuntimeError(f"{root.shape} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise RuntimeError("A root does not have a valid gradient function.")
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients that a context holds on this worker: leaf -> gradient."""
+    with errors.rewording():
+        return backhaul.get_gradients(context_id)
+
+
+# What the reference's tests look at.
+
+
+class _Function:
+    """A node of the graph, with the two ends of messages told by the reference's names."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._node == (other._node if isinstance(other, _Function) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        return tuple(_edge(node, number) for node, number in self._node.next_functions)
+
+
+class _RecvFunction:
+    """Where a message came in."""
+
+    def __init__(self, recv: Recv) -> None:
+        self._recv = recv
+
+    def name(self) -> str:
+        return "torch::distributed::autograd::RecvRpcBackward"
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _RecvFunction):
+            return self._recv is other._recv
+        found = recv_of(other)  # type: ignore[arg-type]
+        return found is not None and found[0] is self._recv
+
+    def __hash__(self) -> int:
+        return id(self._recv)
+
+
+class _SendFunction:
+    """Where a message went out."""
+
+    def __init__(self, record: SendRecord) -> None:
+        self._record = record
+
+    def name(self) -> str:
+        return "torch::distributed::autograd::SendRpcBackward"
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        edges = [edge_of(end) for end in self._record.ends]
+        return tuple(_edge(edge.node, edge.output_nr) for edge in edges)
+
+
+def _edge(node: Any, number: int) -> tuple[Any, int]:
+    found = recv_of(node) if node is not None else None
+    return (_Function(node), number) if found is None else (_RecvFunction(found[0]), found[1])
+
+
+class _ContextView:
+    """One worker's share of a context."""
+
+    def __init__(self, shown: Context) -> None:
+        self._shown = shown
+
+    def _context_id(self) -> int:
+        return int(self._shown.id)
+
+    def _send_functions(self) -> dict[int, _SendFunction]:
+        return {int(message): _SendFunction(record) for message, record in self._shown.sends.items()}
+
+    def _recv_functions(self) -> dict[int, _RecvFunction]:
+        return {int(message): _RecvFunction(recv) for message, recv in self._shown.recvs.items()}
+
+    def _known_worker_ids(self) -> set[int]:
+        return self._shown.known - {int(current_worker().info.id)}
+
+
+def _engine(worker: Worker | None = None) -> Engine:
+    with errors.rewording():
+        return (worker or current_worker()).part(Engine)
+
+
+def _init(worker_id: int) -> None:
+    """Nothing: Backhaul's autograd starts with the worker."""
+
+
+def _new_context() -> _ContextView:
+    """A context that is current from now on, until ``_release_context``."""
+    worker = current_worker()
+    view = _ContextView(_engine(worker).container.new())
+    enter(Scope(worker, view._shown))
+    return view
+
+
+def _release_context(context_id: int) -> None:
+    """Release a context on every worker."""
+    worker = current_worker()
+    scope = current_scope(worker)
+    if scope is not None and scope.context.id == context_id:
+        enter(None)
+    _engine(worker).release(context_id)
+
+
+def _retrieve_context(context_id: int) -> _ContextView:
+    with errors.rewording():
+        return _ContextView(_engine().container.get(context_id))
+
+
+def _current_context() -> _ContextView:
+    scope = current_scope(current_worker())
+    if scope is None:
+        raise RuntimeError("There is no current autograd context.")
+    return _ContextView(scope.context)
+
+
+def _is_valid_context(context_id: int) -> bool:
+    return _engine().container.find(context_id) is not None
+
+
+def _get_max_id() -> int:
+    return (int(current_worker().info.id) << _COUNTER_BITS) + (1 << _COUNTER_BITS) - 1
+
+
+def _get_debug_info() -> dict[str, str]:
+    counters = current_worker().counters
+    return {name: str(counters[name]()) for name in ("num_current_backward_passes", "num_autograd_contexts")}

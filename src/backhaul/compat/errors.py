@@ -1,0 +1,69 @@
+"""Backhaul's errors in the reference's words, for programs that look at the text.
+
+The reference raises ``RuntimeError`` for nearly everything; the error with fields is kept as the cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from backhaul.errors import (
+    BackhaulError,
+    CallTimeoutError,
+    FunctionNotFoundError,
+    NotInitializedError,
+    RendezvousError,
+    SerializationError,
+    ShutdownTimeoutError,
+    UnknownContextError,
+    UnknownWorkerError,
+)
+
+NOT_INITIALIZED = "RPC has not been initialized. Call backhaul.compat.rpc.init_rpc first."
+NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (by calling `rpc.init_rpc`)?"
+
+
+def reworded(error: BaseException) -> BaseException:
+    """The error to raise in the place of ``error``; itself if the reference has no words of its own for it."""
+    text = _text(error)
+    if text is None:
+        return error
+    made = RuntimeError(text)
+    made.__cause__ = error
+    return made
+
+
+def _text(error: BaseException) -> str | None:
+    if not isinstance(error, BackhaulError):
+        return None
+    if isinstance(error, CallTimeoutError):
+        limit = round((error.timeout or 0) * 1000)
+        return f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error: {error}"
+    if isinstance(error, UnknownWorkerError):
+        return f"could not find destination: {error}"
+    if isinstance(error, UnknownContextError):
+        return f"Could not find autograd context with id: {error.context}"
+    if isinstance(error, FunctionNotFoundError):
+        return f"{error} Default RPC pickler does not serialize function code. Define it on both sides."
+    if isinstance(error, NotInitializedError):
+        return f"{NOT_INITIALIZED} ({error})"
+    if isinstance(error, SerializationError) and "(a Future)" in str(error):
+        return f"Can not pickle torch.futures.Future: {error}"
+    if isinstance(error, RendezvousError) and error.worker is not None:
+        return f"Worker name {error.worker} is not unique: {error}"
+    if isinstance(error, ShutdownTimeoutError):
+        return f"Timed out waiting for the other workers: {error}"
+    return None
+
+
+@contextlib.contextmanager
+def rewording() -> Iterator[None]:
+    """Reword what is raised inside."""
+    try:
+        yield
+    except BackhaulError as error:
+        other = reworded(error)
+        if other is error:
+            raise
+        raise other from error

@@ -1,0 +1,140 @@
+"""Calls between workers, under the names of ``torch.distributed.rpc``."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import numbers
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from backhaul.compat import autograd as _autograd
+from backhaul.compat.rpc import api, backend_registry, constants, functions, internal, options
+from backhaul.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling, get_rpc_timeout
+from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
+from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
+from backhaul.compat.rpc.agent import set_rpc_timeout as _set_rpc_timeout
+from backhaul.compat.rpc.api import get_worker_info, rpc_async, rpc_sync, shutdown
+from backhaul.compat.rpc.backend_registry import BackendType
+from backhaul.compat.rpc.info import WorkerInfo
+from backhaul.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+
+__all__ = [
+    "BackendType",
+    "RpcAgent",
+    "RpcBackendOptions",
+    "TensorPipeAgent",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "api",
+    "backend_registry",
+    "constants",
+    "enable_gil_profiling",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "internal",
+    "is_available",
+    "options",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger("backhaul")
+
+_meetings = itertools.count()
+_rendezvous: Any = None  # the store's server may live as long as this does
+
+
+def is_available() -> bool:
+    """Whether calls can be made at all."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Make this process a worker and wait until all have come.
+
+    Args:
+        name: A name no other worker has.
+        backend: A member of ``BackendType``; default: found from the options, else Backhaul.
+        rank: This worker's number.
+        world_size: How many workers there are; without it they may come and go.
+        rpc_backend_options: The backend's options.
+    """
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None:
+        backend = _backend_for(rpc_backend_options)
+    given: Any = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
+    store = _open_store(given, rank, world_size)
+    store.set_timeout(timedelta(seconds=given.rpc_timeout or constants.DEFAULT_RPC_TIMEOUT_SEC))
+    store = dist.PrefixStore(f"rpc_prefix_{next(_meetings)}", store)
+    _autograd._init(rank)
+    _init_rpc_backend(backend, store, name, rank, world_size, given)
+
+
+def _backend_for(given: RpcBackendOptions | None) -> Any:
+    if given is None:
+        return backend_registry.BackendType.TENSORPIPE
+    for backend in backend_registry.BackendType:
+        if isinstance(given, type(backend_registry.construct_rpc_backend_options(backend))):
+            return backend
+    raise TypeError(f"Could not infer backend for options {given}")
+
+
+def _open_store(given: Any, rank: int, world_size: int | None) -> Any:
+    global _rendezvous
+    if not world_size:
+        return dist._create_store_from_options(given, rank)  # type: ignore[attr-defined]
+    _rendezvous = dist.rendezvous(given.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
+    return next(_rendezvous)[0]
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Start a backend and make its agent the current one."""
+    if not isinstance(name, str) or not isinstance(rank, numbers.Integral):
+        raise RuntimeError(f"Argument name must be a str and rank an int, got {name!r} and {rank!r}")
+    if _is_current_rpc_agent_set():
+        raise RuntimeError("RPC is already initialized")
+    agent = backend_registry.init_backend(
+        backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options,
+    )
+    api._init_rpc_states(agent)
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Counters of remote references, by the reference's names."""
+    counters = _get_current_rpc_agent().worker.counters
+    names = ("num_owner_rrefs", "num_pending_users", "num_pending_futures", "num_forks")
+    return {name: str(counters[name]() if name in counters else 0) for name in names}
+
+
+@api._require_initialized
+def _get_debug_info() -> dict[str, str]:
+    """All counters."""
+    agent = _get_current_rpc_agent()
+    return {**_rref_context_get_debug_info(), **agent.get_debug_info(), **_autograd._get_debug_info()}

@@ -1,0 +1,135 @@
+"""The current agent: what the reference keeps its worker, its timeout and its counters in."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+import backhaul
+from backhaul.compat import errors
+from backhaul.compat.rpc.info import WorkerInfo, as_reference
+from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
+from backhaul.rpc.node import Node
+from backhaul.worker import Worker
+
+_FOREVER = 10 * 365 * 86400.0
+
+_current: Any = None
+_interpreter_waits: list[float] | None = None
+
+
+class RpcAgent:
+    """Anything that can be the current agent."""
+
+
+class TensorPipeAgent(RpcAgent):
+    """A Backhaul worker as the reference's default agent."""
+
+    def __init__(self, worker: Worker, store: Store, options: TensorPipeRpcBackendOptions, *, static: bool) -> None:
+        self.worker = worker
+        self.store = store
+        self.is_static_group = static
+        self._options = options
+
+    @property
+    def node(self) -> Node:
+        """RPC's part of the worker."""
+        return self.worker.part(Node)
+
+    def get_worker_info(self, who: str | int | None = None) -> WorkerInfo:
+        """Name and id of a worker; our own if not said whose."""
+        if who is None:
+            return as_reference(self.worker.info)
+        with errors.rewording():
+            return as_reference(self.node.peers.find(who).info)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers."""
+        return [as_reference(peer.info) for peer in self.node.peers]
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Counters by the reference's names."""
+        counts: dict[str, float] = {
+            "agent.thread_pool_size": self.worker.options.threads,
+            "agent.num_pending_requests": len(self.node.agent.pending),
+            "agent.num_calls_served": self.node.dispatcher.served,
+        }
+        if _interpreter_waits is not None:
+            waits = _interpreter_waits or [0.0]
+            counts["agent.gil_average_wait_time_us"] = sum(waits) / len(waits) * 1e6
+        return {name: str(count) for name, count in counts.items()}
+
+    def join(self, shutdown: bool = True, timeout: float = 0.0) -> None:
+        """Wait until nobody has anything to do, and end; 0 means as long as it takes."""
+        with self.worker, errors.rewording():
+            backhaul.shutdown(graceful=True, timeout=timeout or _FOREVER)
+
+    def shutdown(self) -> None:
+        """End at once."""
+        with self.worker:
+            if not self.worker.closed:
+                backhaul.shutdown(graceful=False)
+
+    def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
+        return self._options
+
+
+def start(
+    name: str, rank: int, world_size: int, store: Store, options: TensorPipeRpcBackendOptions
+) -> TensorPipeAgent:
+    """Make this process a worker of a group of known size."""
+    with errors.rewording():
+        worker = backhaul.init(name, rank=rank, world_size=world_size, store=store, options=to_options(options))
+    return TensorPipeAgent(worker, store, options, static=True)
+
+
+def current() -> Any:
+    """The current agent. Raises ``RuntimeError`` if there is none."""
+    if _current is None:
+        raise RuntimeError(errors.NO_AGENT)
+    return _current
+
+
+def is_set() -> bool:
+    """Whether there is a current agent."""
+    return _current is not None
+
+
+def set_current(agent: Any) -> None:
+    """Make ``agent`` the current one."""
+    global _current
+    _current = agent
+
+
+def reset() -> None:
+    """Let there be no current agent."""
+    global _current
+    _current = None
+
+
+def get_rpc_timeout() -> float:
+    """Seconds a call may take if it says nothing else."""
+    timeout: float = current().node.agent.timeout
+    return timeout
+
+
+def set_rpc_timeout(timeout: float) -> None:
+    """Set that, for calls that are made from now on."""
+    if not isinstance(timeout, numbers.Real):
+        raise TypeError(f"incompatible function arguments: a timeout is a number of seconds, not {timeout!r}")
+    current().node.agent.timeout = float(timeout)
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Measure how long handlers wait for the interpreter, or stop that."""
+    global _interpreter_waits
+    _interpreter_waits = [] if flag else None
+
+
+def note_interpreter_wait(measure: Any) -> None:
+    """Add what ``measure()`` says, if that is wanted."""
+    if _interpreter_waits is not None:
+        _interpreter_waits.append(measure())
+        del _interpreter_waits[:-100]

@@ -1,0 +1,258 @@
+"""Calls, gathering and shutdown, with the reference's names and signatures."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from backhaul.compat import errors
+from backhaul.compat.rpc import agent as agents
+from backhaul.compat.rpc import internal, serving
+from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
+from backhaul.compat.rpc.agent import get_rpc_timeout
+from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
+from backhaul.compat.rpc.agent import set_current as _set_and_start_rpc_agent
+from backhaul.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from backhaul.compat.rpc.futures import Future, follow
+from backhaul.compat.rpc.info import WorkerInfo
+
+__all__ = ["get_worker_info", "rpc_async", "rpc_sync", "shutdown"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Target = str | int | WorkerInfo
+
+logger = logging.getLogger("backhaul")
+
+_ignore_rref_leak = True
+"""Whether ``shutdown`` is silent about remote references that are still held."""
+
+_default_pickler: Any = internal._internal_rpc_pickler
+_thread_local_var = threading.local()
+
+
+def _require_initialized(function: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _is_current_rpc_agent_set():
+            raise RuntimeError(errors.NOT_INITIALIZED)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Pickle calls with another pickler while inside."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = internal._internal_rpc_pickler
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait, on leaving, for all calls that this thread started inside with ``rpc_async``."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+# Calls.
+
+
+@_require_initialized
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Name and id of a worker; our own if no name is given."""
+    info: WorkerInfo = _get_current_rpc_agent().get_worker_info(worker_name)
+    return info
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    if isinstance(to, WorkerInfo):
+        return to
+    if isinstance(to, (str, int)):
+        info: WorkerInfo = _get_current_rpc_agent().get_worker_info(to)
+        return info
+    raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+
+def _limit(timeout: float) -> float | None:
+    return None if timeout == UNSET_RPC_TIMEOUT else timeout
+
+
+@_require_initialized
+def rpc_sync(
+    to: Target,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Call ``func`` on another worker and wait for the result."""
+    peer = _to_worker_info(to)
+    with errors.rewording():
+        call = serving.outgoing(_default_pickler, func, args, kwargs)
+        return _get_current_rpc_agent().node.agent.call(peer, *call, _limit(timeout))
+
+
+@_require_initialized
+def rpc_async(
+    to: Target,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Start a call and return its future."""
+    peer = _to_worker_info(to)
+    with errors.rewording():
+        call = serving.outgoing(_default_pickler, func, args, kwargs)
+        future = follow(_get_current_rpc_agent().node.agent.call_async(peer, *call, _limit(timeout)))
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.append(future)
+    return future
+
+
+# Gathering: everyone's value goes to the worker whose name is first, and from there to all.
+
+
+class _Gathering:
+    """One round at one worker."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.complete = threading.Event()
+
+
+_ALL_WORKER_NAMES: set[str] = set()
+_rounds_lock = threading.RLock()  # guards both tables
+_rounds_begun: collections.Counter[str] = collections.Counter()
+_rounds: collections.defaultdict[str, _Gathering] = collections.defaultdict(_Gathering)
+
+
+def _init_rpc_states(agent: Any) -> None:
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
+    """Runs at the leader: take one worker's value."""
+    expected = worker_names or _ALL_WORKER_NAMES
+    with _rounds_lock:
+        gathering = _rounds[sequence_id]
+        if worker_name not in expected or worker_name in gathering.values:
+            raise AssertionError(f"{worker_name} is not expected, or came twice, in {sequence_id}")
+        gathering.values[worker_name] = obj
+        if expected == gathering.values.keys():
+            gathering.complete.set()
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    """Runs at the others: take all values."""
+    with _rounds_lock:
+        gathering = _rounds[sequence_id]
+    if gathering.complete.is_set():
+        raise AssertionError(f"{sequence_id} came twice")
+    gathering.values = objects_map
+    gathering.complete.set()
+
+
+@_require_initialized
+def _all_gather(
+    obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """Exchange a value with all workers, or with those named; returns name -> value."""
+    names = worker_names or _ALL_WORKER_NAMES
+    leader, own = min(names), get_worker_info().name
+    with _rounds_lock:
+        key = "".join(sorted(names))
+        sequence_id = f"{key}{_rounds_begun[key]}"
+        _rounds_begun[key] += 1
+    limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
+    patience = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
+    if own == leader:
+        _gather_to_leader(sequence_id, own, obj, names)
+    else:
+        rpc_sync(leader, _gather_to_leader, args=(sequence_id, own, obj, names), timeout=limit)
+    with _rounds_lock:
+        gathering = _rounds[sequence_id]
+    with _get_current_rpc_agent().worker.blocking():
+        gathering.complete.wait(patience)
+    if own == leader:
+        _tell_followers(names - {leader}, sequence_id, gathering.values, limit)
+    with _rounds_lock:
+        return _rounds.pop(sequence_id).values
+
+
+def _tell_followers(names: set[str], sequence_id: str, values: dict[str, Any], limit: float) -> None:
+    futures = {
+        name: rpc_async(name, _broadcast_to_followers, args=(sequence_id, values), timeout=limit) for name in names
+    }
+    failed = {}
+    for name, future in futures.items():
+        try:
+            future.wait()
+        except RuntimeError as error:
+            failed[name] = error
+    if failed:
+        raise RuntimeError(
+            f"Followers {list(failed)} timed out in _all_gather after {limit:.2f} seconds. The first exception is "
+            f"{next(iter(failed.values()))}"
+        )
+
+
+@_require_initialized
+def _barrier(worker_names: Sequence[str]) -> None:
+    """Wait until all workers named are here."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until all workers are here, as ``shutdown`` does."""
+    try:
+        _all_gather(None, timeout=timeout)
+    except RuntimeError:
+        logger.exception("Failed to respond to 'Shutdown Proceed' in time")
+        raise
+
+
+# Shutdown.
+
+
+def _delete_all_user_and_unforked_owner_rrefs() -> None:
+    """Give up the remote references this worker still holds."""
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """End this worker; with ``graceful``, once all workers have come to do so and nothing is under way."""
+    agent = _get_current_rpc_agent()
+    try:
+        if graceful:
+            _wait_all_workers(timeout)
+            _delete_all_user_and_unforked_owner_rrefs()
+            agent.join(shutdown=True, timeout=timeout)
+    finally:
+        agent.shutdown()
+        agents.reset()

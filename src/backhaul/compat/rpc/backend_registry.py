@@ -1,0 +1,84 @@
+"""Backends by name. ``TENSORPIPE``, the default, is Backhaul; others may be registered."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from backhaul.compat.rpc import agent, api, constants, membership
+from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions
+
+
+class BackendValue(NamedTuple):
+    """How to make a backend's options, and its agent."""
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
+
+
+def _enum_of(backends: dict[str, BackendValue]) -> Any:
+    made: Any = enum.Enum("BackendType", backends)  # type: ignore[misc]
+    made.__repr__ = lambda self: f"BackendType.{self.name}"
+    return made
+
+
+BackendType: Any = _enum_of({})
+"""The backends there are. Registering one makes another enum, so ask this module for it each time."""
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Whether there is a backend of that name."""
+    return backend_name in BackendType.__members__
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
+) -> Any:
+    """Add a backend; return its member of ``BackendType``."""
+    global BackendType
+    if backend_registered(backend_name):
+        raise RuntimeError(f"RPC backend {backend_name}: already registered")
+    known = {member.name: member.value for member in BackendType}
+    value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    BackendType = _enum_of({backend_name: value, **known})
+    return BackendType[backend_name]
+
+
+def construct_rpc_backend_options(
+    backend: Any,
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> Any:
+    """Options for a backend."""
+    return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
+
+
+def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Start a backend; return its agent."""
+    return backend.value.init_backend_handler(*args, **kwargs)
+
+
+def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> TensorPipeRpcBackendOptions:
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+
+
+def _start(store: Store, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Any:
+    if not isinstance(store, Store):
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
+    if not world_size:
+        return membership.join(name, rank, store, rpc_backend_options)
+    membership.announce_static(store)
+    started = agent.start(name, rank, world_size, store, rpc_backend_options)
+    api._init_rpc_states(started)
+    return started
+
+
+register_backend("TENSORPIPE", _options, _start)

@@ -1,0 +1,63 @@
+"""The future that calls return here: as in the reference, what a callback raises becomes a ``RuntimeError``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.futures
+
+from backhaul.compat.errors import reworded
+from backhaul.rpc import futures
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(futures.Future[T]):
+    """A value to come."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(self)`` when done."""
+        super().add_done_callback(_checked(callback))
+
+    def then(self, callback: Callable[[Any], S]) -> Future[S]:
+        """The future of ``callback(self)``."""
+        made: Future[S] = Future()
+
+        def run(done: Any) -> None:
+            try:
+                result = callback(done)
+            except Exception as error:
+                made.set_exception(RuntimeError(f"Got the following error in a callback: {_named(error)}"))
+            else:
+                made.set_result(result)
+
+        super().add_done_callback(run if callable(callback) else _checked(callback))
+        return made
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _checked(callback: Any) -> Any:
+    if not callable(callback):
+        raise TypeError(f"incompatible function arguments. A callback must be callable, not {callback!r}")
+    return callback
+
+
+def follow(inner: torch.futures.Future[T]) -> Future[T]:
+    """A future that ends as ``inner`` does, with errors in the reference's words."""
+    made: Future[T] = Future()
+
+    def pass_on(done: torch.futures.Future[T]) -> None:
+        try:
+            result = done.wait()
+        except Exception as error:
+            made.set_exception(reworded(error))
+        else:
+            made.set_result(result)
+
+    inner.add_done_callback(pass_on)
+    return made

@@ -1,0 +1,97 @@
+"""The parts of calls that the reference shows: how they are pickled, and what they are called in a profile."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class RPCExecMode(enum.Enum):
+    """The ways to call."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A call: a function and what to call it with."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] | None
+
+
+def _build_rpc_profiling_key(exec_type: RPCExecMode, func_name: str, current_worker: str, dst_worker: str) -> str:
+    """What a call is called in a profile."""
+    return f"rpc_{exec_type.value}#{func_name}({current_worker} -> {dst_worker})"
+
+
+Reducer = Callable[[Any], Any]
+
+
+class _InternalRPCPickler:
+    """Pickles a value with its tensors beside it. Others may be used in its place, see ``api._use_rpc_pickler``."""
+
+    def __init__(self) -> None:
+        self._reducers: dict[type, Reducer] = {}
+
+    def _register_reducer(self, obj_class: type, reducer: Reducer) -> None:
+        """Pickle values of that class so; the first one registered stays."""
+        self._reducers.setdefault(obj_class, reducer)
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+        """The value as bytes, and its tensors."""
+        out = io.BytesIO()
+        pickler = _Pickler(out, self._reducers)
+        pickler.dump(obj)
+        return out.getvalue(), pickler.tensors
+
+    def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
+        """Make the value again."""
+        return _Unpickler(io.BytesIO(binary_data), tensor_table).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, reducers: dict[type, Reducer]) -> None:
+        super().__init__(out)
+        self.tensors: list[torch.Tensor] = []
+        self._reducers = reducers
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not torch.Tensor:
+            return None
+        self.tensors.append(obj)
+        return len(self.tensors) - 1
+
+    def reducer_override(self, obj: Any) -> Any:
+        reducer = self._reducers.get(type(obj))
+        return NotImplemented if reducer is None else reducer(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(data)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+_internal_rpc_pickler = _InternalRPCPickler()
+
+
+def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """The value as bytes, and its tensors."""
+    return _internal_rpc_pickler.serialize(obj)
+
+
+def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
+    """Make the value again."""
+    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)

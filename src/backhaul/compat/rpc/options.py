@@ -1,0 +1,93 @@
+"""How the reference says what ``backhaul.Options`` says."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backhaul.compat.rpc import constants
+from backhaul.types import Options
+
+Device = int | str | torch.device
+
+
+class RpcBackendOptions:
+    """What every backend can be told.
+
+    Attributes:
+        rpc_timeout: Seconds a call may take; 0 means any time.
+        init_method: Where the workers meet.
+    """
+
+    def __init__(
+        self,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = constants.DEFAULT_INIT_METHOD,
+    ) -> None:
+        if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, numbers.Real):
+            raise TypeError(
+                f"incompatible constructor arguments: rpc_timeout is a number of seconds, not {rpc_timeout!r}"
+            )
+        self.rpc_timeout = float(rpc_timeout)
+        self.init_method = init_method
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """Options of the default backend. The name is the reference's: what runs is Backhaul.
+
+    Args:
+        num_worker_threads: How many handlers run at once.
+        rpc_timeout: Seconds a call may take; 0 means any time.
+        init_method: Where the workers meet.
+        device_maps: By callee, which of its devices stands for which of ours.
+        devices: The devices this worker uses.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = constants.DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
+        devices: Sequence[Device] | None = None,
+        _transports: Any = None,
+        _channels: Any = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads = num_worker_threads
+        self.device_maps = {to: _one_to_one(map_) for to, map_ in (device_maps or {}).items()}
+        self.devices: list[torch.device] = []
+        self.set_devices(devices or [])
+
+    def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
+        """Add to the device map for ``to``."""
+        known = self.device_maps.setdefault(to, {})
+        for ours, theirs in _one_to_one(device_map).items():
+            if known.get(ours, theirs) != theirs:
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {ours} to {theirs} and {known[ours]}"
+                )
+            known[ours] = theirs
+
+    def set_devices(self, devices: Sequence[Device]) -> None:
+        """Say which CUDA devices this worker uses."""
+        self.devices = [torch.device(device) for device in devices]
+        for device in self.devices:
+            if device.type != "cuda":
+                raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
+
+
+def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch.device]:
+    made = {torch.device(ours): torch.device(theirs) for ours, theirs in device_map.items()}
+    if len(set(made.values())) < len(made):
+        raise ValueError(f"`device_map` only supports 1-to-1 mapping, got {made}")
+    return made
+
+
+def to_options(given: TensorPipeRpcBackendOptions) -> Options:
+    """What Backhaul is to be told."""
+    return Options(timeout=given.rpc_timeout, threads=given.num_worker_threads)

@@ -1,0 +1,79 @@
+"""What runs at the callee. Calls go through here so that errors are reported there as in the reference."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.jit._builtins import _find_builtin
+
+from backhaul.compat.rpc import agent, internal
+from backhaul.rpc.dispatch import _MARK, async_execution
+from backhaul.wire.callables import name_of, resolve
+
+
+def outgoing(
+    pickler: Any, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """The call to make for a call of ``function``: function, arguments, keyword arguments."""
+    if not callable(function):
+        raise TypeError("function should be callable.")
+    later = bool(getattr(function, _MARK, False))
+    if pickler is not internal._internal_rpc_pickler:
+        pickled = pickler.serialize(internal.PythonUDF(function, tuple(args or ()), dict(kwargs or {})))
+        return (answer_pickled_later if later else answer_pickled), pickled, {}
+    target = name_of(function) or function
+    return (answer_later if later else answer), (target, *(args or ())), kwargs or {}
+
+
+def answer(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a call."""
+    agent.note_interpreter_wait(_wait_for_interpreter)
+    try:
+        function = resolve(target) if isinstance(target, str) else target
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if _find_builtin(function) is None:
+                raise
+            raise RuntimeError(
+                f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
+            ) from error
+    except Exception as error:
+        print(f"On {agent.current().get_worker_info()}:\n{error!r}\n{traceback.format_exc()}", file=sys.stderr)
+        raise
+
+
+@async_execution
+def answer_later(target: Any, /, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+    """Run a call whose result is a future."""
+    result = answer(target, *args, **kwargs)
+    if not isinstance(result, torch._C.Future):
+        raise RuntimeError(
+            "Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object, "
+            f"but got {type(result)}"
+        )
+    return result
+
+
+def answer_pickled(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Run a call that came through a pickler of the user's."""
+    call = internal.deserialize(data, tensors)
+    return answer(call.func, *call.args, **(call.kwargs or {}))
+
+
+@async_execution
+def answer_pickled_later(data: bytes, tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
+    """Likewise, and its result is a future."""
+    call = internal.deserialize(data, tensors)
+    return answer_later(call.func, *call.args, **(call.kwargs or {}))
+
+
+def _wait_for_interpreter() -> float:
+    begin = time.perf_counter()
+    time.sleep(0)  # lets the interpreter go and takes it again
+    return time.perf_counter() - begin
