@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -341,6 +342,22 @@ def test_the_default_timeout_is_a_minute() -> None:
 
 
 # Futures.
+
+
+class Slow:
+    """Takes longer to pickle than its call may take."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(0.02)
+        return Slow, ()
+
+
+@WAYS
+@pytest.mark.usefixtures("workers")
+def test_a_call_whose_time_is_up_before_it_is_sent_times_out(way: str) -> None:
+    with pytest.raises(bh.CallTimeoutError):
+        attempt("bob", remote.identity, Slow(), way=way, timeout=0.01)
+    assert bh.rpc_sync("bob", remote.identity, args=(1,)) == 1
 
 
 @pytest.mark.usefixtures("workers")

@@ -240,6 +240,8 @@ class Agent:
         frame = self._encode(pending, number, function, tuple(args or ()), dict(kwargs or {}))
         peer, runtime = pending.peer, self.worker.runtime
         left = pending.deadline - runtime.now()
+        if left <= 0:  # pickling the arguments took all the time there was
+            raise pending.timed_out()
         try:
             pending.channel = self.peers.channel_to(peer, left)
             with self._lock:
