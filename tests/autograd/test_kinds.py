@@ -78,6 +78,15 @@ def use_densely(world: World) -> torch.Tensor:
     return world.table.sin()
 
 
+def test_a_sparse_leaf_that_is_sent() -> None:
+    leaf = torch.eye(3).to_sparse().requires_grad_()
+    with bh.cluster(2), bh.context() as context:
+        made = bh.rpc_sync("worker1", torch.add, args=(leaf, leaf))
+        bh.backward(context, [torch.sparse.sum(made)])
+        found = bh.get_gradients(context)[leaf]
+    assert torch.equal(found.to_dense(), 2 * torch.eye(3))
+
+
 def test_a_sparse_module() -> None:
     torch.manual_seed(0)
     module, index = torch.nn.EmbeddingBag(10, 3, mode="sum", sparse=True), torch.tensor([[1, 2], [2, 9]])
