@@ -14,7 +14,7 @@ from backhaul.autograd.engine import Engine
 from backhaul.autograd.functions import Recv, SendRecord, edge_of, recv_of
 from backhaul.autograd.recording import Scope, current_scope, enter
 from backhaul.compat import errors
-from backhaul.errors import ContextError, RemoteTraceback
+from backhaul.errors import BackhaulError, ContextError, RemoteTraceback
 from backhaul.worker import Worker, current_worker
 
 _COUNTER_BITS = 48
@@ -53,10 +53,10 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         with errors.rewording():
             backhaul.backward(context_id, roots, retain_graph=retain_graph)
     except Exception as error:
-        if not isinstance(error.__cause__, RemoteTraceback):
+        if isinstance(error.__cause__ or error, BackhaulError):
             raise
-        worker = error.__cause__.worker
-        raise RuntimeError(f"Error on Node {backhaul.get_worker_info(worker).id}: {error}") from error
+        where = error.__cause__.worker if isinstance(error.__cause__, RemoteTraceback) else None
+        raise RuntimeError(f"Error on Node {backhaul.get_worker_info(where).id}: {error}") from error
 
 
 def _check(roots: Sequence[Any]) -> None:

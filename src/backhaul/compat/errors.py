@@ -13,6 +13,7 @@ from backhaul.errors import (
     CallTimeoutError,
     FunctionNotFoundError,
     NotInitializedError,
+    RemoteTraceback,
     RendezvousError,
     SerializationError,
     ShutdownTimeoutError,
@@ -26,7 +27,7 @@ NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (
 
 def reworded(error: BaseException) -> BaseException:
     """The error to raise in the place of ``error``; itself if the reference has no words of its own for it."""
-    text = _text(error)
+    text = _text(error) if isinstance(error, BackhaulError) else _lost_type(error)
     if text is None:
         return error
     made = RuntimeError(text)
@@ -34,9 +35,21 @@ def reworded(error: BaseException) -> BaseException:
     return made
 
 
-def _text(error: BaseException) -> str | None:
-    if not isinstance(error, BackhaulError):
+def _lost_type(error: BaseException) -> str | None:
+    """The reference makes a remote exception again from its text, which not every class allows."""
+    if not isinstance(error.__cause__, RemoteTraceback):
         return None
+    try:
+        type(error)("")
+    except Exception as trouble:
+        return (
+            f"Failed to create original exception type. Error msg was {trouble}. "
+            f"Original exception on remote side was {error.__cause__}"
+        )
+    return None
+
+
+def _text(error: BackhaulError) -> str | None:
     if isinstance(error, CallTimeoutError):
         limit = round((error.timeout or 0) * 1000)
         return f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error: {error}"
@@ -62,7 +75,7 @@ def rewording() -> Iterator[None]:
     """Reword what is raised inside."""
     try:
         yield
-    except BackhaulError as error:
+    except Exception as error:
         other = reworded(error)
         if other is error:
             raise

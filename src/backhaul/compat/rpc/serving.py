@@ -54,7 +54,7 @@ def answer_later(target: Any, /, *args: Any, **kwargs: Any) -> torch.futures.Fut
     result = answer(target, *args, **kwargs)
     if not isinstance(result, torch._C.Future):
         raise RuntimeError(
-            "Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object, "
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but got {type(result)}"
         )
     return result
