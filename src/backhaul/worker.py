@@ -117,7 +117,7 @@ class Worker:
         self._on_lost.append(handler)
 
     def on_close(self, handler: Callable[[], None]) -> None:
-        """Call ``handler`` when the worker is being closed."""
+        """Call ``handler`` when the worker is being closed; the last one registered first, so layers end from the top."""
         self._on_close.append(handler)
 
     def start(self) -> None:
@@ -175,7 +175,7 @@ class Worker:
             _find_only()
             global _closed_last
             _closed_last = self.name
-        for handler in self._on_close:
+        for handler in reversed(self._on_close):
             handler()
         stuck = self.crew.close(timeout)
         if stuck:
