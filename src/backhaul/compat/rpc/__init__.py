@@ -11,18 +11,21 @@ from typing import Any
 import torch.distributed as dist
 
 from backhaul.compat import autograd as _autograd
-from backhaul.compat.rpc import api, backend_registry, constants, functions, internal, options
+from backhaul.compat.rpc import api, backend_registry, constants, functions, internal, options, rref
 from backhaul.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling, get_rpc_timeout
 from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
 from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
 from backhaul.compat.rpc.agent import set_rpc_timeout as _set_rpc_timeout
-from backhaul.compat.rpc.api import get_worker_info, rpc_async, rpc_sync, shutdown
+from backhaul.compat.rpc.api import get_worker_info, remote, rpc_async, rpc_sync, shutdown
 from backhaul.compat.rpc.backend_registry import BackendType
 from backhaul.compat.rpc.info import WorkerInfo
+from backhaul.compat.rpc.rref import RRef
 from backhaul.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 
 __all__ = [
     "BackendType",
+    "PyRRef",
+    "RRef",
     "RpcAgent",
     "RpcBackendOptions",
     "TensorPipeAgent",
@@ -39,10 +42,13 @@ __all__ = [
     "internal",
     "is_available",
     "options",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
 ]
+
+PyRRef = RRef
 
 logger = logging.getLogger("backhaul")
 
@@ -128,9 +134,7 @@ def _init_rpc_backend(
 
 def _rref_context_get_debug_info() -> dict[str, str]:
     """Counters of remote references, by the reference's names."""
-    counters = _get_current_rpc_agent().worker.counters
-    names = ("num_owner_rrefs", "num_pending_users", "num_pending_futures", "num_forks")
-    return {name: str(counters[name]() if name in counters else 0) for name in names}
+    return {name: str(count) for name, count in rref.counters().items()}
 
 
 @api._require_initialized

@@ -12,6 +12,8 @@ from backhaul.compat import errors
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
 from backhaul.rpc.node import Node
+from backhaul.rref.ownership import RRefId
+from backhaul.rref.registry import RRefs
 from backhaul.worker import Worker
 
 _FOREVER = 10 * 365 * 86400.0
@@ -32,6 +34,11 @@ class TensorPipeAgent(RpcAgent):
         self.store = store
         self.is_static_group = static
         self._options = options
+        self.leaks: dict[RRefId, list[int]] = {}  # filled in at the end: values to which others still refer
+        worker.on_close(self._look_for_leaks)
+
+    def _look_for_leaks(self) -> None:
+        self.leaks = self.worker.part(RRefs).leaks()
 
     @property
     def node(self) -> Node:

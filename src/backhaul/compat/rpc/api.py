@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+import backhaul
 from backhaul.compat import errors
 from backhaul.compat.rpc import agent as agents
 from backhaul.compat.rpc import internal, serving
@@ -22,8 +23,10 @@ from backhaul.compat.rpc.agent import set_current as _set_and_start_rpc_agent
 from backhaul.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo
+from backhaul.compat.rpc.rref import RRef, adopt
+from backhaul.rref.registry import RRefs
 
-__all__ = ["get_worker_info", "rpc_async", "rpc_sync", "shutdown"]
+__all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +129,21 @@ def rpc_async(
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
+
+
+@_require_initialized
+def remote(
+    to: Target,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Call ``func`` on another worker, where the result stays; return a reference to it."""
+    peer = _to_worker_info(to)
+    with errors.rewording():
+        function, args, kwargs = serving.outgoing(_default_pickler, func, args, kwargs)
+        return adopt(backhaul.remote(peer, function, args, kwargs, _limit(timeout)))
 
 
 # Gathering: everyone's value goes to the worker whose name is first, and from there to all.
@@ -242,6 +260,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """Give up the remote references this worker still holds."""
+    _get_current_rpc_agent().worker.part(RRefs).release_all()
 
 
 @_require_initialized
@@ -256,3 +275,5 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     finally:
         agent.shutdown()
         agents.reset()
+    if agent.leaks and not _ignore_rref_leak:
+        raise RuntimeError(f"Leaking RRef: workers by value that they refer to: {agent.leaks}")

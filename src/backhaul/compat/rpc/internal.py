@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from backhaul.rref import handle
+
 
 class RPCExecMode(enum.Enum):
     """The ways to call."""
@@ -72,7 +74,10 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         reducer = self._reducers.get(type(obj))
-        return NotImplemented if reducer is None else reducer(obj)
+        if reducer is not None:
+            return reducer(obj)
+        # References know how; the layer above this one defines them.
+        return (type(obj)._deserialize, (obj._serialize(),)) if isinstance(obj, handle.RRef) else NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):

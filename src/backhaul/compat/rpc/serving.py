@@ -12,7 +12,7 @@ import torch
 from torch.jit._builtins import _find_builtin
 
 from backhaul.compat.rpc import agent, internal
-from backhaul.rpc.dispatch import _MARK, async_execution
+from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
 from backhaul.wire.callables import name_of, resolve
 
 
@@ -22,7 +22,7 @@ def outgoing(
     """The call to make for a call of ``function``: function, arguments, keyword arguments."""
     if not callable(function):
         raise TypeError("function should be callable.")
-    later = bool(getattr(function, _MARK, False))
+    later = bool(getattr(function, ASYNC_MARK, False))
     if pickler is not internal._internal_rpc_pickler:
         pickled = pickler.serialize(internal.PythonUDF(function, tuple(args or ()), dict(kwargs or {})))
         return (answer_pickled_later if later else answer_pickled), pickled, {}

@@ -1,0 +1,232 @@
+"""References to remote values, as the reference has them: its timeouts, its words, and what its tests look at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+import backhaul
+from backhaul.compat import autograd, errors
+from backhaul.compat.rpc import agent, profiling
+from backhaul.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from backhaul.compat.rpc.futures import Future, follow
+from backhaul.compat.rpc.info import WorkerInfo, as_reference
+from backhaul.compat.rpc.internal import RPCExecMode
+from backhaul.errors import CallTimeoutError
+from backhaul.rref import handle
+from backhaul.rref.ownership import ForkId, RRefId, maker_of
+from backhaul.rref.registry import RRefs
+from backhaul.wire.codec import builders, reducers
+from backhaul.worker import Worker
+
+T = TypeVar("T")
+
+
+class RRef(handle.RRef[T]):
+    """A reference to a value on some worker."""
+
+    __slots__ = ()
+
+    def owner(self) -> WorkerInfo:
+        """The worker that the value lives on."""
+        return as_reference(self._owner)
+
+    def __repr__(self) -> str:
+        if self._fork is None:
+            return f"OwnerRRef({_show(self._id)})"
+        return f"UserRRef(RRefId = {_show(self._id)}, ForkId = {_show(self._fork)})"
+
+    # The value.
+
+    def local_value(self) -> T:
+        """The value itself, on its owner."""
+        if self._entry is None:
+            assert self._fork is not None
+            raise RuntimeError(
+                f"For UserRRef(rref_id={_show(self._id)}, fork_id={_show(self._fork)}), can't call localValue() on "
+                f"user {as_reference(self._rrefs.worker.info)}. Call it on owner {self.owner()}"
+            )
+        with errors.rewording():
+            return super().local_value()
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:  # type: ignore[override]
+        """A copy of the value; on its owner, the value itself."""
+        self._check_alive("Cannot call to_here() on it after deletion.")
+        with errors.rewording():
+            return super().to_here(_limit(timeout))
+
+    def _check_alive(self, problem: str) -> None:
+        if self._entry is None and self._rrefs.worker.closed:
+            raise RuntimeError(f"{self} has been deleted. {problem}")
+
+    def _check_created(self) -> None:
+        try:
+            super()._check_created()
+        except CallTimeoutError as error:
+            raise RuntimeError(
+                "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does "
+                "not exist."
+            ) from error
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:  # type: ignore[override]
+        """Run ``backward`` from the value, on its owner."""
+        if self._entry is not None:
+            backward_from(self, dist_autograd_ctx_id, retain_graph)
+            return
+        if dist_autograd_ctx_id == -1:
+            raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        with errors.rewording():
+            backhaul.rpc_sync(self._owner, backward_from, (self, dist_autograd_ctx_id, retain_graph), timeout=0)
+
+    # Calls.
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
+        """``rref.rpc_sync().method(...)`` calls a method of the value and waits for the result."""
+        return _Proxy(lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))).wait())
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
+        """``rref.rpc_async().method(...)`` calls a method of the value and returns a future."""
+        return _Proxy(lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))))
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
+        """``rref.remote().method(...)`` calls a method of the value, and the result stays there."""
+
+        def call(name: str, args: Any, kwargs: Any) -> RRef[Any]:
+            kind = self._get_type(timeout)
+            if not issubclass(kind, torch.jit.ScriptModule):
+                getattr(kind, name)  # the reference notices at once if there is no such method
+            inner = getattr(handle.RRef.remote(self, _limit(timeout)), name)
+            return adopt(inner(*args, **kwargs))
+
+        return _Proxy(call)
+
+    # What the reference's tests look at.
+
+    def _get_future(self) -> Future[Any]:
+        """Done when the value is there."""
+        made: Future[Any] = Future()
+        if self._created is None:
+            made.set_result(None)
+            return made
+        return follow(self._created)
+
+    def _get_profiling_future(self) -> Future[Any]:
+        return self._get_future()
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:  # type: ignore[override]
+        """The type of the value, or a future of it, which is asked for once."""
+        found = _types.get(self)
+        if found is None:
+            with errors.rewording(), self._recorded() as record:
+                found = record(follow(super()._get_type(_limit(timeout), blocking=False)))
+            _types[self] = found
+        try:
+            return found.wait() if blocking else found
+        except Exception:
+            _types.pop(self, None)
+            raise
+
+    def _recorded(self) -> Any:
+        name = "_rref_typeof_on_owner"
+        return profiling.recorded(RPCExecMode.ASYNC, name, self._owner.name, wanted=self._entry is None)
+
+    def _serialize(self) -> tuple[int, int, int]:
+        """What to make another reference to the same value of; it counts as held by this worker."""
+        self._check_alive("Cannot call fork an UserRRef after deletion.")
+        self._check_created()
+        fork = ForkId(self._rrefs.new_id())
+        self._rrefs.tell(self._owner.id, [("made", self._id, fork, self._rrefs.id)])
+        return self._owner.id, self._id, fork
+
+    @staticmethod
+    def _deserialize(data: tuple[int, int, int]) -> RRef[Any]:
+        owner, number, fork = data
+        return adopt(handle._build(None, owner, RRefId(number), ForkId(fork)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+
+_types: weakref.WeakKeyDictionary[RRef[Any], Future[Any]] = weakref.WeakKeyDictionary()
+
+
+class _Proxy:
+    """Stands for the value: its methods are calls."""
+
+    def __init__(self, call: Callable[[str, Any, Any], Any]) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with errors.rewording():
+                return self._call(name, args, kwargs)
+
+        return method
+
+
+def adopt(made: handle.RRef[T]) -> RRef[T]:
+    """The same reference, with the reference's manners."""
+    made.__class__ = RRef
+    assert isinstance(made, RRef)
+    return made
+
+
+def _limit(timeout: float) -> float | None:
+    return None if timeout == UNSET_RPC_TIMEOUT else timeout
+
+
+def _show(number: int) -> str:
+    return f"GloballyUniqueId(created_on={maker_of(number)}, local_id={number & (1 << 48) - 1})"
+
+
+def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """Runs on the owner."""
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError("RRef should contain a tensor for .backward()")
+    if context_id == -1:
+        value.backward(retain_graph=retain_graph)
+    else:
+        autograd.backward(context_id, [value], retain_graph)
+
+
+# Travelling.
+
+
+def _arrive(owner: int, number: int, fork: int) -> Any:
+    """Stands in a message for a reference; the receiver calls ``_build`` in its place."""
+    raise TypeError("a reference travels in calls only")
+
+
+def _build(worker: Worker | None, owner: int, number: RRefId, fork: ForkId) -> RRef[Any]:
+    return adopt(handle._build(worker, owner, number, fork))
+
+
+def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
+    return _arrive, handle._reduce(rref, parcels)[1]
+
+
+reducers[RRef] = _reduce
+builders[_arrive.__module__, _arrive.__name__] = _build
+
+
+def counters() -> dict[str, int]:
+    """References and calls that make values, by the reference's names."""
+    worker = agent.current().worker
+    forks = worker.part(RRefs).leaks()
+    making = sum(pending.label == "answer" or pending.label == "answer_later" for pending in _pending_makers(worker))
+    return {
+        "num_owner_rrefs": len(forks),
+        "num_forks": sum(map(len, forks.values())),
+        "num_pending_users": making,
+        "num_pending_futures": making,
+    }
+
+
+def _pending_makers(worker: Worker) -> list[Any]:
+    from backhaul.rpc.node import Node
+
+    return [pending for pending in worker.part(Node).agent.pending if pending.label.startswith("answer")]
