@@ -40,11 +40,11 @@ class Pending:
 
     __slots__ = ("channel", "deadline", "kept", "label", "peer", "timeout")
 
-    def __init__(self, peer: Peer, label: str, timeout: float, deadline: float) -> None:
+    def __init__(self, peer: Peer, timeout: float, label: str) -> None:
         self.peer = peer
-        self.label = label
         self.timeout = timeout
-        self.deadline = deadline
+        self.label = label
+        self.deadline = _FOREVER  # set when it is sent
         self.channel: Channel | None = None
         self.kept: list[tuple[Interceptor, Any]] = []
 
@@ -95,8 +95,8 @@ class SyncCall(Pending):
 
     __slots__ = ("gate", "outcome")
 
-    def __init__(self, peer: Peer, label: str, timeout: float, deadline: float, gate: Gate) -> None:
-        super().__init__(peer, label, timeout, deadline)
+    def __init__(self, peer: Peer, timeout: float, label: str, gate: Gate) -> None:
+        super().__init__(peer, timeout, label)
         self.gate = gate
         self.outcome: Frame | BackhaulError | None = None
 
@@ -111,8 +111,8 @@ class AsyncCall(Pending):
 
     __slots__ = ("future", "worker")
 
-    def __init__(self, peer: Peer, label: str, timeout: float, deadline: float, worker: Worker) -> None:
-        super().__init__(peer, label, timeout, deadline)
+    def __init__(self, peer: Peer, timeout: float, label: str, worker: Worker) -> None:
+        super().__init__(peer, timeout, label)
         self.worker = worker
         self.future: Future[Any] = Future()
 
@@ -160,11 +160,10 @@ class Agent:
         timeout: float | None,
     ) -> Any:
         """Call and wait."""
-        peer, timeout, deadline = self._prepare(to, timeout)
-        pending = SyncCall(peer, label_of(function), timeout, deadline, self.worker.runtime.gate())
+        pending = SyncCall(*self._prepare(to, timeout), label_of(function), self.worker.runtime.gate())
         number = self._start(pending, function, args, kwargs)
         with self.worker.blocking():
-            arrived = self._read_reply(pending) or pending.gate.wait(self._left(deadline))
+            arrived = self._read_reply(pending) or pending.gate.wait(self._left(pending.deadline))
         if not arrived:
             if self._pending.pop(number, None) is not None:
                 self._look_idle()
@@ -204,14 +203,13 @@ class Agent:
         label: str | None = None,
     ) -> Future[Any]:
         """Call and return a future. ``label`` names the call in errors, if not by its function."""
-        peer, timeout, deadline = self._prepare(to, timeout)
-        pending = AsyncCall(peer, label or label_of(function), timeout, deadline, self.worker)
+        pending = AsyncCall(*self._prepare(to, timeout), label or label_of(function), self.worker)
         try:
             self._start(pending, function, args, kwargs)
         except (PeerLostError, CallTimeoutError) as error:
             pending.future.set_exception(error)
             return pending.future
-        if deadline < self._check_at:
+        if (deadline := pending.deadline) < self._check_at:
             with self._lock:
                 sooner = deadline < self._check_at
                 self._check_at = min(deadline, self._check_at)
@@ -219,12 +217,12 @@ class Agent:
                 self.worker.crew.call_at(deadline, self._expire)
         return pending.future
 
-    def _prepare(self, to: Any, timeout: float | None) -> tuple[Peer, float, float]:
+    def _prepare(self, to: Any, timeout: float | None) -> tuple[Peer, float]:
         peer = self.peers.find(to)
         timeout = self.timeout if timeout is None else timeout
         if timeout < 0:
             raise ValueError(f"timeout must not be negative, got {timeout}; 0 means none")
-        return peer, timeout, self.worker.runtime.now() + timeout if timeout else _FOREVER
+        return peer, timeout
 
     def _start(
         self,
@@ -239,9 +237,8 @@ class Agent:
         number = next(self._numbers)
         frame = self._encode(pending, number, function, tuple(args or ()), dict(kwargs or {}))
         peer, runtime = pending.peer, self.worker.runtime
-        left = pending.deadline - runtime.now()
-        if left <= 0:  # pickling the arguments took all the time there was
-            raise pending.timed_out()
+        left = pending.timeout or _FOREVER  # from now on: pickling the arguments was this worker's own business
+        pending.deadline = runtime.now() + left
         try:
             pending.channel = self.peers.channel_to(peer, left)
             with self._lock:
