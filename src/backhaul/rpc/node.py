@@ -92,9 +92,20 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
     )
 
 
-def start_node(own: WorkerRecord, records: Iterable[WorkerRecord], endpoint: Endpoint, options: Options) -> Node:
-    """Make the worker that ``own`` describes and let it listen."""
+def start_node(
+    own: WorkerRecord,
+    records: Iterable[WorkerRecord],
+    endpoint: Endpoint,
+    options: Options,
+    *,
+    open_to_others: bool = False,
+) -> Node:
+    """Make the worker that ``own`` describes and let it listen.
+
+    With ``open_to_others`` workers may come that are not in ``records``; then there is no graceful shutdown.
+    """
     node = Node(Worker(own.info, own.incarnation, endpoint, options), own, records)
+    node.peers.open = open_to_others
     for extend in extensions:
         extend(node)
     node.worker.start()

@@ -70,11 +70,17 @@ LossListener = Callable[[Peer, Channel, str], None]
 
 
 class Peers:
-    """The members of the cluster as one worker knows them. Thread-safe."""
+    """The members of the cluster as one worker knows them. Thread-safe.
+
+    Attributes:
+        open: Whether workers may come later: one that is not known yet is admitted when it says who it is. Whoever gets
+            as far as that knows the cluster's secret.
+    """
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
         self._worker = worker
         self._own = own
+        self.open = False
         self._lock = threading.Lock()  # guards the tables
         self._listeners: list[LossListener] = []
         self._by_id: dict[int, Peer] = {}
@@ -82,14 +88,28 @@ class Peers:
         self._by_channel: dict[Channel, Peer] = {}
         self._sent_before = 0  # bytes that went over channels that are gone
         for record in records:
-            peer = Peer(record, own)
-            self._by_id[record.id] = self._by_name[record.name] = peer
+            self.admit(record)
         self.own = self._by_id[own.id]
         self.own.channel = worker.loopback
         self._by_channel[worker.loopback] = self.own
         worker.on_frame(Kind.HELLO, self._on_hello)
         worker.on_frame(Kind.REFUSE, self._on_refuse)
         worker.on_lost(self._on_lost)
+
+    def admit(self, record: WorkerRecord) -> Peer | None:
+        """Add a worker; None if its name or its id is another's."""
+        with self._lock:
+            if record.id in self._by_id or record.name in self._by_name:
+                return None
+            peer = self._by_id[record.id] = self._by_name[record.name] = Peer(record, self._own)
+            return peer
+
+    def dismiss(self, worker: int) -> None:
+        """Forget a worker that has left."""
+        with self._lock:
+            peer = self._by_id.pop(worker, None)
+            if peer is not None:
+                del self._by_name[peer.info.name]
 
     def __iter__(self) -> Iterator[Peer]:
         with self._lock:
@@ -130,7 +150,8 @@ class Peers:
         name, address = peer.info.name, self._choose(peer)
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
-            hello = Hello(self._own.id, self._own.name, self._own.incarnation, name, peer.record.incarnation)
+            record = msgspec.json.encode(self._own) if self.open else b""
+            hello = Hello(self._own.id, self._own.name, self._own.incarnation, name, peer.record.incarnation, record)
             with self._lock:
                 self._by_channel[channel] = peer
             channel.send(Frame(Kind.HELLO, 0, pack(hello)))
@@ -156,6 +177,8 @@ class Peers:
     def _on_hello(self, channel: Channel, frame: Frame) -> Task | None:
         hello = unpack(frame.body, Hello)
         peer = self._by_id.get(hello.worker)
+        if peer is None and self.open and hello.record:
+            peer = self.admit(msgspec.json.decode(hello.record, type=WorkerRecord))
         problem = None
         if (hello.to, hello.to_incarnation) != (self._own.name, self._own.incarnation):
             problem = f"this is worker '{self._own.name}', not the '{hello.to}' that was meant"

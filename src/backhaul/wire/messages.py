@@ -36,6 +36,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     incarnation: str
     to: str
     to_incarnation: str
+    record: bytes = b""  # all about the one who speaks, where workers may come later
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True):
