@@ -15,7 +15,7 @@ import torch
 import backhaul
 from backhaul.compat import errors
 from backhaul.compat.rpc import agent as agents
-from backhaul.compat.rpc import internal, serving
+from backhaul.compat.rpc import internal, membership, serving
 from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
 from backhaul.compat.rpc.agent import get_rpc_timeout
 from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
@@ -268,7 +268,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """End this worker; with ``graceful``, once all workers have come to do so and nothing is under way."""
     agent = _get_current_rpc_agent()
     try:
-        if graceful:
+        if graceful and not agent.is_static_group:
+            membership.leave(agent)
+        elif graceful:
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
             agent.join(shutdown=True, timeout=timeout)

@@ -74,9 +74,10 @@ def _start(store: Store, name: str, rank: int, world_size: int | None, rpc_backe
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
     if not world_size:
-        return membership.join(name, rank, store, rpc_backend_options)
-    membership.announce_static(store)
-    started = agent.start(name, rank, world_size, store, rpc_backend_options)
+        started = membership.join(name, rank, store, rpc_backend_options)
+    else:
+        membership.announce_static(store)
+        started = agent.start(name, rank, world_size, store, rpc_backend_options)
     api._init_rpc_states(started)
     return started
 
