@@ -4,6 +4,7 @@ loss of its channel, by its deadline, or by shutdown.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,6 +129,12 @@ class AsyncCall(Pending):
             self.future.set_result(value)
 
 
+Outlet = Callable[[Pending, Callable[[], None]], None]
+"""What calls go out through, for tests: it sends by calling what it is given, or later, or raises
+``ChannelClosedError``.
+"""
+
+
 class Agent:
     """The calling half of a worker. Thread-safe."""
 
@@ -136,6 +143,7 @@ class Agent:
         self.peers = peers
         self.timeout = worker.options.timeout
         self.interceptors: list[Interceptor] = []
+        self.outlet: Outlet | None = None
         self.sent = 0  # calls ever started
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
@@ -158,9 +166,11 @@ class Agent:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,
+        *,
+        label: str | None = None,
     ) -> Any:
-        """Call and wait."""
-        pending = SyncCall(*self._prepare(to, timeout), label_of(function), self.worker.runtime.gate())
+        """Call and wait. ``label`` names the call in errors, if not by its function."""
+        pending = SyncCall(*self._prepare(to, timeout), label or label_of(function), self.worker.runtime.gate())
         number = self._start(pending, function, args, kwargs)
         with self.worker.blocking():
             arrived = self._read_reply(pending) or pending.gate.wait(self._left(pending.deadline))
@@ -202,7 +212,7 @@ class Agent:
         *,
         label: str | None = None,
     ) -> Future[Any]:
-        """Call and return a future. ``label`` names the call in errors, if not by its function."""
+        """Call and return a future. ``label`` as for ``call``."""
         pending = AsyncCall(*self._prepare(to, timeout), label or label_of(function), self.worker)
         try:
             self._start(pending, function, args, kwargs)
@@ -246,7 +256,8 @@ class Agent:
             self._pending[number] = pending
             if self._closed:
                 raise ChannelClosedError("this worker was shut down")
-            self._send(pending, frame, None if left == _FOREVER else max(left, 0.0))
+            send = functools.partial(self._send, pending, frame, None if left == _FOREVER else max(left, 0.0))
+            self.outlet(pending, send) if self.outlet is not None else send()
         except ChannelClosedError as error:
             self._pending.pop(number, None)
             self._look_idle()

@@ -32,7 +32,7 @@ log = logging.getLogger("backhaul")
 Dead = tuple[Any, ...]
 """What died: the entry of a value of this worker's, or owner, value and fork."""
 
-_TRIES = 3  # to tell an owner, over as many channels
+_TRIES = 5  # to tell an owner, over as many channels
 
 
 class Passed(msgspec.Struct, array_like=True, frozen=True):

@@ -1,0 +1,67 @@
+"""Faults on purpose: calls of a worker that get lost, or that are sent late."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from backhaul.rpc.agent import Agent, Pending
+from backhaul.transport.base import ChannelClosedError
+
+
+class Faults:
+    """What goes wrong with the calls of one worker; ``install`` it on the worker's agent.
+
+    Args:
+        kinds_of: The kinds that a call is of, by which the others name it.
+        lose: Kinds whose calls get lost.
+        times: How often, for each worker called.
+        delay: Seconds by which calls of a kind are late. Their time runs meanwhile.
+    """
+
+    def __init__(
+        self,
+        kinds_of: Callable[[Pending], Collection[str]],
+        *,
+        lose: Collection[str] = (),
+        times: int = 1,
+        delay: Mapping[str, float] | None = None,
+    ) -> None:
+        self._kinds_of = kinds_of
+        self._lose = frozenset(lose)
+        self._times = times
+        self._delay = dict(delay or {})
+        self._lost: collections.Counter[tuple[str, int]] = collections.Counter()
+        self._lock = threading.Lock()  # guards _lost
+
+    def install(self, agent: Agent) -> None:
+        """Let all calls of ``agent`` from now on go through here."""
+        crew, runtime = agent.worker.crew, agent.worker.runtime
+
+        def let_out(pending: Pending, send: Callable[[], None]) -> None:
+            kinds = self._kinds_of(pending)
+            for kind in kinds:
+                if self._loses(kind, pending.peer.record.id):
+                    raise ChannelClosedError(f"a call of kind {kind} was lost on purpose")
+            late = sum(self._delay.get(kind, 0.0) for kind in kinds)
+            if late:
+                crew.call_at(runtime.now() + late, lambda: _send_late(send))
+            else:
+                send()
+
+        agent.outlet = let_out
+
+    def _loses(self, kind: str, worker: int) -> bool:
+        if kind not in self._lose:
+            return False
+        with self._lock:
+            self._lost[kind, worker] += 1
+            return self._lost[kind, worker] <= self._times
+
+
+def _send_late(send: Callable[[], None]) -> None:
+    try:
+        send()
+    except ChannelClosedError:  # whoever waits for the reply learns of it otherwise
+        return
