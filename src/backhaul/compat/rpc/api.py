@@ -15,7 +15,7 @@ import torch
 import backhaul
 from backhaul.compat import errors
 from backhaul.compat.rpc import agent as agents
-from backhaul.compat.rpc import internal, membership, serving
+from backhaul.compat.rpc import internal, kinds, membership, serving
 from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
 from backhaul.compat.rpc.agent import get_rpc_timeout
 from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
@@ -25,6 +25,7 @@ from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.rref import RRef, adopt
 from backhaul.rref.registry import RRefs
+from backhaul.wire.callables import label_of
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 
@@ -108,9 +109,9 @@ def rpc_sync(
 ) -> Any:
     """Call ``func`` on another worker and wait for the result."""
     peer = _to_worker_info(to)
-    with errors.rewording():
+    with errors.rewording(), kinds.calling(func):
         call = serving.outgoing(_default_pickler, func, args, kwargs)
-        return _get_current_rpc_agent().node.agent.call(peer, *call, _limit(timeout))
+        return _get_current_rpc_agent().node.agent.call(peer, *call, _limit(timeout), label=label_of(func))
 
 
 @_require_initialized
@@ -123,9 +124,10 @@ def rpc_async(
 ) -> Future[Any]:
     """Start a call and return its future."""
     peer = _to_worker_info(to)
-    with errors.rewording():
+    with errors.rewording(), kinds.calling(func):
         call = serving.outgoing(_default_pickler, func, args, kwargs)
-        future = follow(_get_current_rpc_agent().node.agent.call_async(peer, *call, _limit(timeout)))
+        agent = _get_current_rpc_agent().node.agent
+        future = follow(agent.call_async(peer, *call, _limit(timeout), label=label_of(func)))
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -141,7 +143,7 @@ def remote(
 ) -> RRef[Any]:
     """Call ``func`` on another worker, where the result stays; return a reference to it."""
     peer = _to_worker_info(to)
-    with errors.rewording():
+    with errors.rewording(), kinds.calling(func, remote=True):
         function, args, kwargs = serving.outgoing(_default_pickler, func, args, kwargs)
         return adopt(backhaul.remote(peer, function, args, kwargs, _limit(timeout)))
 

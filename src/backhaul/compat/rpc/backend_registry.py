@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -19,34 +18,57 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
-def _enum_of(backends: dict[str, BackendValue]) -> Any:
-    made: Any = enum.Enum("BackendType", backends)  # type: ignore[misc]
-    made.__repr__ = lambda self: f"BackendType.{self.name}"
-    return made
+class _Backends(type):
+    """Makes ``BackendType`` look like an enum, to which members can be added."""
+
+    _known: dict[str, BackendType]
+
+    @property
+    def __members__(cls) -> Mapping[str, BackendType]:
+        return dict(cls._known)
+
+    def __iter__(cls) -> Iterator[BackendType]:
+        return iter(cls._known.values())
+
+    def __getitem__(cls, name: str) -> BackendType:
+        return cls._known[name]
+
+    def __getattr__(cls, name: str) -> BackendType:
+        try:
+            return cls._known[name]
+        except KeyError:
+            raise AttributeError(f"no RPC backend {name}") from None
 
 
-BackendType: Any = _enum_of({})
-"""The backends there are. Registering one makes another enum, so ask this module for it each time."""
+class BackendType(metaclass=_Backends):
+    """The backends there are."""
+
+    _known: ClassVar[dict[str, BackendType]] = {}
+
+    def __init__(self, name: str, value: BackendValue) -> None:
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
 
 
 def backend_registered(backend_name: str) -> bool:
     """Whether there is a backend of that name."""
-    return backend_name in BackendType.__members__
+    return backend_name in BackendType._known
 
 
 def register_backend(
     backend_name: str,
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
-) -> Any:
+) -> BackendType:
     """Add a backend; return its member of ``BackendType``."""
-    global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
-    known = {member.name: member.value for member in BackendType}
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
-    BackendType = _enum_of({backend_name: value, **known})
-    return BackendType[backend_name]
+    made = BackendType._known[backend_name] = BackendType(backend_name, value)
+    return made
 
 
 def construct_rpc_backend_options(

@@ -15,7 +15,7 @@ from backhaul.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.internal import RPCExecMode
-from backhaul.errors import CallTimeoutError
+from backhaul.errors import CallTimeoutError, PeerLostError
 from backhaul.rref import handle
 from backhaul.rref.ownership import ForkId, RRefId, maker_of
 from backhaul.rref.registry import RRefs
@@ -55,6 +55,7 @@ class RRef(handle.RRef[T]):
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:  # type: ignore[override]
         """A copy of the value; on its owner, the value itself."""
         self._check_alive("Cannot call to_here() on it after deletion.")
+        self._check_created()
         with errors.rewording():
             return super().to_here(_limit(timeout))
 
@@ -65,10 +66,10 @@ class RRef(handle.RRef[T]):
     def _check_created(self) -> None:
         try:
             super()._check_created()
-        except CallTimeoutError as error:
+        except (CallTimeoutError, PeerLostError) as error:
             raise RuntimeError(
                 "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does "
-                "not exist."
+                f"not exist: {error}"
             ) from error
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:  # type: ignore[override]
@@ -167,8 +168,13 @@ class _Proxy:
         return method
 
 
+_being_made: weakref.WeakSet[torch.futures.Future[Any]] = weakref.WeakSet()
+
+
 def adopt(made: handle.RRef[T]) -> RRef[T]:
     """The same reference, with the reference's manners."""
+    if made._created is not None:
+        _being_made.add(made._created)
     made.__class__ = RRef
     assert isinstance(made, RRef)
     return made
@@ -217,16 +223,10 @@ def counters() -> dict[str, int]:
     """References and calls that make values, by the reference's names."""
     worker = agent.current().worker
     forks = worker.part(RRefs).leaks()
-    making = sum(pending.label == "answer" or pending.label == "answer_later" for pending in _pending_makers(worker))
+    making = sum(not created.done() for created in _being_made)
     return {
         "num_owner_rrefs": len(forks),
         "num_forks": sum(map(len, forks.values())),
         "num_pending_users": making,
         "num_pending_futures": making,
     }
-
-
-def _pending_makers(worker: Worker) -> list[Any]:
-    from backhaul.rpc.node import Node
-
-    return [pending for pending in worker.part(Node).agent.pending if pending.label.startswith("answer")]

@@ -1,0 +1,1 @@
+"""The reference registers its faulty backend here."""
