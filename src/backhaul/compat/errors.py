@@ -13,7 +13,7 @@ from backhaul.errors import (
     CallTimeoutError,
     FunctionNotFoundError,
     NotInitializedError,
-    RemoteTraceback,
+    RemoteError,
     RendezvousError,
     SerializationError,
     ShutdownTimeoutError,
@@ -27,26 +27,12 @@ NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (
 
 def reworded(error: BaseException) -> BaseException:
     """The error to raise in the place of ``error``; itself if the reference has no words of its own for it."""
-    text = _text(error) if isinstance(error, BackhaulError) else _lost_type(error)
+    text = _text(error) if isinstance(error, BackhaulError) else None
     if text is None:
         return error
     made = RuntimeError(text)
     made.__cause__ = error
     return made
-
-
-def _lost_type(error: BaseException) -> str | None:
-    """The reference makes a remote exception again from its text, which not every class allows."""
-    if not isinstance(error.__cause__, RemoteTraceback):
-        return None
-    try:
-        type(error)("")
-    except Exception as trouble:
-        return (
-            f"Failed to create original exception type. Error msg was {trouble}. "
-            f"Original exception on remote side was {error.__cause__}"
-        )
-    return None
 
 
 def _text(error: BackhaulError) -> str | None:
@@ -65,6 +51,8 @@ def _text(error: BackhaulError) -> str | None:
         return f"Can not pickle torch.futures.Future: {error}"
     if isinstance(error, RendezvousError) and error.worker is not None:
         return f"Worker name {error.worker} is not unique: {error}"
+    if isinstance(error, RemoteError):
+        return f"Failed to create original exception type. Original exception on remote side was {error}"
     if isinstance(error, ShutdownTimeoutError):
         return f"Timed out waiting for the other workers: {error}"
     return None
@@ -75,7 +63,7 @@ def rewording() -> Iterator[None]:
     """Reword what is raised inside."""
     try:
         yield
-    except Exception as error:
+    except BackhaulError as error:
         other = reworded(error)
         if other is error:
             raise

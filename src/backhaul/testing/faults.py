@@ -16,7 +16,7 @@ class Faults:
     Args:
         kinds_of: The kinds that a call is of, by which the others name it.
         lose: Kinds whose calls get lost.
-        times: How often, for each worker called.
+        times: How often, for each function and worker called.
         delay: Seconds by which calls of a kind are late. Their time runs meanwhile.
     """
 
@@ -41,9 +41,8 @@ class Faults:
 
         def let_out(pending: Pending, send: Callable[[], None]) -> None:
             kinds = self._kinds_of(pending)
-            for kind in kinds:
-                if self._loses(kind, pending.peer.record.id):
-                    raise ChannelClosedError(f"a call of kind {kind} was lost on purpose")
+            if not self._lose.isdisjoint(kinds) and self._is_due(pending):
+                raise ChannelClosedError(f"a call of kind {' or '.join(kinds)} was lost on purpose")
             late = sum(self._delay.get(kind, 0.0) for kind in kinds)
             if late:
                 crew.call_at(runtime.now() + late, lambda: _send_late(send))
@@ -52,12 +51,11 @@ class Faults:
 
         agent.outlet = let_out
 
-    def _loses(self, kind: str, worker: int) -> bool:
-        if kind not in self._lose:
-            return False
+    def _is_due(self, pending: Pending) -> bool:
+        key = pending.label, pending.peer.record.id
         with self._lock:
-            self._lost[kind, worker] += 1
-            return self._lost[kind, worker] <= self._times
+            self._lost[key] += 1
+            return self._lost[key] <= self._times
 
 
 def _send_late(send: Callable[[], None]) -> None:

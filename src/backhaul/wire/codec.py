@@ -363,6 +363,8 @@ def _reason(error: Exception) -> str:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) in reducers:
+        return  # does not travel by its parts
     if isinstance(value, dict):
         for key, item in value.items():
             yield f"[{key!r}]", item

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import threading
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -16,9 +17,11 @@ from backhaul.rref.ownership import RRefId
 from backhaul.rref.registry import RRefs
 from backhaul.worker import Worker
 
-_FOREVER = 10 * 365 * 86400.0
+_FOREVER = 7 * 86400.0
+_PATIENCE = 30.0  # seconds that a call may be here before there is an agent
 
 _current: Any = None
+_there_is_one = threading.Event()
 _interpreter_waits: list[float] | None = None
 
 
@@ -99,6 +102,12 @@ def current() -> Any:
     return _current
 
 
+def wait_for_current() -> None:
+    """For handlers: a call may come before ``init_rpc`` has returned here."""
+    if _current is None:
+        _there_is_one.wait(_PATIENCE)
+
+
 def is_set() -> bool:
     """Whether there is a current agent."""
     return _current is not None
@@ -108,11 +117,13 @@ def set_current(agent: Any) -> None:
     """Make ``agent`` the current one."""
     global _current
     _current = agent
+    _there_is_one.set()
 
 
 def reset() -> None:
     """Let there be no current agent."""
     global _current
+    _there_is_one.clear()
     _current = None
 
 

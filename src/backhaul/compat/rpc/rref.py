@@ -30,6 +30,10 @@ class RRef(handle.RRef[T]):
 
     __slots__ = ()
 
+    def __init__(self, value: T, type_hint: type | None = None) -> None:
+        agent.current()
+        super().__init__(value, type_hint)
+
     def owner(self) -> WorkerInfo:
         """The worker that the value lives on."""
         return as_reference(self._owner)

@@ -32,6 +32,7 @@ def outgoing(
 
 def answer(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run a call."""
+    agent.wait_for_current()
     agent.note_interpreter_wait(_wait_for_interpreter)
     try:
         function = resolve(target) if isinstance(target, str) else target
