@@ -13,10 +13,10 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test lint types bench format clean
+.PHONY: help env run test lint types bench reference format clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
 
 env: $(STAMP) ## Create or update .venv
 
@@ -47,6 +47,9 @@ types: env ## Check types
 bench: env ## Measure calls side by side with torch.distributed; ARGS go to both benchmarks
 	@$(BIN)/python benchmarks/calls.py $(ARGS)
 	@$(BIN)/python benchmarks/backward.py $(ARGS)
+
+reference: env ## Run the reference's own suites against Backhaul; ARGS: parts of names, see tests/reference/run.py
+	@$(BIN)/python -m tests.reference.run $(ARGS)
 
 format: env ## Fix what can be fixed, and format
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,164 @@
+"""Runs the reference's suites against Backhaul and tells how they went.
+
+    make reference                                  # all of them
+    make reference ARGS="RpcTest.test_add rref"     # those whose name has one of these in it
+    make reference ARGS=--floor                     # those in floor.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+OUT = HERE / "out"
+FLOOR = HERE / "floor.txt"
+
+Results = dict[str, dict[str, Any]]
+
+
+def floor() -> dict[str, float]:
+    """The tests that are known to pass, with the seconds they took."""
+    lines = (line.split() for line in FLOOR.read_text().splitlines() if line and not line.startswith("#"))
+    return {name: float(seconds) for name, seconds in lines}
+
+
+class Process:
+    """One that runs tests, one after the other; started anew when it does not come back."""
+
+    def __init__(self, number: int, limit: float) -> None:
+        self._limit = limit
+        self._log = (OUT / f"log{number}.txt").open("wb")
+        self._start()
+
+    def _start(self) -> None:
+        variables = {
+            **os.environ,
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(self._limit)),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._inner = subprocess.Popen(
+            [sys.executable, "-m", "tests.reference.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=variables,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self.names: list[str] = self._answer(180.0) or []
+
+    def run(self, name: str) -> dict[str, Any]:
+        assert self._inner.stdin is not None
+        self._inner.stdin.write(f"{name}\n".encode())
+        self._inner.stdin.flush()
+        answer: dict[str, Any] | None = self._answer(self._limit + 30.0)
+        if answer is None:
+            self.close()
+            self._start()
+            return {"outcome": "fails", "seconds": self._limit, "why": "did not come back"}
+        return answer
+
+    def _answer(self, limit: float) -> Any:
+        assert self._inner.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._inner.stdout, selectors.EVENT_READ)
+            line = self._inner.stdout.readline() if selector.select(limit) else b""
+        return json.loads(line) if line else None
+
+    def close(self) -> None:
+        assert self._inner.stdin is not None
+        self._inner.stdin.close()
+        try:
+            self._inner.wait(5.0)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._inner.pid, 9)  # a session of its own: this ends its workers too
+            self._inner.wait()
+        assert self._inner.stdout is not None
+        self._inner.stdout.close()
+
+
+def run(wanted: Sequence[str] | None = None, *, jobs: int = 2, limit: float = 60.0, quiet: bool = True) -> Results:
+    """Run the tests whose names are given, or have one of ``wanted`` in them; all if None."""
+    OUT.mkdir(exist_ok=True)
+    first = Process(0, limit)
+    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
+    exact = set(wanted or ()) & set(first.names)
+    chosen = [name for name in first.names if _is_wanted(name, wanted, exact)]
+    for name in chosen:
+        todo.put(name)
+    results: Results = {}
+
+    def work(process: Process) -> None:
+        while True:
+            try:
+                name = todo.get_nowait()
+            except queue.Empty:
+                break
+            results[name] = process.run(name)
+            if not quiet:
+                print(f"{results[name]['outcome']:8} {results[name]['seconds']:6.1f} s  {name}", flush=True)
+        process.close()
+
+    processes = [first, *(Process(number, limit) for number in range(1, min(jobs, len(chosen) or 1)))]
+    threads = [threading.Thread(target=work, args=(process,)) for process in processes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: results[name] for name in chosen}
+
+
+def _is_wanted(name: str, wanted: Iterable[str] | None, exact: set[str]) -> bool:
+    if wanted is None or name in exact:
+        return True
+    return not exact and any(part in name for part in wanted)
+
+
+def show(results: Results) -> None:
+    """Print a table by suite."""
+    table: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for name, result in results.items():
+        for row in (name.partition(".")[0], "all"):
+            table[row][result["outcome"]] += 1
+    print(f"{'':34}{'passes':>8}{'fails':>8}{'skipped':>9}")
+    for row in sorted(table, key=lambda row: row == "all"):
+        print(f"{row:34}{table[row]['passes']:8}{table[row]['fails']:8}{table[row]['skipped']:9}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of names; all tests if there are none")
+    parser.add_argument("--floor", action="store_true", help="those in floor.txt")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time; each is two to four processes")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each")
+    parser.add_argument("--write-floor", action="store_true", help="write those that pass to floor.txt")
+    given = parser.parse_args()
+    wanted = list(floor()) if given.floor else given.names or None
+    results = run(wanted, jobs=given.jobs, limit=given.limit, quiet=False)
+    (OUT / "results.json").write_text(json.dumps(results, indent=1))
+    show(results)
+    passing = {name: result["seconds"] for name, result in results.items() if result["outcome"] == "passes"}
+    if given.write_floor:
+        lines = [f"{name} {seconds}\n" for name, seconds in passing.items()]
+        FLOOR.write_text("# Tests of the reference's that pass, with the seconds each took.\n" + "".join(lines))
+    elif FLOOR.exists():
+        lost = [name for name in results if name in floor() and name not in passing]
+        print(*(f"used to pass: {name}" for name in lost), sep="\n")
+        sys.exit(bool(lost))
+
+
+if __name__ == "__main__":
+    main()
