@@ -15,7 +15,7 @@ import torch
 import backhaul
 from backhaul.compat import errors
 from backhaul.compat.rpc import agent as agents
-from backhaul.compat.rpc import internal, kinds, membership, serving
+from backhaul.compat.rpc import internal, kinds, membership, profiling, serving
 from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
 from backhaul.compat.rpc.agent import get_rpc_timeout
 from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
@@ -23,6 +23,7 @@ from backhaul.compat.rpc.agent import set_current as _set_and_start_rpc_agent
 from backhaul.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo
+from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.compat.rpc.rref import RRef, adopt
 from backhaul.rref.registry import RRefs
 from backhaul.wire.callables import label_of
@@ -111,6 +112,8 @@ def rpc_sync(
     peer = _to_worker_info(to)
     with errors.rewording(), kinds.calling(func):
         call = serving.outgoing(_default_pickler, func, args, kwargs)
+        if profiling.is_on():
+            return _record(RPCExecMode.SYNC, func, peer, call, timeout).wait()
         return _get_current_rpc_agent().node.agent.call(peer, *call, _limit(timeout), label=label_of(func))
 
 
@@ -126,8 +129,10 @@ def rpc_async(
     peer = _to_worker_info(to)
     with errors.rewording(), kinds.calling(func):
         call = serving.outgoing(_default_pickler, func, args, kwargs)
-        agent = _get_current_rpc_agent().node.agent
-        future = follow(agent.call_async(peer, *call, _limit(timeout), label=label_of(func)))
+        if profiling.is_on():
+            future = _record(RPCExecMode.ASYNC, func, peer, call, timeout)
+        else:
+            future = follow(_start(peer, call, func, timeout))
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -144,8 +149,31 @@ def remote(
     """Call ``func`` on another worker, where the result stays; return a reference to it."""
     peer = _to_worker_info(to)
     with errors.rewording(), kinds.calling(func, remote=True):
-        function, args, kwargs = serving.outgoing(_default_pickler, func, args, kwargs)
-        return adopt(backhaul.remote(peer, function, args, kwargs, _limit(timeout)))
+        call = serving.outgoing(_default_pickler, func, args, kwargs)
+        if not profiling.is_on():
+            return adopt(backhaul.remote(peer, *call, _limit(timeout)))
+        made: list[RRef[Any]] = []
+
+        def make(call: Any) -> Any:
+            made.append(adopt(backhaul.remote(peer, *call, _limit(timeout))))
+            return made[0]._get_future()
+
+        recorded = profiling.record(RPCExecMode.REMOTE, profiling.name_of(func), peer, call, make)
+        made[0]._set_profiling_future(recorded)
+        return made[0]
+
+
+def _start(peer: WorkerInfo, call: Any, func: Callable[..., Any], timeout: float) -> torch.futures.Future[Any]:
+    agent = _get_current_rpc_agent().node.agent
+    future: torch.futures.Future[Any] = agent.call_async(peer, *call, _limit(timeout), label=label_of(func))
+    return future
+
+
+def _record(
+    mode: RPCExecMode, func: Callable[..., Any], peer: WorkerInfo, call: Any, timeout: float
+) -> Future[Any]:
+    name = profiling.name_of(func)
+    return profiling.record(mode, name, peer, call, lambda call: follow(_start(peer, call, func, timeout)))
 
 
 # Gathering: everyone's value goes to the worker whose name is first, and from there to all.

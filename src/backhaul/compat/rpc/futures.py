@@ -47,17 +47,18 @@ def _checked(callback: Any) -> Any:
     return callback
 
 
-def follow(inner: torch.futures.Future[T]) -> Future[T]:
+def follow(inner: torch.futures.Future[T], made: Future[T] | None = None) -> Future[T]:
     """A future that ends as ``inner`` does, with errors in the reference's words."""
-    made: Future[T] = Future()
+    made = made or Future()
 
     def pass_on(done: torch.futures.Future[T]) -> None:
         try:
             result = done.wait()
         except Exception as error:
-            made.set_exception(reworded(error))
+            outer.set_exception(reworded(error))
         else:
-            made.set_result(result)
+            outer.set_result(result)
 
+    outer = made
     inner.add_done_callback(pass_on)
     return made

@@ -119,24 +119,30 @@ class RRef(handle.RRef[T]):
         return follow(self._created)
 
     def _get_profiling_future(self) -> Future[Any]:
-        return self._get_future()
+        """Done when what made the value is recorded in the profile, too."""
+        return _recordings.get(self) or self._get_future()
+
+    def _set_profiling_future(self, future: Future[Any]) -> None:
+        _recordings[self] = future
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:  # type: ignore[override]
         """The type of the value, or a future of it, which is asked for once."""
         found = _types.get(self)
         if found is None:
-            with errors.rewording(), self._recorded() as record:
-                found = record(follow(super()._get_type(_limit(timeout), blocking=False)))
-            _types[self] = found
+            with errors.rewording():
+                found = _types[self] = self._ask_for_type(_limit(timeout))
         try:
             return found.wait() if blocking else found
         except Exception:
             _types.pop(self, None)
             raise
 
-    def _recorded(self) -> Any:
+    def _ask_for_type(self, limit: float | None) -> Future[Any]:
+        if self._entry is not None or not profiling.is_on():
+            return follow(super()._get_type(limit, blocking=False))
         name = "_rref_typeof_on_owner"
-        return profiling.recorded(RPCExecMode.ASYNC, name, self._owner.name, wanted=self._entry is None)
+        ask = super()._get_type
+        return profiling.record(RPCExecMode.ASYNC, name, self.owner(), None, lambda _: follow(ask(limit, False)))
 
     def _serialize(self) -> tuple[int, int, int]:
         """What to make another reference to the same value of; it counts as held by this worker."""
@@ -155,6 +161,7 @@ class RRef(handle.RRef[T]):
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
 
+_recordings: weakref.WeakKeyDictionary[RRef[Any], Future[Any]] = weakref.WeakKeyDictionary()
 _types: weakref.WeakKeyDictionary[RRef[Any], Future[Any]] = weakref.WeakKeyDictionary()
 
 
