@@ -117,7 +117,7 @@ class Worker:
         self._on_lost.append(handler)
 
     def on_close(self, handler: Callable[[], None]) -> None:
-        """Call ``handler`` when the worker is being closed; the last one registered first, so layers end from the top."""
+        """Call ``handler`` when the worker is closed. The last one registered is first: layers end from the top."""
         self._on_close.append(handler)
 
     def start(self) -> None:

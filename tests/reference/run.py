@@ -1,8 +1,8 @@
 """Runs the reference's suites against Backhaul and tells how they went.
 
-    make reference                                  # all of them
-    make reference ARGS="RpcTest.test_add rref"     # those whose name has one of these in it
-    make reference ARGS=--floor                     # those in floor.txt
+make reference                                  # all of them
+make reference ARGS="RpcTest.test_add rref"     # those whose name has one of these in it
+make reference ARGS=--floor                     # those in floor.txt
 """
 
 from __future__ import annotations

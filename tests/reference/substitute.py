@@ -1,7 +1,7 @@
 """Puts ``backhaul.compat`` in the place of the modules that the reference's suites test, in this process.
 
-Suites that use TorchScript are compiled when they are imported; what the compiler refuses with Backhaul in place becomes
-a function that says so, so that it fails the tests that call it and no others.
+Suites that use TorchScript are compiled when they are imported; what the compiler refuses with Backhaul in place
+becomes a function that says so, so that it fails the tests that call it and no others.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class _Function:
         return getattr(self._node, name)
 
     def __eq__(self, other: object) -> bool:
-        return self._node == (other._node if isinstance(other, _Function) else other)
+        return bool(self._node == (other._node if isinstance(other, _Function) else other))
 
     def __hash__(self) -> int:
         return hash(self._node)
@@ -112,7 +112,7 @@ class _RecvFunction:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, _RecvFunction):
             return self._recv is other._recv
-        found = recv_of(other)  # type: ignore[arg-type]
+        found = recv_of(other)
         return found is not None and found[0] is self._recv
 
     def __hash__(self) -> int:

@@ -336,7 +336,8 @@ class _Search:
         if why is None:
             return None
         circular = False
-        for step, part in _children(value) if depth < _MAX_DEPTH and self._tries > 0 else ():
+        apart = depth < _MAX_DEPTH and self._tries > 0 and type(value) not in reducers  # those do not travel by parts
+        for step, part in _children(value) if apart else ():
             if id(part) in above:
                 circular = True
                 continue
@@ -363,8 +364,6 @@ def _reason(error: Exception) -> str:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value) in reducers:
-        return  # does not travel by its parts
     if isinstance(value, dict):
         for key, item in value.items():
             yield f"[{key!r}]", item

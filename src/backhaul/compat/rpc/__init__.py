@@ -8,19 +8,19 @@ import numbers
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, _create_store_from_options, rendezvous  # type: ignore[attr-defined]
 
 from backhaul.compat import autograd as _autograd
 from backhaul.compat.rpc import api, backend_registry, constants, functions, internal, options, rref
 from backhaul.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling, get_rpc_timeout
 from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
 from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
-from backhaul.compat.rpc.agent import set_rpc_timeout as _set_rpc_timeout
+from backhaul.compat.rpc.agent import set_rpc_timeout as _set_rpc_timeout  # noqa: F401 (for its tests)
 from backhaul.compat.rpc.api import get_worker_info, remote, rpc_async, rpc_sync, shutdown
 from backhaul.compat.rpc.backend_registry import BackendType
 from backhaul.compat.rpc.info import WorkerInfo
-from backhaul.compat.rpc.rref import RRef
 from backhaul.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from backhaul.compat.rpc.rref import RRef
 
 __all__ = [
     "BackendType",
@@ -86,7 +86,7 @@ def init_rpc(
     given: Any = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
     store = _open_store(given, rank, world_size)
     store.set_timeout(timedelta(seconds=given.rpc_timeout or constants.DEFAULT_RPC_TIMEOUT_SEC))
-    store = dist.PrefixStore(f"rpc_prefix_{next(_meetings)}", store)
+    store = PrefixStore(f"rpc_prefix_{next(_meetings)}", store)
     _autograd._init(rank)
     _init_rpc_backend(backend, store, name, rank, world_size, given)
 
@@ -103,12 +103,12 @@ def _backend_for(given: RpcBackendOptions | None) -> Any:
 def _open_store(given: Any, rank: int, world_size: int | None) -> Any:
     global _rendezvous
     if not world_size:
-        return dist._create_store_from_options(given, rank)  # type: ignore[attr-defined]
-    _rendezvous = dist.rendezvous(given.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
+        return _create_store_from_options(given, rank)
+    _rendezvous = rendezvous(given.init_method, rank=rank, world_size=world_size)
     return next(_rendezvous)[0]
 
 
-def _init_rpc_backend(
+def _init_rpc_backend(  # noqa: PLR0917 (the reference's signature)
     backend: Any = None,
     store: Any = None,
     name: str | None = None,

@@ -86,9 +86,7 @@ class TensorPipeAgent(RpcAgent):
         return self._options
 
 
-def start(
-    name: str, rank: int, world_size: int, store: Store, options: TensorPipeRpcBackendOptions
-) -> TensorPipeAgent:
+def start(name: str, rank: int, world_size: int, store: Store, options: TensorPipeRpcBackendOptions) -> TensorPipeAgent:
     """Make this process a worker of a group of known size."""
     with errors.rewording():
         worker = backhaul.init(name, rank=rank, world_size=world_size, store=store, options=to_options(options))

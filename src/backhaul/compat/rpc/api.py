@@ -151,16 +151,21 @@ def remote(
     with errors.rewording(), kinds.calling(func, remote=True):
         call = serving.outgoing(_default_pickler, func, args, kwargs)
         if not profiling.is_on():
-            return adopt(backhaul.remote(peer, *call, _limit(timeout)))
+            return adopt(_create(peer, call, timeout))
         made: list[RRef[Any]] = []
 
         def make(call: Any) -> Any:
-            made.append(adopt(backhaul.remote(peer, *call, _limit(timeout))))
+            made.append(adopt(_create(peer, call, timeout)))
             return made[0]._get_future()
 
         recorded = profiling.record(RPCExecMode.REMOTE, profiling.name_of(func), peer, call, make)
         made[0]._set_profiling_future(recorded)
         return made[0]
+
+
+def _create(peer: WorkerInfo, call: Any, timeout: float) -> Any:
+    function, args, kwargs = call
+    return backhaul.remote(peer, function, args, kwargs, _limit(timeout))
 
 
 def _start(peer: WorkerInfo, call: Any, func: Callable[..., Any], timeout: float) -> torch.futures.Future[Any]:
@@ -169,9 +174,7 @@ def _start(peer: WorkerInfo, call: Any, func: Callable[..., Any], timeout: float
     return future
 
 
-def _record(
-    mode: RPCExecMode, func: Callable[..., Any], peer: WorkerInfo, call: Any, timeout: float
-) -> Future[Any]:
+def _record(mode: RPCExecMode, func: Callable[..., Any], peer: WorkerInfo, call: Any, timeout: float) -> Future[Any]:
     name = profiling.name_of(func)
     return profiling.record(mode, name, peer, call, lambda call: follow(_start(peer, call, func, timeout)))
 
@@ -223,9 +226,7 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 
 
 @_require_initialized
-def _all_gather(
-    obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> dict[str, Any]:
+def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
     """Exchange a value with all workers, or with those named; returns name -> value."""
     names = worker_names or _ALL_WORKER_NAMES
     leader, own = min(names), get_worker_info().name

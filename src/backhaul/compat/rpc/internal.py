@@ -76,8 +76,10 @@ class _Pickler(pickle.Pickler):
         reducer = self._reducers.get(type(obj))
         if reducer is not None:
             return reducer(obj)
-        # References know how; the layer above this one defines them.
-        return (type(obj)._deserialize, (obj._serialize(),)) if isinstance(obj, handle.RRef) else NotImplemented
+        if isinstance(obj, handle.RRef):  # those of this package know how
+            reference: Any = obj
+            return type(reference)._deserialize, (reference._serialize(),)
+        return NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
@@ -85,7 +87,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(data)
         self._tensors = tensors
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: int) -> torch.Tensor:
         return self._tensors[pid]
 
 

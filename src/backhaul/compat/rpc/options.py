@@ -31,7 +31,7 @@ class RpcBackendOptions:
             raise TypeError(
                 f"incompatible constructor arguments: rpc_timeout is a number of seconds, not {rpc_timeout!r}"
             )
-        self.rpc_timeout = float(rpc_timeout)
+        self.rpc_timeout: float = float(rpc_timeout)
         self.init_method = init_method
 
 

@@ -1,8 +1,8 @@
 """Calls in profiles of torch's legacy profiler, by the reference's names, and what was done for them elsewhere.
 
-While that profiler runs, a call's function runs under it at the callee too. The events are kept there under a ticket and
-are asked for when the call is over; they join the caller's when its profile ends. The profiler itself knows nothing of
-this, so it is watched where it begins and where it ends.
+While that profiler runs, a call's function runs under it at the callee too. The events are kept there under a ticket
+and are asked for when the call is over; they join the caller's when its profile ends. The profiler itself knows nothing
+of this, so it is watched where it begins and where it ends.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def is_on() -> bool:
     """Whether the legacy profiler records here; others know nothing of calls."""
     kinds = torch._C._profiler.ActiveProfilerType
     return (
-        torch.autograd._profiler_enabled()
+        torch._C._autograd._profiler_enabled()
         and torch._C._autograd._profiler_type() == kinds.LEGACY
         and bool(getattr(_open, "stack", None))
     )

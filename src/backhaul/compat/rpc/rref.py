@@ -76,7 +76,7 @@ class RRef(handle.RRef[T]):
                 f"not exist: {error}"
             ) from error
 
-    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:  # type: ignore[override]
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run ``backward`` from the value, on its owner."""
         if self._entry is not None:
             backward_from(self, dist_autograd_ctx_id, retain_graph)

@@ -52,7 +52,7 @@ def answer(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 @async_execution
 def answer_later(target: Any, /, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
     """Run a call whose result is a future."""
-    result = answer(target, *args, **kwargs)
+    result: torch.futures.Future[Any] = answer(target, *args, **kwargs)
     if not isinstance(result, torch._C.Future):
         raise RuntimeError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
