@@ -66,7 +66,7 @@ class Process:
         self._inner.stdin.flush()
         answer: dict[str, Any] | None = self._answer(self._limit + 30.0)
         if answer is None:
-            self.close()
+            self._end()
             self._start()
             return {"outcome": "fails", "seconds": self._limit, "why": "did not come back"}
         return answer
@@ -79,6 +79,10 @@ class Process:
         return json.loads(line) if line else None
 
     def close(self) -> None:
+        self._end()
+        self._log.close()
+
+    def _end(self) -> None:
         assert self._inner.stdin is not None
         self._inner.stdin.close()
         try:
