@@ -67,7 +67,12 @@ class RRefs:
         self.worker.on_close(self._close)
         self.worker.attach(self)
         self.worker.counters["num_owner_rrefs"] = lambda: len(self._owned.entries)
+        self.worker.counters["num_forks"] = self._count_forks
         self.worker.counters["num_user_rrefs"] = lambda: len(self._forks)
+
+    def _count_forks(self) -> int:
+        with self._lock:
+            return sum(len(entry.forks) for entry in self._owned.entries.values())
 
     def new_id(self) -> int:
         """A number that nothing else in the cluster has."""
