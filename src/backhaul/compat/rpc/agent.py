@@ -13,7 +13,6 @@ from backhaul.compat import errors
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
 from backhaul.rpc.node import Node
-from backhaul.rref.ownership import RRefId
 from backhaul.rref.registry import RRefs
 from backhaul.worker import Worker
 
@@ -37,11 +36,11 @@ class TensorPipeAgent(RpcAgent):
         self.store = store
         self.is_static_group = static
         self._options = options
-        self.leaks: dict[RRefId, list[int]] = {}  # filled in at the end: values to which others still refer
+        self.leaks: list[str] = []  # filled in at the end: values to which others still refer
         worker.on_close(self._look_for_leaks)
 
     def _look_for_leaks(self) -> None:
-        self.leaks = self.worker.part(RRefs).leaks()
+        self.leaks = self.worker.part(RRefs).end()
 
     @property
     def node(self) -> Node:

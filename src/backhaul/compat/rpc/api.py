@@ -291,7 +291,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """Give up the remote references this worker still holds."""
-    _get_current_rpc_agent().worker.part(RRefs).release_all()
+    _get_current_rpc_agent().worker.part(RRefs).begin()
 
 
 @_require_initialized
@@ -309,4 +309,4 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         agent.shutdown()
         agents.reset()
     if agent.leaks and not _ignore_rref_leak:
-        raise RuntimeError(f"Leaking RRef: workers by value that they refer to: {agent.leaks}")
+        raise RuntimeError(f"Leaking RRef: {'; '.join(agent.leaks)}")

@@ -32,6 +32,10 @@ class RRef(handle.RRef[T]):
 
     def __init__(self, value: T, type_hint: type | None = None) -> None:
         agent.current()
+        if isinstance(value, torch.jit.ScriptModule) and type_hint is None:
+            raise RuntimeError(
+                "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint."
+            )
         super().__init__(value, type_hint)
 
     def owner(self) -> WorkerInfo:
@@ -233,11 +237,10 @@ builders[_arrive.__module__, _arrive.__name__] = _build
 def counters() -> dict[str, int]:
     """References and calls that make values, by the reference's names."""
     worker = agent.current().worker
-    forks = worker.part(RRefs).leaks()
     making = sum(not created.done() for created in _being_made)
     return {
-        "num_owner_rrefs": len(forks),
-        "num_forks": sum(map(len, forks.values())),
+        "num_owner_rrefs": len(worker.part(RRefs).end()),  # the reference counts those that others refer to
+        "num_forks": worker.counters["num_forks"](),
         "num_pending_users": making,
         "num_pending_futures": making,
     }

@@ -13,7 +13,7 @@ from torch.jit._builtins import _find_builtin
 
 from backhaul.compat.rpc import agent, internal
 from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
-from backhaul.wire.callables import name_of, resolve
+from backhaul.wire.callables import SCRIPT, name_of, resolve
 
 
 def outgoing(
@@ -22,12 +22,21 @@ def outgoing(
     """The call to make for a call of ``function``: function, arguments, keyword arguments."""
     if not callable(function):
         raise TypeError("function should be callable.")
+    if isinstance(function, torch.jit.ScriptFunction):
+        _check_count(function, args)
     later = bool(getattr(function, ASYNC_MARK, False))
     if pickler is not internal._internal_rpc_pickler:
         pickled = pickler.serialize(internal.PythonUDF(function, tuple(args or ()), dict(kwargs or {})))
         return (answer_pickled_later if later else answer_pickled), pickled, {}
     target = name_of(function) or function
     return (answer_later if later else answer), (target, *(args or ())), kwargs or {}
+
+
+def _check_count(function: Any, args: Sequence[Any] | None) -> None:
+    """The callee finds a function that takes more than its share without a word."""
+    most, given = len(function.schema.arguments), len(args or ())
+    if given > most:
+        raise RuntimeError(f"{function.name}() expected at most {most} argument(s) but received {given} argument(s)")
 
 
 def answer(target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -54,6 +63,9 @@ def answer_later(target: Any, /, *args: Any, **kwargs: Any) -> torch.futures.Fut
     """Run a call whose result is a future."""
     result: torch.futures.Future[Any] = answer(target, *args, **kwargs)
     if not isinstance(result, torch._C.Future):
+        if isinstance(target, str) and target.startswith(SCRIPT):
+            kind = type(result).__name__
+            raise RuntimeError(f"Async functions must return an IValue of Future type, but got {kind}")
         raise RuntimeError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but got {type(result)}"
