@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-import backhaul
+from backhaul.autograd import api
 from backhaul.autograd.context import Context
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.functions import Recv, SendRecord, edge_of, recv_of
 from backhaul.autograd.recording import Scope, current_scope, enter
 from backhaul.compat import errors
 from backhaul.errors import BackhaulError, ContextError, RemoteTraceback
+from backhaul.rpc.api import get_worker_info
 from backhaul.worker import Worker, current_worker
 
 _COUNTER_BITS = 48
@@ -29,7 +30,7 @@ class context:
     """A context for one step; gives its id."""
 
     def __init__(self) -> None:
-        self._inner = backhaul.context()
+        self._inner = api.context()
 
     def __enter__(self) -> int:
         try:
@@ -51,12 +52,12 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     _check(roots)
     try:
         with errors.rewording():
-            backhaul.backward(context_id, roots, retain_graph=retain_graph)
+            api.backward(context_id, roots, retain_graph=retain_graph)
     except Exception as error:
         if isinstance(error.__cause__ or error, BackhaulError):
             raise
         where = error.__cause__.worker if isinstance(error.__cause__, RemoteTraceback) else None
-        raise RuntimeError(f"Error on Node {backhaul.get_worker_info(where).id}: {error}") from error
+        raise RuntimeError(f"Error on Node {get_worker_info(where).id}: {error}") from error
 
 
 def _check(roots: Sequence[Any]) -> None:
@@ -74,7 +75,7 @@ def _check(roots: Sequence[Any]) -> None:
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that a context holds on this worker: leaf -> gradient."""
     with errors.rewording():
-        return backhaul.get_gradients(context_id)
+        return api.get_gradients(context_id)
 
 
 # What the reference's tests look at.

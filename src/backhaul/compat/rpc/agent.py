@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-import backhaul
 from backhaul.compat import errors
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
+from backhaul.rpc.api import init, shutdown
 from backhaul.rpc.node import Node
 from backhaul.rref.registry import RRefs
 from backhaul.worker import Worker
@@ -70,16 +70,16 @@ class TensorPipeAgent(RpcAgent):
             counts["agent.gil_average_wait_time_us"] = sum(waits) / len(waits) * 1e6
         return {name: str(count) for name, count in counts.items()}
 
-    def join(self, shutdown: bool = True, timeout: float = 0.0) -> None:
+    def join(self, *, timeout: float = 0.0) -> None:
         """Wait until nobody has anything to do, and end; 0 means as long as it takes."""
         with self.worker, errors.rewording():
-            backhaul.shutdown(graceful=True, timeout=timeout or _FOREVER)
+            shutdown(graceful=True, timeout=timeout or _FOREVER)
 
     def shutdown(self) -> None:
         """End at once."""
         with self.worker:
             if not self.worker.closed:
-                backhaul.shutdown(graceful=False)
+                shutdown(graceful=False)
 
     def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
         return self._options
@@ -88,7 +88,7 @@ class TensorPipeAgent(RpcAgent):
 def start(name: str, rank: int, world_size: int, store: Store, options: TensorPipeRpcBackendOptions) -> TensorPipeAgent:
     """Make this process a worker of a group of known size."""
     with errors.rewording():
-        worker = backhaul.init(name, rank=rank, world_size=world_size, store=store, options=to_options(options))
+        worker = init(name, rank=rank, world_size=world_size, store=store, options=to_options(options))
     return TensorPipeAgent(worker, store, options, static=True)
 
 

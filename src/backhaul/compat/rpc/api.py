@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-import backhaul
 from backhaul.compat import errors
 from backhaul.compat.rpc import agent as agents
 from backhaul.compat.rpc import internal, kinds, membership, profiling, serving
@@ -26,6 +25,7 @@ from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.compat.rpc.rref import RRef, adopt
 from backhaul.rref.registry import RRefs
+from backhaul.rref.remote import remote as create
 from backhaul.wire.callables import label_of
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
@@ -165,7 +165,7 @@ def remote(
 
 def _create(peer: WorkerInfo, call: Any, timeout: float) -> Any:
     function, args, kwargs = call
-    return backhaul.remote(peer, function, args, kwargs, _limit(timeout))
+    return create(peer, function, args, kwargs, _limit(timeout))
 
 
 def _start(peer: WorkerInfo, call: Any, func: Callable[..., Any], timeout: float) -> torch.futures.Future[Any]:
@@ -304,7 +304,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         elif graceful:
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
-            agent.join(shutdown=True, timeout=timeout)
+            agent.join(timeout=timeout)
     finally:
         agent.shutdown()
         agents.reset()

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-import backhaul
 from backhaul.compat import errors
 from backhaul.compat.rpc.agent import TensorPipeAgent
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
+from backhaul.rpc.api import rpc_sync
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.peers import WorkerRecord
 from backhaul.transport.addresses import host_identity
@@ -64,7 +64,7 @@ def join(name: str, rank: int, store: Store, given: TensorPipeRpcBackendOptions)
         node = start_node(own, [*others, own], endpoint, options, open_to_others=True)
         node.worker.attach(store)
         for other in others:
-            backhaul.rpc_sync(other.name, greet)
+            rpc_sync(other.name, greet)
         _write(store, [*others, own])
     return TensorPipeAgent(node.worker, store, given, static=False)
 
@@ -79,7 +79,7 @@ def leave(agent: TensorPipeAgent) -> None:
     with _turn(agent.store, agent.worker.name), errors.rewording():
         others = [other for other in _read(agent.store) if other.id != own]
         for other in others:
-            backhaul.rpc_sync(other.name, dismiss, args=(own,))
+            rpc_sync(other.name, dismiss, args=(own,))
         _write(agent.store, others)
 
 

@@ -19,11 +19,11 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 from torch.jit._builtins import _find_builtin
 
-import backhaul
 from backhaul.compat.rpc import agent
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
+from backhaul.rpc.api import rpc_async
 
 REMOTE = "#remote_op: "
 
@@ -159,7 +159,7 @@ def record(
             if call is None:
                 over.set_result(None)
             else:
-                backhaul.rpc_async(peer, take, args=(ticket,)).add_done_callback(take_over)
+                rpc_async(peer, take, args=(ticket,)).add_done_callback(take_over)
 
         made.add_done_callback(fetch)
         recorded = region._call_end_callbacks_on_future(over)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-import backhaul
 from backhaul.compat import autograd, errors
 from backhaul.compat.rpc import agent, profiling
 from backhaul.compat.rpc.constants import UNSET_RPC_TIMEOUT
@@ -16,6 +15,7 @@ from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.errors import CallTimeoutError, PeerLostError
+from backhaul.rpc.api import rpc_sync
 from backhaul.rref import handle
 from backhaul.rref.ownership import ForkId, RRefId, maker_of
 from backhaul.rref.registry import RRefs
@@ -88,7 +88,7 @@ class RRef(handle.RRef[T]):
         if dist_autograd_ctx_id == -1:
             raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         with errors.rewording():
-            backhaul.rpc_sync(self._owner, backward_from, (self, dist_autograd_ctx_id, retain_graph), timeout=0)
+            rpc_sync(self._owner, backward_from, (self, dist_autograd_ctx_id, retain_graph), timeout=0)
 
     # Calls.
 
