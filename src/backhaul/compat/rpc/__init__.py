@@ -20,6 +20,7 @@ from backhaul.compat.rpc.api import get_worker_info, remote, rpc_async, rpc_sync
 from backhaul.compat.rpc.backend_registry import BackendType
 from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from backhaul.compat.rpc.profiling import _server_process_global_profile  # noqa: F401 (for its tests)
 from backhaul.compat.rpc.rref import RRef
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.autograd import profiler_legacy
-from torch.autograd.profiler_util import FunctionEvent
+from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.jit._builtins import _find_builtin
 
 from backhaul.compat.rpc import agent
@@ -204,3 +204,47 @@ def _describe(event: FunctionEvent) -> Event:
         event.cpu_memory_usage,
         event.is_async,
     )
+
+
+# Profiles of a whole process, which others switch on and off.
+
+_global: list[_server_process_global_profile] = []
+
+
+class _server_process_global_profile:
+    """While entered, all calls that this process serves run under the profiler, on whatever thread."""
+
+    def __init__(self, *, record_shapes: bool = False, profile_memory: bool = False) -> None:
+        self.settings = (record_shapes, profile_memory)
+        self.process_global_function_events: list[Any] = []
+        self.function_events: Any = None
+
+    def __enter__(self) -> None:
+        _global.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _global.remove(self)
+        together = [event for events in self.process_global_function_events for event in events]
+        self.function_events = EventList(together, profile_memory=self.settings[1])
+        self.function_events._build_tree()
+
+    def key_averages(self, **options: Any) -> Any:
+        """Events by name."""
+        return self.function_events.key_averages(**options)
+
+
+def observed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; where a profile of the whole process is open, under the profiler."""
+    if not _global or is_on():
+        return function(*args, **kwargs)
+    open_now = list(_global)
+    profile: Any = profiler_legacy.profile(
+        record_shapes=any(each.settings[0] for each in open_now),
+        profile_memory=any(each.settings[1] for each in open_now),
+    )
+    try:
+        with profile:
+            return function(*args, **kwargs)
+    finally:
+        for each in open_now:
+            each.process_global_function_events.append(list(profile.function_events))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.jit._builtins import _find_builtin
 
-from backhaul.compat.rpc import agent, internal
+from backhaul.compat.rpc import agent, internal, profiling
 from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
 from backhaul.wire.callables import SCRIPT, name_of, resolve
 
@@ -46,7 +46,7 @@ def answer(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     try:
         function = resolve(target) if isinstance(target, str) else target
         try:
-            return function(*args, **kwargs)
+            return profiling.observed(function, *args, **kwargs)
         except TypeError as error:
             if _find_builtin(function) is None:
                 raise
