@@ -1,0 +1,106 @@
+"""The reference's names in one process; its own suites, in tests/reference, look at them between processes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backhaul.compat import autograd, rpc
+from backhaul.compat.rpc import internal
+from backhaul.errors import BackhaulError
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one worker."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=30)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    yield
+    if rpc.api._is_current_rpc_agent_set():
+        rpc.shutdown()
+
+
+class Counting(internal._InternalRPCPickler):
+    """A pickler of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+        self.calls += 1
+        return super().serialize(obj)
+
+
+def add_to(rref: rpc.RRef[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    return rref.to_here() + tensor
+
+
+@rpc.functions.async_execution
+def add_later(rref: rpc.RRef[torch.Tensor], tensor: torch.Tensor) -> Any:
+    return rpc.rpc_async("alone", add_to, args=(rref, tensor))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("function", [add_to, add_later])
+def test_a_pickler_of_the_users_carries_calls_with_tensors_and_references(function: Any) -> None:
+    pickler, rref = Counting(), rpc.RRef(torch.ones(2))
+    with rpc.api._use_rpc_pickler(pickler):
+        assert rpc.rpc_sync("alone", function, args=(rref, torch.ones(2))).tolist() == [2.0, 2.0]
+    assert pickler.calls >= 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_go_through_calls() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with autograd.context() as context:
+        assert type(context) is int
+        made = rpc.remote("alone", torch.mul, args=(weight, 3.0)).to_here()
+        autograd.backward(context, [made.sum()])
+        assert autograd.get_gradients(context)[weight].tolist() == [3.0, 3.0]
+    with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context}"):
+        autograd.get_gradients(context)
+
+
+@pytest.mark.usefixtures("alone")
+def test_errors_are_plain_and_keep_backhauls_as_their_cause() -> None:
+    with pytest.raises(RuntimeError, match="could not find destination") as caught:
+        rpc.rpc_sync("nobody", torch.add, args=(1, 2))
+    assert type(caught.value) is RuntimeError
+    assert isinstance(caught.value.__cause__, BackhaulError)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_worker_is_spelled_as_the_reference_spells_it() -> None:
+    info = rpc.get_worker_info()
+    assert str(info) == "WorkerInfo(id=0, name=alone)"
+    assert pickle.loads(pickle.dumps(info)) == info == rpc.RRef(1).owner()
+    assert rpc.rpc_sync(info, torch.neg, args=(torch.ones(1),)) == -1
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_default_timeout_can_be_changed() -> None:
+    assert rpc.get_rpc_timeout() == 30
+    rpc._set_rpc_timeout(5)
+    assert rpc.get_rpc_timeout() == 5
+
+
+def test_without_a_worker_calls_say_so() -> None:
+    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
+        rpc.rpc_sync("alone", torch.add, args=(1, 2))
+    with pytest.raises(RuntimeError, match=r"^Current RPC agent is not set"):
+        rpc.RRef(1)
+
+
+def test_a_backend_can_be_registered_once() -> None:
+    made = rpc.backend_registry.register_backend("of_this_test", dict, dict)
+    assert made is rpc.BackendType.of_this_test
+    assert isinstance(made, rpc.BackendType)
+    with pytest.raises(RuntimeError, match="already registered"):
+        rpc.backend_registry.register_backend("of_this_test", dict, dict)
+    del rpc.BackendType._known["of_this_test"]
