@@ -58,6 +58,28 @@ def test_a_gradient_that_a_function_keeps() -> None:
                 ctx.grads[w].mul_(0.5)
 
 
+class Noting(torch.autograd.Function):
+    """Remembers where its gradient lies, and passes it on."""
+
+    place = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        Noting.place = grad.data_ptr()
+        return grad
+
+
+def test_a_gradient_that_nobody_else_has_is_not_copied() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    with bh.cluster(1), bh.context() as context:
+        bh.backward(context, [Noting.apply(leaf)[0]])
+        assert bh.get_gradients(context)[leaf].data_ptr() == Noting.place
+
+
 def test_a_gradient_that_a_hook_keeps() -> None:
     w, kept = leaf(1.0, 2.0), []
     w.register_hook(kept.append)

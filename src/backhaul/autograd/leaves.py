@@ -121,7 +121,8 @@ class Leaves:
             if leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf)):
                 run_nodes.append((leaf, grad))
             else:
-                self.keep(leaf, grad, order, shared=sys.getrefcount(grad) > _ALONE)
+                shared = sys.getrefcount(grad) > _ALONE  # not in the call below, whose arguments refer to it too
+                self.keep(leaf, grad, order, shared=shared)
         if run_nodes:
             self._run_nodes([leaf for leaf, _ in run_nodes], [grad for _, grad in run_nodes])
 
