@@ -1,0 +1,88 @@
+"""Modules on other workers, under the name of ``torch.distributed.nn``'s and with its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from backhaul import nn
+from backhaul.compat.rpc.futures import Future, follow
+from backhaul.compat.rpc.rref import RRef, adopt
+
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = (
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "generated_methods",
+    "module_rref",
+)
+
+_REFUSED = (
+    *("add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "extra_repr", "float"),
+    *("load_state_dict", "modules", "named_buffers", "named_children", "named_modules", "named_parameters"),
+    *("register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook"),
+    *("register_parameter", "requires_grad_", "share_memory", "state_dict", "to", "type", "zero_grad"),
+)
+
+
+class RemoteModule(nn.RemoteModule):
+    """A module on another worker. It refuses what the reference's does, though Backhaul's own can do most of it."""
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., torch.nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        _module_interface_cls: type | None = None,
+    ) -> None:
+        try:
+            super().__init__(remote_device, module_cls, args, kwargs, _module_interface_cls=_module_interface_cls)
+        except ValueError as error:
+            raise ValueError(
+                f"Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but: {error}"
+            ) from error
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run the module where it is; returns a future."""
+        return follow(super().forward_async(*args, **kwargs))
+
+    def get_module_rref(self) -> RRef[torch.nn.Module]:
+        """A reference to the module."""
+        return adopt(super().get_module_rref())
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:  # type: ignore[override]
+        """References to its parameters."""
+        return [adopt(parameter) for parameter in super().remote_parameters(recurse)]
+
+    def parameters(self, recurse: bool = True) -> NoReturn:
+        """Not supported."""
+        raise ValueError(
+            "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead."
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteModule(on={self.on!r}, device={self.device!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+        )
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
+
+    refuse.__name__ = name
+    return refuse
+
+
+for _name in _REFUSED:
+    setattr(RemoteModule, _name, _refuse(_name))
+
+_RemoteModule = RemoteModule
