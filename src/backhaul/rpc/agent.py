@@ -256,8 +256,11 @@ class Agent:
             self._pending[number] = pending
             if self._closed:
                 raise ChannelClosedError("this worker was shut down")
-            send = functools.partial(self._send, pending, frame, None if left == _FOREVER else max(left, 0.0))
-            self.outlet(pending, send) if self.outlet is not None else send()
+            limit = None if left == _FOREVER else max(left, 0.0)
+            if self.outlet is None:
+                self._send(pending, frame, limit)
+            else:
+                self.outlet(pending, functools.partial(self._send, pending, frame, limit))
         except ChannelClosedError as error:
             self._pending.pop(number, None)
             self._look_idle()
