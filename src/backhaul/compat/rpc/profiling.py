@@ -91,8 +91,9 @@ def _watch() -> None:
     start, parse = module.profile._start_trace, module._parse_legacy_records
 
     def begin(profile: Any) -> None:
+        collector = Collector(profile)  # its clock starts first, so that what a call led to does not precede the call
         start(profile)
-        _open.stack = [*getattr(_open, "stack", ()), Collector(profile)]
+        _open.stack = [*getattr(_open, "stack", ()), collector]
 
     def end(records: Any) -> list[FunctionEvent]:
         *outer, collector = getattr(_open, "stack", None) or [None]
