@@ -69,7 +69,6 @@ class Engine:
         self.id = node.worker.info.id
         self.container = Container(self.id)
         self._agent = node.agent
-        self._peers = {peer.record.id: peer for peer in node.peers}
         self._numbers = itertools.count(1)
         self._drives: dict[tuple[int, int], Drive] = {}
         self._reports = Reports()
@@ -186,7 +185,7 @@ class Engine:
             leave(token)
 
     def _name(self, worker: int) -> str:
-        return self._peers[worker].info.name if worker >= 0 else self.worker.name
+        return self._agent.peers.find(worker).info.name if worker >= 0 else self.worker.name
 
     def _abort(self, drive: Drive) -> None:
         drive.run.failed = drive.run.aborted = True
@@ -292,7 +291,7 @@ class Engine:
             run.entrusted.setdefault(recv.sender, []).append(tally)
         message = Gradient(run.spec, recv.message, encoded.payload, note, tally)
         frame = Frame(AutogradKind.GRADIENT, 0, pack(message), encoded.buffers, encoded.keep)
-        peer = self._peers[recv.sender]
+        peer = self._agent.peers.find(recv.sender)
         try:
             channel = self._agent.peers.channel_to(peer, self.worker.options.connect_timeout)
             left = None if run.deadline is None else max(run.deadline - self.worker.runtime.now(), 0.0)
@@ -310,7 +309,7 @@ class Engine:
     def _post(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker that may be gone."""
         try:
-            peer = self._peers[worker]
+            peer = self._agent.peers.find(worker)
             self._agent.peers.channel_to(peer, self.worker.options.connect_timeout).send(frame, timeout=0)
         except (ChannelClosedError, BackhaulError) as error:
             log.debug("worker '%s' was not told: %s", self._name(worker), error)
@@ -411,7 +410,7 @@ class Engine:
             drive.lost[report.lost] = report.reason
             missed = report.lost in drive.ledger.outstanding.values()
         if missed:
-            self._end(drive, self._loss(drive.spec, self._peers[report.lost], drive.lost[report.lost]))
+            self._end(drive, self._loss(drive.spec, self._agent.peers.find(report.lost), drive.lost[report.lost]))
 
     def _account(self, spec: PassSpec, tally: Tally) -> None:
         drive = self._drives.get((spec.context, spec.number))
@@ -422,7 +421,7 @@ class Engine:
             over = drive.ledger.over
             missed = [w for w in drive.ledger.outstanding.values() if w in drive.lost] if drive.lost else []
         if missed:  # a loss that was noticed before this report came
-            self._end(drive, self._loss(drive.spec, self._peers[missed[0]], drive.lost[missed[0]]))
+            self._end(drive, self._loss(drive.spec, self._agent.peers.find(missed[0]), drive.lost[missed[0]]))
         elif over:
             drive.gate.open()
 

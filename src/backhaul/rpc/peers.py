@@ -16,7 +16,7 @@ from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerErr
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import WorkerId, WorkerInfo
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Hello, Kind, Refuse, pack, unpack
+from backhaul.wire.messages import Hello, Kind, Refuse, pack, prepare, unpack
 from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
@@ -37,6 +37,9 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     def info(self) -> WorkerInfo:
         """Name and id."""
         return WorkerInfo(self.name, WorkerId(self.id))
+
+
+prepare(WorkerRecord)
 
 
 def main_identity() -> str:
@@ -150,7 +153,7 @@ class Peers:
         name, address = peer.info.name, self._choose(peer)
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
-            record = msgspec.json.encode(self._own) if self.open else b""
+            record = pack(self._own) if self.open else b""
             hello = Hello(self._own.id, self._own.name, self._own.incarnation, name, peer.record.incarnation, record)
             with self._lock:
                 self._by_channel[channel] = peer
@@ -178,7 +181,7 @@ class Peers:
         hello = unpack(frame.body, Hello)
         peer = self._by_id.get(hello.worker)
         if peer is None and self.open and hello.record:
-            peer = self.admit(msgspec.json.decode(hello.record, type=WorkerRecord))
+            peer = self.admit(unpack(hello.record, WorkerRecord))
         problem = None
         if (hello.to, hello.to_incarnation) != (self._own.name, self._own.incarnation):
             problem = f"this is worker '{self._own.name}', not the '{hello.to}' that was meant"
