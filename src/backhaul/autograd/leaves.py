@@ -114,6 +114,7 @@ class Leaves:
     def _take(self, leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None], order: tuple[int, ...]) -> None:
         """Takes the gradients out of the list, so that it can tell which of them nobody else has."""
         run_nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen: set[int] = set()  # of those that were shared; they are alive as long as the last leaf waits for one
         for index, leaf in enumerate(leaves):
             grad, grads[index] = grads[index], None
             if grad is None:
@@ -122,7 +123,8 @@ class Leaves:
                 run_nodes.append((leaf, grad))
             else:
                 shared = sys.getrefcount(grad) > _ALONE  # not in the call below, whose arguments refer to it too
-                self.keep(leaf, grad, order, shared=shared)
+                self.keep(leaf, grad, order, shared=shared or id(grad) in seen)
+            seen.add(id(grad))
         if run_nodes:
             self._run_nodes([leaf for leaf, _ in run_nodes], [grad for _, grad in run_nodes])
 

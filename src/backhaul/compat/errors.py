@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 from backhaul.errors import (
     BackhaulError,
     CallTimeoutError,
@@ -28,6 +30,8 @@ NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (
 def reworded(error: BaseException) -> BaseException:
     """The error to raise in the place of ``error``; itself if the reference has no words of its own for it."""
     text = _text(error) if isinstance(error, BackhaulError) else None
+    if isinstance(error, torch.jit.Error):
+        text = str(error)
     if text is None:
         return error
     made = RuntimeError(text)
@@ -63,7 +67,7 @@ def rewording() -> Iterator[None]:
     """Reword what is raised inside."""
     try:
         yield
-    except BackhaulError as error:
+    except (BackhaulError, torch.jit.Error) as error:
         other = reworded(error)
         if other is error:
             raise

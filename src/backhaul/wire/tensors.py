@@ -38,6 +38,7 @@ _UNCOPIED = {dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"u?int[1-
 }
 """Types of one byte that torch stores but does not copy with a change of layout."""
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_MAX_SPREAD = 4  # how much more memory than its elements need a tensor may take at the other end to keep its strides
 _BUFFERED = {
     torch.float32,
     torch.float64,
@@ -66,6 +67,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     stride: tuple[int, ...] | None = None  # None: contiguous
     offset: int = 0  # in elements, into the buffer
     device: str = ""  # "": cpu; "meta"
+    spread: tuple[int, ...] | None = None  # the strides to give it again, which leave memory between its elements
 
 
 class TensorSpec(msgspec.Struct, array_like=True, frozen=True):
@@ -253,16 +255,32 @@ def _place_alone(tensor: torch.Tensor, buffers: list[Buffer], keep: list[torch.T
         return Part(-1, dtype, shape, tensor.stride(), 0, "meta")
     if tensor.numel() == 0:
         return Part(-1, dtype, shape, tensor.stride())
-    stride = None
+    stride = spread = None
     elements = tensor.numel()
     if not tensor.is_contiguous():
-        if _span(tensor) > elements:  # holes: send the elements, not what lies between them
+        if (span := _span(tensor)) > elements:  # holes: send the elements, not what lies between them
+            if span <= _MAX_SPREAD * elements and tensor.dtype not in _UNCOPIED and _disjoint(tensor):
+                spread = tensor.stride()
             tensor = _compact(tensor)
-        elements = _span(tensor)
-        stride = tensor.stride()
+        if spread is not None:
+            tensor = tensor.contiguous()
+        else:
+            elements = _span(tensor)  # fewer, if it is expanded
+            stride = tensor.stride()
     buffers.append(_memory_of(tensor, elements))
     keep.append(tensor)
-    return Part(len(buffers) - 1, dtype, shape, stride)
+    return Part(len(buffers) - 1, dtype, shape, stride, spread=spread)
+
+
+def _disjoint(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory, as far as strides tell."""
+    reach = 1
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count > 1:
+            if stride < reach:
+                return False
+            reach += (count - 1) * stride
+    return True
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,6 +353,8 @@ def _read_ordinary(spec: TensorSpec, part: Part, buffer: Buffer) -> torch.Tensor
     dtype = _DTYPES.get(part.dtype)
     if spec.layout or spec.parts != (0,) or part.buffer or part.stride is not None or part.offset or part.device:
         return None
+    if part.spread is not None:
+        return None
     size = len(memoryview(buffer).cast("B"))
     if dtype not in _BUFFERED or min(part.shape, default=1) < 1 or math.prod(part.shape) * dtype.itemsize != size:
         return None
@@ -355,6 +375,8 @@ def _check_part(part: Part, buffers: Sequence[Buffer]) -> None:
     if min(numbers) < 0 or max(numbers) >= 1 << 62:
         raise ProtocolError(f"impossible sizes in {part}")
     elements = math.prod(part.shape)
+    if part.spread is not None:
+        _check_spread(part, elements)
     if part.buffer == -1:
         if elements and part.device != "meta":
             raise ProtocolError(f"{part} has elements but no memory")
@@ -373,7 +395,25 @@ def _check_part(part: Part, buffers: Sequence[Buffer]) -> None:
         raise ProtocolError(f"{part} does not fit its {size} bytes")
 
 
+def _check_spread(part: Part, elements: int) -> None:
+    spread = part.spread or ()
+    reach = 1 + sum((n - 1) * s for n, s in zip(part.shape, spread, strict=False))
+    if len(spread) != len(part.shape) or part.stride is not None or part.buffer < 0 or min(spread, default=0) < 0:
+        raise ProtocolError(f"{part} cannot be spread")
+    if reach > _MAX_SPREAD * elements:
+        raise ProtocolError(f"{part} would take {reach} elements of memory for {elements}")
+
+
 def _read_part(
+    part: Part, buffers: Sequence[Buffer], uses: Sequence[int], bases: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    packed = _read_packed(part, buffers, uses, bases)
+    if part.spread is None:
+        return packed
+    return torch.empty_strided(part.shape, part.spread, dtype=packed.dtype).copy_(packed)
+
+
+def _read_packed(
     part: Part, buffers: Sequence[Buffer], uses: Sequence[int], bases: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     dtype = _DTYPES[part.dtype]
