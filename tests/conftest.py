@@ -1,4 +1,6 @@
-"""Leak checks for every test; a fork server that all process tests share."""
+"""Leak checks for every test; a fork server that all process tests share; torch keeps to one thread, so that tests are
+steady.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 
 import pytest
+import torch
+import torch.distributed
 
 pytest_plugins = ["backhaul.testing.leaks"]
 
@@ -17,3 +21,14 @@ def fork_server() -> None:
     multiprocessing.set_forkserver_preload(["backhaul"])
     multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def first_store() -> None:
+    """The first TCPStore of a process opens a pipe of libuv's that stays for good: before a test is watched."""
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

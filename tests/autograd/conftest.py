@@ -1,14 +1,12 @@
-"""Programs run in each way a pass can be made; torch keeps to one thread, so that tests are steady."""
+"""Programs run in each way a pass can be made."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed
 
 pytest.register_assert_rewrite(f"{__package__}.worlds")
 
@@ -17,20 +15,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "grad": {"accumulate": "grad"},
 }
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def first_store() -> None:
-    """The first TCPStore of a process opens a pipe of libuv's that stays for good: before a test is watched."""
-    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(params=WAYS)

@@ -497,7 +497,7 @@ def test_a_release_that_overtakes_the_request(monkeypatch: pytest.MonkeyPatch) -
         with bh.context() as ctx:
             late = bh.rpc_async(1, torch.mul, args=(vector(3.0), 2))
             # The driver has told nobody yet; this is its message, come early.
-            channel = workers[0].part(Engine)._agent.peers.find("worker1").channel
+            channel = workers[0].part(Engine).agent.peers.find("worker1").channel
             channel.send(Frame(AutogradKind.RELEASE, 0, pack(Release(int(ctx)))))
             assert late.wait().tolist() == [6.0]
         monkeypatch.undo()
@@ -510,7 +510,7 @@ def test_other_messages_of_a_released_context() -> None:
         with bh.context() as ctx:
             bh.rpc_sync(1, scale, args=(vector(1.0),))
         expect_no_contexts(workers)
-        channel = engine_of(workers[0])._agent.peers.find("worker1").channel
+        channel = engine_of(workers[0]).agent.peers.find("worker1").channel
         spec = PassSpec(int(ctx), 0, 99)
         encoded = encode([torch.ones(1)], names=["gradient"])
         gradient = Gradient(spec, 5, encoded.payload)
@@ -526,7 +526,7 @@ def test_messages_of_what_was_never_there() -> None:
     """Or is so long gone that it is forgotten."""
     with bh.cluster(2) as workers:
         bh.rpc_sync(1, len, args=("",))
-        channel = engine_of(workers[0])._agent.peers.find("worker1").channel
+        channel = engine_of(workers[0]).agent.peers.find("worker1").channel
         spec = PassSpec(77, 0, 1)
         encoded = encode([torch.ones(1)], names=["gradient"])
         channel.send(Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))

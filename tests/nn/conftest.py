@@ -7,26 +7,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
-import torch.distributed
 
 import backhaul as bh
 
 PATIENCE = 30.0  # seconds after which what must come is taken not to come
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def first_store() -> None:
-    """The first TCPStore of a process opens a pipe of libuv's that stays for good: before a test is watched."""
-    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture

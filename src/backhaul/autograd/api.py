@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from backhaul.autograd.context import Context
+from backhaul.autograd.describe import describe_everywhere
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.recording import Scope, current_scope, enter, leave
 from backhaul.errors import ContextError
@@ -68,7 +69,7 @@ class ContextHandle(int):
         By worker: whom it exchanged messages with, what it sent and received, which sends run together, what passes
         do. Asks every worker that the context reached.
         """
-        return current_worker().part(Engine).describe_everywhere(int(self))
+        return describe_everywhere(current_worker().part(Engine), int(self))
 
     def __repr__(self) -> str:
         return f"<context {int(self)}>"

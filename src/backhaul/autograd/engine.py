@@ -16,7 +16,6 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul.autograd.container import Container
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv
-from backhaul.autograd.groups import Grouping
 from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Know, PassSpec, Release, Report, Tally
 from backhaul.autograd.passes import Ledger, Plan, Summary
 from backhaul.autograd.recording import Recorder, enter, leave, record_recv, record_send
@@ -68,9 +67,9 @@ class Engine:
         self.worker = node.worker
         self.id = node.worker.info.id
         self.container = Container(self.id)
-        self._agent = node.agent
+        self.agent = node.agent
         self._numbers = itertools.count(1)
-        self._drives: dict[tuple[int, int], Drive] = {}
+        self.drives: dict[tuple[int, int], Drive] = {}
         self._reports = Reports()
         node.agent.interceptors.append(Recorder(node.worker, self.container))
         node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradient)
@@ -84,7 +83,7 @@ class Engine:
         """Make this the engine of its worker."""
         self.worker.attach(self)
         self.worker.counters["num_autograd_contexts"] = lambda: len(self.container)
-        self.worker.counters["num_current_backward_passes"] = lambda: len(self._drives)
+        self.worker.counters["num_current_backward_passes"] = lambda: len(self.drives)
 
     # Driving a pass.
 
@@ -104,7 +103,7 @@ class Engine:
     ) -> None:
         """Run one pass over all workers; return when it is over, raise if it failed."""
         number = next(self._numbers)
-        active = [drive.spec.number for drive in list(self._drives.values()) if drive.spec.context == context.id]
+        active = [drive.spec.number for drive in list(self.drives.values()) if drive.spec.context == context.id]
         spec = PassSpec(
             context.id,
             self.id,
@@ -122,7 +121,7 @@ class Engine:
         with context.lock:
             context.runs[self.id, spec.number] = run
         drive = Drive(spec, run, self.worker.runtime.gate())
-        self._drives[spec.context, spec.number] = drive
+        self.drives[spec.context, spec.number] = drive
         deadline = run.deadline = self.worker.runtime.now() + timeout if timeout else None
         try:
             self._reports.begin(spec)
@@ -139,14 +138,14 @@ class Engine:
             self._abort(drive)
             raise
         finally:
-            self._drives.pop((spec.context, spec.number), None)
+            self.drives.pop((spec.context, spec.number), None)
             with context.lock:
                 context.runs.pop((self.id, spec.number), None)
 
     def _too_late(self, drive: Drive, timeout: float) -> BackwardTimeoutError:
         self._ask_around(drive)
         with drive.lock:
-            waiting = {m: self._name(worker) for m, worker in drive.ledger.outstanding.items()}
+            waiting = {m: self.name_of(worker) for m, worker in drive.ledger.outstanding.items()}
         where = ", ".join(f"message {m} at worker '{name}'" if m else "the roots" for m, name in waiting.items())
         return BackwardTimeoutError(
             f"backward of context {drive.spec.context} was not done within {timeout:g} s; under way: {where}",
@@ -180,12 +179,13 @@ class Engine:
         """Call one of our own functions on a worker; that is not part of any context."""
         token = enter(None)
         try:
-            return self._agent.call_async(worker, function, args, None, timeout).wait()  # type: ignore[no-any-return]
+            return self.agent.call_async(worker, function, args, None, timeout).wait()  # type: ignore[no-any-return]
         finally:
             leave(token)
 
-    def _name(self, worker: int) -> str:
-        return self._agent.peers.find(worker).info.name if worker >= 0 else self.worker.name
+    def name_of(self, worker: int) -> str:
+        """The name of a worker; of this one for -1."""
+        return self.agent.peers.find(worker).info.name if worker >= 0 else self.worker.name
 
     def _abort(self, drive: Drive) -> None:
         drive.run.failed = drive.run.aborted = True
@@ -226,7 +226,7 @@ class Engine:
             return
         token = enter(None)
         try:
-            future = self._agent.call_async(spec.driver, orders_for, (spec.context, spec.number, self.id), None, 0)
+            future = self.agent.call_async(spec.driver, orders_for, (spec.context, spec.number, self.id), None, 0)
         finally:
             leave(token)
         future._when_done(lambda done: self._follow(run, source, done.value))
@@ -260,7 +260,7 @@ class Engine:
     def _complain(self, spec: PassSpec, source: MessageId, error: BaseException) -> None:
         error.add_note(_where(spec, source, self.worker.name))
         if spec.driver == self.id:
-            drive = self._drives.get((spec.context, spec.number))
+            drive = self.drives.get((spec.context, spec.number))
             if drive is not None:
                 self._end(drive, error)
             return
@@ -291,9 +291,9 @@ class Engine:
             run.entrusted.setdefault(recv.sender, []).append(tally)
         message = Gradient(run.spec, recv.message, encoded.payload, note, tally)
         frame = Frame(AutogradKind.GRADIENT, 0, pack(message), encoded.buffers, encoded.keep)
-        peer = self._agent.peers.find(recv.sender)
+        peer = self.agent.peers.find(recv.sender)
         try:
-            channel = self._agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+            channel = self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
             left = None if run.deadline is None else max(run.deadline - self.worker.runtime.now(), 0.0)
             if self._reports.use(run.spec, channel):
                 channel.send_soon(frame, timeout=left)
@@ -309,10 +309,10 @@ class Engine:
     def _post(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker that may be gone."""
         try:
-            peer = self._agent.peers.find(worker)
-            self._agent.peers.channel_to(peer, self.worker.options.connect_timeout).send(frame, timeout=0)
+            peer = self.agent.peers.find(worker)
+            self.agent.peers.channel_to(peer, self.worker.options.connect_timeout).send(frame, timeout=0)
         except (ChannelClosedError, BackhaulError) as error:
-            log.debug("worker '%s' was not told: %s", self._name(worker), error)
+            log.debug("worker '%s' was not told: %s", self.name_of(worker), error)
 
     # Frames.
 
@@ -330,7 +330,7 @@ class Engine:
     def _take_gradient(self, channel: Channel, gradient: Gradient, frame: Frame) -> None:
         try:
             context = self.container.find(gradient.spec.context)
-            peer = self._agent.peers.of(channel)
+            peer = self.agent.peers.of(channel)
             if context is None or peer is None:
                 if not self.container.was_released(gradient.spec.context):
                     source = MessageId(gradient.message)
@@ -395,7 +395,7 @@ class Engine:
         return functools.partial(self._take_fault, report, frame)
 
     def _take_fault(self, report: Report, frame: Frame) -> None:
-        drive = self._drives.get((report.spec.context, report.spec.number))
+        drive = self.drives.get((report.spec.context, report.spec.number))
         if drive is None:
             return
         if report.fault is not None:
@@ -410,10 +410,10 @@ class Engine:
             drive.lost[report.lost] = report.reason
             missed = report.lost in drive.ledger.outstanding.values()
         if missed:
-            self._end(drive, self._loss(drive.spec, self._agent.peers.find(report.lost), drive.lost[report.lost]))
+            self._end(drive, self._loss(drive.spec, self.agent.peers.find(report.lost), drive.lost[report.lost]))
 
     def _account(self, spec: PassSpec, tally: Tally) -> None:
-        drive = self._drives.get((spec.context, spec.number))
+        drive = self.drives.get((spec.context, spec.number))
         if drive is None:
             return
         with drive.lock:
@@ -421,7 +421,7 @@ class Engine:
             over = drive.ledger.over
             missed = [w for w in drive.ledger.outstanding.values() if w in drive.lost] if drive.lost else []
         if missed:  # a loss that was noticed before this report came
-            self._end(drive, self._loss(drive.spec, self._agent.peers.find(missed[0]), drive.lost[missed[0]]))
+            self._end(drive, self._loss(drive.spec, self.agent.peers.find(missed[0]), drive.lost[missed[0]]))
         elif over:
             drive.gate.open()
 
@@ -448,7 +448,7 @@ class Engine:
 
     def _on_know(self, channel: Channel, frame: Frame) -> Task | None:
         """A worker has a context of ours, and who brought it there is gone: tell it when that is over."""
-        peer, number = self._agent.peers.of(channel), unpack(frame.body, Know).context
+        peer, number = self.agent.peers.of(channel), unpack(frame.body, Know).context
         context = self.container.find(number)
         if peer is None or (context is not None and context.know(peer.record.id)):
             return None
@@ -466,7 +466,7 @@ class Engine:
                 if lost in run.sent_to and run.spec.driver not in (self.id, lost):
                     report = Report(run.spec, merge(run.entrusted.get(lost, ())), lost=lost, reason=reason)
                     self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
-        for drive in list(self._drives.values()):
+        for drive in list(self.drives.values()):
             with drive.lock:
                 drive.lost[lost] = reason
                 waiting = [m for m, worker in drive.ledger.outstanding.items() if worker == lost]
@@ -485,7 +485,7 @@ class Engine:
 
     def orders_for(self, context: int, number: int, worker: int) -> tuple[Any, ...]:
         """At the driver: what the plan says about ``worker``; the plan is made at the first question."""
-        drive = self._drives.get((context, number))
+        drive = self.drives.get((context, number))
         if drive is None:
             raise ContextError(f"pass {number} of context {context} is over", context=context)
         with drive.planning:
@@ -504,7 +504,7 @@ class Engine:
             token = enter(None)
             try:
                 for worker in missing - {self.id}:
-                    calls[worker] = self._agent.call_async(worker, summary_of, (drive.spec,), None, 0)
+                    calls[worker] = self.agent.call_async(worker, summary_of, (drive.spec,), None, 0)
             finally:
                 leave(token)
             if self.id in missing:
@@ -517,71 +517,6 @@ class Engine:
         """What the driver of a pass needs to know of this worker's graph."""
         return self._run_of(self.container.get(spec.context), spec).summary()
 
-    # What there is to see.
-
-    def describe(self, context: int) -> dict[str, Any] | None:
-        """This worker's share of a context as plain data; None if it has none."""
-        try:
-            found = self.container.get(context)
-        except ContextError:
-            return None
-        with found.lock:
-            sends = [
-                {
-                    "message": record.message,
-                    "to": self._name(record.to),
-                    "tensors": len(record.ends),
-                    "gradient": record.born_in is not None,
-                }
-                for record in found.sends.values()
-            ]
-            recvs = [{"message": recv.message, "from": self._name(recv.sender)} for recv in found.recvs.values()]
-            ends = {record.message: record.ends for record in found.sends.values()}
-            runs = list(found.runs.values())
-            known = sorted(found.known)
-        return {
-            "known": [self._name(worker) for worker in known],
-            "sends": sends,
-            "recvs": recvs,
-            "spent": sorted(found.spent),
-            "groups": [group.sources for group in Grouping(ends).groups],
-            "gradients": len(found.gradients),
-            "passes": [self._describe_run(run) for run in runs],
-        }
-
-    def _describe_run(self, run: Run) -> dict[str, Any]:
-        drive = self._drives.get((run.spec.context, run.spec.number))
-        described = {
-            "driver": self._name(run.spec.driver),
-            "number": run.spec.number,
-            "failed": run.failed,
-            "waiting": run.waiting,
-        }
-        if drive is not None and run.spec.driver == self.id:
-            with drive.lock:
-                described["outstanding"] = {m: self._name(w) for m, w in drive.ledger.outstanding.items()}
-        return described
-
-    def describe_everywhere(self, context: int) -> dict[str, Any]:
-        """All workers' shares of a context, by name."""
-        self.container.get(context)
-        found: dict[str, Any] = {}
-        todo = [self.worker.name]
-        token = enter(None)
-        try:
-            while todo:
-                name = todo.pop()
-                if name in found:
-                    continue
-                own = name == self.worker.name
-                share = self.describe(context) if own else self._agent.call(name, share_of, (context,), None, None)
-                if share is not None:
-                    found[name] = share
-                    todo.extend(share["known"])
-        finally:
-            leave(token)
-        return {"context": context, "driver": self.worker.name, "workers": found}
-
     # The end of a context.
 
     def release(self, context: int, known: int = -1) -> None:
@@ -589,7 +524,7 @@ class Engine:
         released = self.container.pop(context)
         if released is None:
             return
-        for drive in list(self._drives.values()):
+        for drive in list(self.drives.values()):
             if drive.spec.context == context:
                 self._end(
                     drive, UnknownContextError(f"context {context} was released during backward", context=context)
@@ -599,7 +534,7 @@ class Engine:
             self._post(worker, frame)
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
-        peer = self._agent.peers.of(channel)
+        peer = self.agent.peers.of(channel)
         known = peer.record.id if peer is not None else -1
         return functools.partial(self.release, unpack(frame.body, Release).context, known)
 
@@ -626,11 +561,6 @@ def merge(tallies: Iterable[Tally]) -> Tally:
         consumed += tally.consumed
         produced |= tally.produced
     return Tally(tuple(consumed), produced)
-
-
-def share_of(context: int) -> dict[str, Any] | None:
-    """See ``Engine.describe``."""
-    return current_worker().part(Engine).describe(context)
 
 
 def summary_of(spec: PassSpec) -> Summary:
