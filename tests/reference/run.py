@@ -128,7 +128,7 @@ def run(wanted: Sequence[str] | None = None, *, jobs: int = 2, limit: float = 60
 def _is_wanted(name: str, wanted: Iterable[str] | None, exact: set[str]) -> bool:
     if wanted is None or name in exact:
         return True
-    return not exact and any(part in name for part in wanted)
+    return any(part in name for part in wanted if part not in exact)
 
 
 def show(results: Results) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import pathlib
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -15,9 +19,13 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.rpc.node import Node
 from backhaul.rref.registry import RRefs
+from backhaul.testing.faults import Faults
 from backhaul.transport.inproc import InprocEndpoint
 from backhaul.transport.sockets import SocketEndpoint
+
+from ..cluster.processes import DIED, run_processes
 
 PATIENCE = 20.0
 SECRET = b"x" * 32
@@ -352,3 +360,118 @@ def test_a_leak_is_reported() -> None:
         made[0].part(RRefs).begin()
         eventually(lambda: registry.end() == [])
         del rref
+
+
+def quit_program() -> None:
+    raise SystemExit(2)
+
+
+def test_a_function_that_means_to_end_the_program(workers: Any) -> None:
+    with pytest.raises(bh.RemoteError, match="SystemExit"):
+        bh.remote(1, quit_program).to_here()
+
+
+async def later(number: int) -> int:
+    return number + 1
+
+
+class Slow:
+    async def answer(self) -> int:
+        return 42
+
+
+def test_coroutines(workers: Any) -> None:
+    assert bh.remote(1, later, args=(1,)).to_here() == 2
+    assert bh.remote(0, later, args=(1,)).to_here() == 2
+    assert bh.remote(2, Slow).rpc_sync().answer() == 42
+
+
+def test_a_value_of_its_own_that_comes_too_late(workers: Any) -> None:
+    gates["own"] = threading.Event()
+    rref = bh.remote(0, wait_and_make, args=("own",))
+    with pytest.raises(bh.CallTimeoutError):
+        rref.to_here(timeout=0.05)
+    late = bh.remote(0, wait_and_make, args=("own",), timeout=0.05)
+    with pytest.raises(bh.CallTimeoutError):
+        late.to_here()
+    gates["own"].set()
+    assert rref.to_here() == 5
+
+
+def test_arguments_are_counted_as_the_user_does(workers: Any) -> None:
+    for _ in range(3):
+        with pytest.raises(bh.SerializationError, match=r"args\[1\]") as caught:
+            bh.remote(1, torch.add, args=(1, threading.Lock()))
+        assert caught.value.path == "args[1]"
+    for worker in workers:
+        assert not worker.part(RRefs)._owned._early
+
+
+def test_a_call_that_was_not_sent_leaves_nothing_behind(workers: Any) -> None:
+    faults = Faults(lambda pending: ["give_back" if "give_back" in pending.label else ""], lose={"give_back"}, times=2)
+    faults.install(workers[0].part(Node).agent)
+    for owner in (0, 1):
+        with pytest.raises(bh.PeerLostError):
+            bh.rpc_sync(2, give_back, args=(bh.remote(owner, Counter),))
+
+
+def test_news_that_are_lost_again_and_again(workers: Any) -> None:
+    """Those that follow are not read before them, so they bring them along."""
+    rref = bh.remote(1, Counter)
+    rref.to_here()
+    faults = Faults(lambda pending: ["news" if "take_news" in pending.label else ""], lose={"news"}, times=5)
+    faults.install(workers[0].part(Node).agent)
+    del rref
+    gc.collect()
+    eventually(lambda: bool(workers[0].part(RRefs)._unheard))
+    for _ in range(5):
+        bh.remote(1, Counter).to_here()
+
+
+class Named:
+    def _call(self) -> str:
+        return "called"
+
+
+def test_a_method_of_any_name(workers: Any) -> None:
+    assert bh.remote(1, Named).rpc_sync()._call() == "called"
+
+
+kept: list[Any] = []
+
+
+def keep(rref: Any) -> None:
+    kept.append(rref)
+
+
+def owned_values() -> int:
+    return bh.get_debug_info()["num_owner_rrefs"]
+
+
+def lose_a_holder(rank: int, folder: str) -> Any:
+    bh.init(f"worker{rank}", rank=rank, world_size=3, store=torch.distributed.FileStore(f"{folder}/store", 3))
+    found = None
+    if rank == 0:
+        rref = bh.remote(1, Counter)
+        bh.rpc_sync(2, keep, args=(rref,))  # it never talks to the owner
+        del rref
+        gc.collect()
+        assert bh.rpc_sync(1, owned_values) == 1
+        with pytest.raises(bh.PeerLostError):
+            bh.rpc_sync(2, os._exit, args=(3,))
+        deadline = time.monotonic() + PATIENCE
+        while (found := bh.rpc_sync(1, owned_values)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    bh.shutdown(timeout=PATIENCE)
+    return found
+
+
+def test_a_holder_that_dies_without_a_word(tmp_path: pathlib.Path) -> None:
+    assert run_processes(lose_a_holder, 3, str(tmp_path), patience=3 * PATIENCE) == [0, None, DIED]
+
+
+def test_a_cluster_that_is_never_left() -> None:
+    """As in a notebook: the interpreter ends all the same."""
+    program = "import backhaul as bh; c = bh.cluster(2); c.__enter__(); r = bh.remote(1, dict); print(r.to_here())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "{}\n"

@@ -56,7 +56,8 @@ def clip_grad_norm_(
     if not found:
         return torch.tensor(0.0)
     # In the order of the parameters, so that the sum is the one of a single process to the last bit.
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([found[place] for place in sorted(found)]), norm_type)
+    norms = torch.stack([found[place] for place in sorted(found)])
+    total: torch.Tensor = torch.linalg.vector_norm(norms, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; with "

@@ -23,7 +23,7 @@ from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer, Peers
 from backhaul.runtime import Gate
-from backhaul.transport.base import Channel, ChannelClosedError, Lost
+from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Lost
 from backhaul.wire.callables import label_of, name_of
 from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.faults import decode_fault
@@ -39,7 +39,7 @@ _BURST = 4  # calls that follow each other so closely before the first is held b
 class Pending:
     """A call under way. Whoever takes it off the table calls ``settle``, once, with a reply frame or an exception."""
 
-    __slots__ = ("channel", "deadline", "kept", "label", "peer", "timeout")
+    __slots__ = ("channel", "deadline", "kept", "label", "notes", "peer", "timeout")
 
     def __init__(self, peer: Peer, timeout: float, label: str) -> None:
         self.peer = peer
@@ -48,6 +48,7 @@ class Pending:
         self.deadline = _FOREVER  # set when it is sent
         self.channel: Channel | None = None
         self.kept: list[tuple[Interceptor, Any]] = []
+        self.notes: dict[str, bytes] = {}
 
     def settle(self, outcome: Frame | BackhaulError) -> Task | None:
         """Take the outcome; return what is left to run."""
@@ -264,10 +265,13 @@ class Agent:
         except ChannelClosedError as error:
             self._pending.pop(number, None)
             self._look_idle()
+            if not isinstance(error, ChannelBrokenError):
+                discard(peer, self.interceptors, pending.notes)
             if self._closed:
                 raise NotInitializedError(f"worker '{self.worker.name}' was shut down") from None
             raise _lost(pending, str(error)) from None
         except PeerLostError:
+            discard(peer, self.interceptors, pending.notes)
             if pending.deadline <= runtime.now():
                 raise pending.timed_out() from None
             raise
@@ -309,7 +313,7 @@ class Agent:
             encoded = encode(values, names=_Names(not name, bool(kwargs), len(args)), main_shared=shared)
         except SerializationError as error:
             raise SerializationError(f"{what}: {error}; nothing was sent", path=error.path) from error.__cause__
-        notes: dict[str, bytes] = {}
+        notes = pending.notes
         for interceptor in self.interceptors:
             note, kept = interceptor.request_out(pending.peer, encoded)
             if note is not None:

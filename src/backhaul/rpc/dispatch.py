@@ -17,6 +17,7 @@ import torch
 from backhaul.crew import Task
 from backhaul.errors import FunctionNotFoundError, ProtocolError, SerializationError
 from backhaul.rpc.agent import Agent, check_size, discard
+from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
@@ -64,6 +65,19 @@ class Dispatcher:
         self._lock = threading.Lock()  # guards served
         self.served = 0  # requests ever answered
         worker.on_frame(Kind.REQUEST, self._on_request)
+
+    def complete(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine on the event loop of ``async def`` handlers; returns the future of its result."""
+        made: Future[Any] = Future()
+
+        async def run() -> None:
+            try:
+                made.set_result(await coroutine)
+            except BaseException as error:
+                made.set_exception(error)
+
+        self._loop.run(run())
+        return made
 
     def close(self) -> None:
         """Stop the event loop of ``async def`` handlers, if there is one."""

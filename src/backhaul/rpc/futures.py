@@ -87,7 +87,12 @@ class Future(torch.futures.Future[T]):
             raise spare if future is None or future._error is None else future._error
 
         self._set_unwrap_func(raise_error)
-        super().set_result(None)  # type: ignore[arg-type]
+        try:
+            super().set_result(None)  # type: ignore[arg-type]
+        except RuntimeError:  # another thread was faster
+            self._error = None
+            self._set_unwrap_func(lambda value: value)
+            raise
 
     def _when_done(self, callback: Callable[[Any], None]) -> None:
         super().add_done_callback(callback)

@@ -115,6 +115,7 @@ def start_node(
 def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) -> None:
     """Shut several workers of this process down; raise the first error after all have ended."""
     errors: list[BaseException] = []
+    nodes = [node for node in nodes if not node.worker.closed]  # at the exit of the interpreter all are
 
     def end(node: Node) -> None:
         try:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from backhaul.autograd.api import backward
-from backhaul.errors import BackhaulError
+from backhaul.errors import BackhaulError, CallTimeoutError
 from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
 from backhaul.rpc.futures import Future
+from backhaul.rpc.node import Node
 from backhaul.rref.ownership import Entry, ForkId, RRefId, maker_of
 from backhaul.rref.registry import RRefs, current_rrefs
 from backhaul.types import WorkerInfo
+from backhaul.wire.callables import label_of
 from backhaul.wire.codec import builders, reducers
 from backhaul.worker import Worker, current_worker
 
@@ -128,9 +131,19 @@ class RRef(Generic[T]):
             Exception: What the function raised that was to make the value.
         """
         if self._entry is not None:
-            return cast(T, self._entry.value._fresh_value(timeout or None))
+            limit = self._rrefs.agent.timeout if timeout is None else timeout
+            try:
+                return cast(T, self._entry.value._fresh_value(limit or None))
+            except TimeoutError as error:
+                if self._entry.value.done():
+                    raise  # that is how it was made
+                raise CallTimeoutError(
+                    f"the value of {self} was not there within {limit:g} s", worker=self.owner_name(), timeout=limit
+                ) from error
         self._check_created()
-        return cast(T, self._rrefs.agent.call(self._owner.id, fetch, self._named(), None, timeout))
+        value: T = self._rrefs.agent.call(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
+        self._created = None  # it is there
+        return value
 
     def _check_created(self) -> None:
         if self._created is not None and self._created.done():
@@ -168,11 +181,11 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and waits for the result."""
-        return _Proxy(self, lambda name, args, kwargs: self._call(name, args, kwargs, timeout).wait())
+        return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout).wait())
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
-        return _Proxy(self, lambda name, args, kwargs: self._call(name, args, kwargs, timeout))
+        return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout))
 
     def remote(self, timeout: float | None = None) -> Any:
         """``rref.remote().method(...)`` calls a method of the value on its owner, where the result stays."""
@@ -184,7 +197,7 @@ class RRef(Generic[T]):
                 self._keep_until(made._created)
             return made
 
-        return _Proxy(self, call)
+        return _Proxy(call)
 
     def _named(self) -> tuple[int, int, int]:
         """How the owner knows it: value, fork, and who holds that."""
@@ -194,7 +207,8 @@ class RRef(Generic[T]):
         """Call a method of the value, or a function with the value and the arguments, on the owner."""
         self._check_created()
         arguments = (self._named(), what, args, kwargs)
-        future = self._rrefs.agent.call_async(self._owner.id, invoke, arguments, None, timeout)
+        label = what if isinstance(what, str) else label_of(what)
+        future = self._rrefs.agent.call_async(self._owner.id, invoke, arguments, None, timeout, label=label)
         self._keep_until(future)
         return future
 
@@ -212,14 +226,13 @@ class RRef(Generic[T]):
 class _Proxy:
     """Stands for the value: its methods are calls."""
 
-    __slots__ = ("_call", "_rref")
+    __slots__ = ("__call",)
 
-    def __init__(self, rref: RRef[Any], call: Call) -> None:
-        self._rref = rref
-        self._call = call
+    def __init__(self, call: Call) -> None:
+        self.__call = call
 
     def __getattr__(self, name: str) -> Call:
-        return lambda *args, **kwargs: self._call(name, args, kwargs)
+        return lambda *args, **kwargs: self.__call(name, args, kwargs)
 
 
 def _failure(future: Future[Any]) -> Exception | None:
@@ -321,7 +334,14 @@ def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Fut
         method = getattr(owned, what) if isinstance(what, str) else functools.partial(what, owned)
         result = method(*args, **kwargs)
         if getattr(method, ASYNC_MARK, False):
+            if not isinstance(result, torch.futures.Future):
+                raise TypeError(
+                    f"{label_of(method)} is marked with async_execution, so it must return a Future, but it returned "
+                    f"a {type(result).__name__}"
+                )
             return cast("Future[Any]", result)
+        if inspect.iscoroutine(result):
+            return current_worker().part(Node).dispatcher.complete(result)
         made.set_result(result)
     except Exception as error:
         made.set_exception(error)
@@ -332,10 +352,14 @@ def forward(source: torch.futures.Future[Any], target: Future[Any]) -> None:
     """Complete ``target`` as ``source`` is."""
 
     def settle(done: torch.futures.Future[Any]) -> None:
+        if target.done():
+            return  # too late
         try:
-            target.set_result(done.value())
-        except Exception as error:
+            value = done.value()
+        except BaseException as error:
             target.set_exception(error)
+        else:
+            target.set_result(value)
 
     source.add_done_callback(settle)
 

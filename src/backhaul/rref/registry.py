@@ -7,6 +7,7 @@ rest.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import logging
 import queue
@@ -33,6 +34,7 @@ Dead = tuple[Any, ...]
 """What died: the entry of a value of this worker's, or owner, value and fork."""
 
 _TRIES = 5  # to tell an owner, over as many channels
+_PAUSE = 0.05  # seconds between them
 
 
 class Passed(msgspec.Struct, array_like=True, frozen=True):
@@ -59,6 +61,8 @@ class RRefs:
         self._inboxes: dict[tuple[int, str], Inbox] = {}
         self._forks: dict[ForkId, tuple[int, RRefId]] = {}  # held here: fork -> owner, value
         self._told = collections.defaultdict[int, Iterator[int]](itertools.count)  # owner -> numbers of news to it
+        self._unheard = collections.defaultdict[int, list[tuple[int, list[News]]]](list)  # owner -> news to repeat
+        self._met: set[int] = set()  # holders to which there is a channel, or is going to be
         self._dead: queue.SimpleQueue[Dead | None] = queue.SimpleQueue()
         self._cleaner: threading.Thread | None = None
         node.agent.interceptors.append(self)
@@ -118,7 +122,22 @@ class RRefs:
         with self._lock:
             due = self._inboxes.setdefault((sender, incarnation), Inbox()).take(number, news)
             freed = self._owned.hear(due)
+            strangers = {holder for what, _, _, holder in due if what == "made"} - self._met - {self.id}
+            self._met |= strangers
         freed.clear()
+        for holder in strangers:
+            self.worker.crew.submit(functools.partial(self._meet, holder))
+
+    def _meet(self, holder: int) -> None:
+        """Have a channel to a worker that holds references, so as to learn of its loss."""
+        try:
+            peer = self.agent.peers.find(holder)
+            self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+        except BackhaulError:  # it is gone already
+            with self._lock:
+                self._met.discard(holder)
+                freed = self._owned.lose(holder)
+            freed.clear()
 
     # Forks that this worker holds, and news of them.
 
@@ -132,34 +151,40 @@ class RRefs:
         """For destructors: a handle has died. Neither blocks nor takes a lock."""
         self._dead.put(dead)
 
-    def tell(self, owner: int, news: list[News]) -> Future[None] | None:
-        """Let the owner of values know; returns what is done when it does."""
+    def tell(self, owner: int, news: list[News]) -> None:
+        """Let the owner of values know."""
         if owner == self.id:
             self.hear(news)
-            return None
+            return
         with self._lock:
-            number = next(self._told[owner])
-        return self._send(owner, (self.id, self.worker.incarnation, number, news), _TRIES)
+            letters = [*self._unheard.pop(owner, ()), (next(self._told[owner]), news)]
+        self._send(owner, letters, _TRIES)
 
-    def _send(self, owner: int, message: tuple[Any, ...], tries: int) -> Future[None] | None:
+    def _send(self, owner: int, letters: list[tuple[int, list[News]]], tries: int) -> None:
+        """Send numbered news. What is not heard after some tries goes with the next, since none is read before it."""
+
         def check(done: Future[Any]) -> None:
             try:
                 done.value()
-            except PeerLostError as error:  # the channel, or the worker itself
+            except PeerLostError:  # the channel, or the worker itself
                 if tries > 1 and not self.worker.closed:
-                    self._send(owner, message, tries - 1)
-                else:
-                    log.debug("news of references did not reach worker %d: %s", owner, error)
+                    again = functools.partial(self._send, owner, letters, tries - 1)
+                    when = self.worker.runtime.now() + _PAUSE
+                    self.worker.crew.call_at(when, functools.partial(self.worker.crew.submit, again))
+                    return
+                log.debug("news of references did not reach worker %d", owner)
+                with self._lock:
+                    self._unheard[owner] += letters
             except Exception as error:
                 log.debug("news of references did not reach worker %d: %s", owner, error)
 
         try:
+            message = self.id, self.worker.incarnation, letters
             sent: Future[None] = self.agent.call_async(owner, take_news, message, None, 0)
         except BackhaulError as error:  # this worker is being closed
             log.debug("news of references were not sent: %s", error)
-            return None
-        sent._when_done(check)
-        return sent
+        else:
+            sent._when_done(check)
 
     def _start_cleaner(self) -> None:
         if self._cleaner is None:
@@ -228,14 +253,10 @@ class RRefs:
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         """Only the channel may be gone, so see whether the worker is still there; if not, its references are not."""
-        if self.worker.closed or not (self._owned.entries and self._holds_some(peer.record.id)):
-            return
-        try:
-            self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
-        except BackhaulError:
-            with self._lock:
-                freed = self._owned.lose(peer.record.id)
-            freed.clear()
+        with self._lock:
+            self._met.discard(peer.record.id)
+        if not self.worker.closed and self._owned.entries and self._holds_some(peer.record.id):
+            self._meet(peer.record.id)
 
     def _holds_some(self, worker: int) -> bool:
         with self._lock:
@@ -281,6 +302,8 @@ def current_rrefs() -> RRefs:
     return current_worker().part(RRefs)
 
 
-def take_news(sender: int, incarnation: str, number: int, news: list[News]) -> None:
+def take_news(sender: int, incarnation: str, letters: list[tuple[int, list[News]]]) -> None:
     """Called by those who hold references; see ``RRefs.take_news``."""
-    current_rrefs().take_news(sender, incarnation, number, news)
+    rrefs = current_rrefs()
+    for number, news in letters:
+        rrefs.take_news(sender, incarnation, number, news)

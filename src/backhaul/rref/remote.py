@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from backhaul.errors import SerializationError
 from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import extensions
@@ -16,6 +19,7 @@ from backhaul.rref.ownership import ForkId, RRefId, maker_of
 from backhaul.rref.registry import RRefs, current_rrefs
 from backhaul.types import WorkerInfo
 from backhaul.wire.callables import label_of, name_of, resolve
+from backhaul.worker import current_worker
 
 T = TypeVar("T")
 
@@ -62,12 +66,28 @@ def remote(
     what = name_of(func, main_shared=peer.main_shared) or func
     arguments = (int(number), int(fork), what, *(args or ()))
     entry = rrefs.own(number) if fork < 0 else None
+    try:
+        created = rrefs.agent.call_async(peer.record.id, create, arguments, kwargs, timeout, label=label_of(func))
+    except BaseException as error:
+        if entry is not None:
+            rrefs.let_go(entry)
+        if isinstance(error, SerializationError):
+            raise _renumbered(error) from error.__cause__
+        raise
     handle: RRef[T] = make_handle(rrefs, number, peer.info, entry=entry, fork=None if fork < 0 else fork)
-    created = rrefs.agent.call_async(peer.record.id, create, arguments, kwargs, timeout, label=label_of(func))
     handle._created = created
     if entry is not None:
         created._when_done(lambda done: _fail(entry.value, done))
     return handle
+
+
+def _renumbered(error: SerializationError) -> SerializationError:
+    """The same error with the user's arguments counted alone."""
+
+    def count(text: str) -> str:
+        return re.sub(r"\bargs\[(\d+)\]", lambda found: f"args[{max(int(found[1]) - 3, 0)}]", text)
+
+    return SerializationError(count(str(error)), worker=error.worker, path=count(error.path or "") or None)
 
 
 def _fail(value: Future[Any], created: Future[Any]) -> None:
@@ -97,10 +117,12 @@ def create(number: int, fork: int, what: Any, /, *args: Any, **kwargs: Any) -> F
                     f"a {type(result).__name__}"
                 )
             made = result
+        elif inspect.iscoroutine(result):
+            made = current_worker().part(Node).dispatcher.complete(result)
         else:
             made = Future()
             made.set_result(result)
-    except Exception as error:
+    except BaseException as error:  # also one that means to end the program: it ends the call
         made = Future()
         made.set_exception(error)
 

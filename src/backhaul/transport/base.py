@@ -48,6 +48,10 @@ class ChannelClosedError(ConnectionError):
     """The channel can take no more frames. ``Lost`` says why, to whoever polls."""
 
 
+class ChannelBrokenError(ChannelClosedError):
+    """The channel broke while a frame was being sent: it may have arrived."""
+
+
 class Channel(abc.ABC):
     """A connection to one peer that carries frames in order, both ways. All methods are thread-safe."""
 
@@ -65,7 +69,8 @@ class Channel(abc.ABC):
         ``timeout`` seconds what is left is copied and sent when the peer reads on (0: never wait).
 
         Raises:
-            ChannelClosedError: The channel is closed or lost. The frame may or may not have arrived.
+            ChannelClosedError: The channel is closed or lost, and nothing was sent.
+            ChannelBrokenError: It was lost just now. The frame may or may not have arrived.
         """
 
     def send_soon(self, frame: Frame, *, timeout: float | None = None) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from backhaul.errors import ProtocolError
-from backhaul.transport.base import Channel, ChannelClosedError, Event, Lost, Received
+from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost, Received
 from backhaul.wire.frames import Frame, FrameReader
 from backhaul.wire.memory import Buffer, Recycler
 
@@ -181,7 +181,7 @@ class SocketChannel(Channel):
                 self._write(parts, deadline)
         except OSError as error:
             self._end(os.strerror(error.errno or 0))
-            raise ChannelClosedError(f"the channel to {self.peer} broke: {error}") from error
+            raise ChannelBrokenError(f"the channel to {self.peer} broke: {error}") from error
         finally:
             self._writing.release()
         self._flush_queue()
