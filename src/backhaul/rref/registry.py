@@ -168,7 +168,8 @@ class RRefs:
                 done.value()
             except PeerLostError:  # the channel, or the worker itself
                 if tries > 1 and not self.worker.closed:
-                    again = functools.partial(self._send, owner, letters, tries - 1)
+                    again = functools.partial(self._send_again, owner, letters, tries - 1)
+                    self.agent.begin()  # a shutdown waits for it
                     when = self.worker.runtime.now() + _PAUSE
                     self.worker.crew.call_at(when, functools.partial(self.worker.crew.submit, again))
                     return
@@ -185,6 +186,12 @@ class RRefs:
             log.debug("news of references were not sent: %s", error)
         else:
             sent._when_done(check)
+
+    def _send_again(self, owner: int, letters: list[tuple[int, list[News]]], tries: int) -> None:
+        try:
+            self._send(owner, letters, tries)
+        finally:
+            self.agent.end()
 
     def _start_cleaner(self) -> None:
         if self._cleaner is None:

@@ -15,7 +15,7 @@ from backhaul.rpc.agent import Pending
 _of_call: contextvars.ContextVar[str | None] = contextvars.ContextVar("backhaul_compat_kind", default=None)
 
 _of_label = {
-    "fetch": ("SCRIPT_RREF_FETCH_CALL", "PYTHON_RREF_FETCH_CALL"),
+    "to_here": ("SCRIPT_RREF_FETCH_CALL", "PYTHON_RREF_FETCH_CALL"),
     "take_news": ("RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"),
 }
 
