@@ -159,8 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--observers", type=int, default=3, help="how many (default 3)")
     parser.add_argument("--poles", type=int, default=8, help="poles of each observer (default 8)")
-    parser.add_argument("--iterations", type=int, default=100, help="at most so many (default 100)")
-    parser.add_argument("--enough", type=float, default=170, help="average return to stop at (default 170)")
+    parser.add_argument("--iterations", type=int, default=200, help="at most so many (default 200)")
+    parser.add_argument("--enough", type=float, default=195, help="average return to stop at (default 195: solved)")
     options = parser.parse_args()
     if min(options.observers, options.poles, options.iterations) < 1:
         parser.error("at least 1 observer, 1 pole and 1 iteration")
