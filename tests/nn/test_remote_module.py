@@ -160,7 +160,10 @@ def test_inputs_follow_the_module() -> None:
     there = RemoteModule("worker1/meta", nn.Linear, (4, 2))
     assert there.device == "meta"
     assert there(torch.ones(3, 4)).is_meta
-    assert RemoteModule("worker1", nn.Linear, (4, 2)).to("meta").device == "meta"
+    there = RemoteModule("worker1", nn.Linear, (4, 2)).to("meta")
+    assert there.device == "meta"
+    assert there.to_empty(device="cpu").device == "cpu"
+    assert there(torch.ones(1, 4)).shape == (1, 2)
     shapes = RemoteModule("worker1", modules.Shapes).to("meta")
     assert shapes(torch.ones(2))["x"].is_meta
     assert not shapes.cpu()(torch.ones(2))["x"].is_meta

@@ -224,6 +224,10 @@ class RemoteModule(nn.Module):
         """Move the module to the CPU of its worker."""
         return self._convert("cpu", known=torch.device("cpu"))
 
+    def to_empty(self: Self, *, device: int | str | torch.device | None, recurse: bool = True) -> Self:
+        """Give the module memory on a device of its worker, with no values in it; what a module on ``meta`` needs."""
+        return self._convert("to_empty", known=None if device is None else torch.device(device), device=device)
+
     def type(self: Self, dst_type: torch.dtype | str) -> Self:
         """Convert all parameters and buffers."""
         return self._convert("type", dst_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from backhaul.compat.rpc import constants
 from backhaul.types import Options
+
+log = logging.getLogger("backhaul")
 
 Device = int | str | torch.device
 
@@ -90,4 +93,6 @@ def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch
 
 def to_options(given: TensorPipeRpcBackendOptions) -> Options:
     """What Backhaul is to be told."""
+    if given.device_maps or given.devices:
+        log.warning("device_maps and devices have no effect yet: only CPU tensors travel")
     return Options(timeout=given.rpc_timeout, threads=given.num_worker_threads)
