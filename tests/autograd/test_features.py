@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.autograd.describe import describe
 
 from .worlds import Distributed, Plain, World, contexts_on, engine_of, gradients_on, vector
 from .worlds import check as check_once
@@ -251,7 +252,7 @@ def test_futures(check: Check) -> None:
 
 
 def sends_and_recvs(workers: list[bh.Worker], context: int) -> list[tuple[int, int] | None]:
-    shares = [engine_of(worker).describe(context) for worker in workers]
+    shares = [describe(engine_of(worker), context) for worker in workers]
     return [None if share is None else (len(share["sends"]), len(share["recvs"])) for share in shares]
 
 
