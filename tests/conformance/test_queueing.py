@@ -51,3 +51,31 @@ def test_a_queue_that_is_emptied_while_something_is_put_there(monkeypatch: pytes
             thread.join()
         here.close()
         there.close()
+
+
+def test_a_large_frame_that_may_wait_keeps_its_timeout() -> None:
+    """It is not queued but sent at once, to a peer that does not read."""
+    here, there = SocketEndpoint(secret=SECRET), SocketEndpoint(secret=SECRET)
+    stop = threading.Event()
+
+    def shake_hands() -> None:
+        while not stop.is_set():
+            there.poll(0.05)
+
+    thread = threading.Thread(target=shake_hands)
+    thread.start()
+    try:
+        channel = here.connect(there.addresses[0], timeout=PATIENCE)
+        stop.set()
+        thread.join()
+        sender = threading.Thread(
+            target=lambda: channel.send_soon(Frame(3, 0, b"", [bytes(64 << 20)]), timeout=0.05), daemon=True
+        )
+        sender.start()
+        sender.join(PATIENCE)
+        assert not sender.is_alive()
+    finally:
+        stop.set()
+        thread.join()
+        here.close()
+        there.close()

@@ -109,12 +109,12 @@ class Leaves:
         found = grads[len(wanted) :]
         del grads[len(wanted) :]
         self._take(wanted, grads, order)
-        return found[: len(ends)]
+        return found
 
     def _take(self, leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None], order: tuple[int, ...]) -> None:
         """Takes the gradients out of the list, so that it can tell which of them nobody else has."""
         run_nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        seen: set[int] = set()  # of those that were shared; they are alive as long as the last leaf waits for one
+        seen: set[int] = set()  # ids: one that comes again is that of a gradient which several leaves share
         for index, leaf in enumerate(leaves):
             grad, grads[index] = grads[index], None
             if grad is None:

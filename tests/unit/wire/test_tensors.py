@@ -768,3 +768,7 @@ def test_reading_leaves_the_warning_filters_of_other_threads_alone(monkeypatch: 
     go_on.set()
     thread.join()
     assert during == before
+
+
+def test_a_tensor_of_zeros_that_has_no_memory() -> None:
+    assert carry(torch._efficientzerotensor((3,))).tolist() == [0.0] * 3
