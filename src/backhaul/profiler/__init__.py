@@ -1,0 +1,1 @@
+"""One profile over all workers."""
