@@ -4,7 +4,7 @@ Workers call each other's functions with tensors; see ``init``, ``launch`` and `
 ``rpc_sync`` and ``rpc_async`` for calls.
 """
 
-from backhaul import nn, optim
+from backhaul import nn, optim, profiler
 from backhaul.autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul.errors import (
     AuthenticationError,
@@ -30,6 +30,7 @@ from backhaul.errors import (
 )
 from backhaul.launch.embedded import cluster
 from backhaul.launch.local import launch
+from backhaul.profiler.session import profile
 from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
@@ -79,6 +80,8 @@ __all__ = [
     "launch",
     "nn",
     "optim",
+    "profile",
+    "profiler",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from backhaul.crew import Crew, Task
 from backhaul.errors import NotInitializedError, ProtocolError
+from backhaul.observe import Observer
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Channel, Endpoint, Event, Lost
 from backhaul.types import Options, WorkerInfo
@@ -77,6 +78,7 @@ class Worker:
         self.crew = Crew(self.runtime, endpoint, self._deliver, limit=options.threads, name=f"backhaul-{info.name}")
         self.loopback: Channel = _Loopback(self)
         self.closed = False
+        self.observer: Observer | None = None  # while a profile is open
         self.counters: dict[str, Callable[[], int]] = {}  # of all parts, for people
         self._parts: dict[type, Any] = {}
         self._handlers: dict[int, FrameHandler] = {}
@@ -163,7 +165,8 @@ class Worker:
     def blocking(self) -> contextlib.AbstractContextManager[None]:
         """To be inside of while the calling thread waits for others; what it was going to send is sent before."""
         self.endpoint.flush()
-        return self.crew.blocking()
+        waiting = self.crew.blocking()
+        return waiting if self.observer is None else self.observer.waiting(waiting)
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""

@@ -30,6 +30,7 @@ from backhaul.errors import (
     PeerLostError,
     UnknownContextError,
 )
+from backhaul.observe import GradientKey
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
@@ -42,6 +43,7 @@ from backhaul.worker import current_worker
 log = logging.getLogger("backhaul")
 
 T = TypeVar("T")
+_UNSEEN = contextlib.nullcontext()
 _ASKING = 1.0  # seconds that a worker has to say what it knows of a pass that is too late
 
 
@@ -115,6 +117,7 @@ class Engine:
             deterministic,
             restricted=inputs is not None,
             oldest=min(active, default=number),
+            profiles=self.worker.observer.sessions() if self.worker.observer is not None else (),
         )
         edges = [get_gradient_edge(root) for root in roots]
         run = Run(spec, context, self._send_gradients, roots=edges, inputs=inputs)
@@ -124,16 +127,18 @@ class Engine:
         self.drives[spec.context, spec.number] = drive
         deadline = run.deadline = self.worker.runtime.now() + timeout if timeout else None
         try:
-            self._reports.begin(spec)
-            self._enter_source(run, ROOTS, seeds)
-            self._tell(spec)
-            with self.worker.blocking():
-                left = None if deadline is None else deadline - self.worker.runtime.now()
-                over = drive.gate.wait(left)
-            if not over:
-                raise self._too_late(drive, timeout)
-            if drive.error is not None:
-                raise drive.error
+            with self._observed_pass(spec):
+                self._reports.begin(spec)
+                with self._observed_group(spec, ROOTS):
+                    self._enter_source(run, ROOTS, seeds)
+                    self._tell(spec)
+                with self.worker.blocking():
+                    left = None if deadline is None else deadline - self.worker.runtime.now()
+                    over = drive.gate.wait(left)
+                if not over:
+                    raise self._too_late(drive, timeout)
+                if drive.error is not None:
+                    raise drive.error
         except BaseException:  # an interrupt of the user's too
             self._abort(drive)
             raise
@@ -233,11 +238,12 @@ class Engine:
 
     def _follow(self, run: Run, source: MessageId, orders: Any) -> None:
         self._reports.begin(run.spec)
-        try:
-            self._finish(run, run.follow(Orders(*orders())))
-        except BaseException as error:
-            self._fail(run, source, error)
-        self._tell(run.spec)
+        with self._observed_group(run.spec, source):
+            try:
+                self._finish(run, run.follow(Orders(*orders())))
+            except BaseException as error:
+                self._fail(run, source, error)
+            self._tell(run.spec)
 
     def _tell(self, spec: PassSpec) -> None:
         """A gradient has been dealt with: report to the driver if it was the last at hand."""
@@ -249,6 +255,8 @@ class Engine:
         if spec.driver == self.id:
             self._account(spec, tally)
         else:
+            if spec.profiles and self.worker.observer is not None:
+                self.worker.observer.report(spec.profiles, spec.driver, out=True)
             self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(Report(spec, tally))))
 
     def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
@@ -274,6 +282,10 @@ class Engine:
         if run.failed:
             raise ContextError("the pass was aborted", context=run.spec.context)
         run.sent_to.add(recv.sender)
+        observer, begun = self.worker.observer if run.spec.profiles else None, 0
+        if observer is not None:
+            observer.prepare(run.spec.profiles, recv.sender)
+            begun = observer.now()
         encoded = encode(grads, names=["a gradient"] * len(grads))
         note = None
         if run.spec.create and any(tensor.requires_grad for tensor in encoded.tensors):
@@ -295,6 +307,8 @@ class Engine:
         try:
             channel = self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
             left = None if run.deadline is None else max(run.deadline - self.worker.runtime.now(), 0.0)
+            if observer is not None:
+                observer.gradient(run.spec.profiles, _key(run.spec, recv.message), recv.sender, begun, frame.nbytes)
             if self._reports.use(run.spec, channel):
                 channel.send_soon(frame, timeout=left)
             else:
@@ -325,7 +339,26 @@ class Engine:
             self._account(gradient.spec, gradient.tally)
         else:
             self._reports.add(gradient.spec, gradient.tally)
+        observer = self.worker.observer if gradient.spec.profiles else None
+        if observer is not None:
+            return functools.partial(self.worker.run, self._take_observed, channel, gradient, frame, observer.now())
         return functools.partial(self.worker.run, self._take_gradient, channel, gradient, frame)
+
+    def _take_observed(self, channel: Channel, gradient: Gradient, frame: Frame, arrived: int) -> None:
+        peer = self.agent.peers.of(channel)
+        sender = peer.record.id if peer is not None else -1
+        with self._observed_group(gradient.spec, MessageId(gradient.message), sender, arrived):
+            self._take_gradient(channel, gradient, frame)
+
+    def _observed_group(
+        self, spec: PassSpec, source: MessageId, sender: int = -1, arrived: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
+        observer = self.worker.observer if spec.profiles else None
+        return _UNSEEN if observer is None else observer.group(spec.profiles, _key(spec, source), sender, arrived)
+
+    def _observed_pass(self, spec: PassSpec) -> contextlib.AbstractContextManager[None]:
+        observer = self.worker.observer if spec.profiles else None
+        return _UNSEEN if observer is None else observer.drive(spec.profiles, f"backward of context {spec.context}")
 
     def _take_gradient(self, channel: Channel, gradient: Gradient, frame: Frame) -> None:
         try:
@@ -389,6 +422,9 @@ class Engine:
 
     def _on_report(self, channel: Channel, frame: Frame) -> Task | None:
         report = unpack(frame.body, Report)
+        peer = self.agent.peers.of(channel)
+        if report.spec.profiles and self.worker.observer is not None and peer is not None:
+            self.worker.observer.report(report.spec.profiles, peer.record.id, out=False)
         if report.fault is None and report.lost < 0:
             self._account(report.spec, report.tally)
             return None
@@ -547,6 +583,10 @@ def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
 def entrusted_by(spec: PassSpec) -> Tally:
     """Called by the driver of a pass; see ``Engine.entrusted``."""
     return current_worker().part(Engine).entrusted(spec)
+
+
+def _key(spec: PassSpec, message: int) -> GradientKey:
+    return spec.context, spec.driver, spec.number, message
 
 
 def _where(spec: PassSpec, source: int, worker: str) -> str:

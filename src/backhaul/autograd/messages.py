@@ -44,6 +44,7 @@ class PassSpec(msgspec.Struct, array_like=True, frozen=True):
     deterministic: bool = False
     restricted: bool = False  # ``inputs`` were given: nothing but what leads to them is computed
     oldest: int = 0  # passes of this driver on this context before that one are over
+    profiles: tuple[int, ...] = ()  # the profiles it belongs to
 
 
 class Tally(msgspec.Struct, array_like=True, frozen=True):

@@ -1,7 +1,7 @@
 """What a profile holds once the shares of all workers are together: one timeline.
 
-All times are nanoseconds since the profile began, on the clock of the worker that profiles. What is told apart by number
-refers to the ``id`` of a slice, track, call or worker; -1 is none.
+All times are nanoseconds since the profile began, on the clock of the worker that profiles. Where something refers to a
+slice, a track, a call or a worker, it is by ``id``; -1 is none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class WorkerRow(msgspec.Struct):
         offset: What its clock was ahead of the profiling worker's; it has been subtracted.
         error: How far off that may be.
         missing: Why its share is not here, "" if it is.
+        note: What its share lacks, and why.
     """
 
     id: int
@@ -27,6 +28,7 @@ class WorkerRow(msgspec.Struct):
     offset: int = 0
     error: int = 0
     missing: str = ""
+    note: str = ""
 
 
 class Track(msgspec.Struct):
@@ -76,7 +78,7 @@ class Arrow(msgspec.Struct):
     """A message: from the slice that sent it to the slice that took it up.
 
     Attributes:
-        kind: "request", "reply" or "gradient".
+        kind: "request", "reply", "gradient", or "report" on what has been done of a pass, to its driver.
         start: When it was sent.
         end: When it arrived.
     """
@@ -93,8 +95,8 @@ class Arrow(msgspec.Struct):
 class Call(msgspec.Struct):
     """One call, seen from both ends. A time that is not known is -1.
 
-    ``start`` <= ``sent`` at the caller; ``arrived`` <= ``begun`` <= ``decoded`` <= ``ran`` <= ``replied`` at the callee;
-    ``received`` <= ``done`` at the caller again.
+    ``start`` <= ``sent`` at the caller; ``arrived`` <= ``begun`` <= ``decoded`` <= ``ran`` <= ``replied`` at the
+    callee; ``received`` <= ``done`` at the caller again.
 
     Attributes:
         name: As in ``rpc_async#fn(worker0 -> worker1)``.

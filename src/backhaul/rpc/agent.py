@@ -19,6 +19,7 @@ from backhaul.errors import (
     PeerLostError,
     SerializationError,
 )
+from backhaul.observe import CallTrace
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer, Peers
@@ -32,6 +33,9 @@ from backhaul.wire.messages import Fault, Kind, Reply, Request, pack, unpack
 from backhaul.worker import Worker
 
 _FOREVER = float("inf")
+PROFILE = "profile"
+"""Names the note that a profile puts on a request."""
+
 _CLOSELY = 0.0002  # seconds between calls to one worker that make it worth to send them together
 _BURST = 4  # calls that follow each other so closely before the first is held back
 
@@ -39,7 +43,7 @@ _BURST = 4  # calls that follow each other so closely before the first is held b
 class Pending:
     """A call under way. Whoever takes it off the table calls ``settle``, once, with a reply frame or an exception."""
 
-    __slots__ = ("channel", "deadline", "kept", "label", "notes", "peer", "timeout")
+    __slots__ = ("channel", "deadline", "kept", "label", "notes", "peer", "timeout", "trace")
 
     def __init__(self, peer: Peer, timeout: float, label: str) -> None:
         self.peer = peer
@@ -49,6 +53,7 @@ class Pending:
         self.channel: Channel | None = None
         self.kept: list[tuple[Interceptor, Any]] = []
         self.notes: dict[str, bytes] = {}
+        self.trace: CallTrace | None = None
 
     def settle(self, outcome: Frame | BackhaulError) -> Task | None:
         """Take the outcome; return what is left to run."""
@@ -71,6 +76,21 @@ class Pending:
 
     def read(self, outcome: Frame | BackhaulError, worker: Worker) -> Any:
         """The value of an outcome, or raise what it says."""
+        if self.trace is not None:
+            return self._read_observed(self.trace, outcome, worker)
+        return self._read(outcome, worker)
+
+    def _read_observed(self, trace: CallTrace, outcome: Frame | BackhaulError, worker: Worker) -> Any:
+        trace.opened()
+        try:
+            value = self._read(outcome, worker)
+        except BaseException as error:
+            trace.done(error)
+            raise
+        trace.done(None)
+        return value
+
+    def _read(self, outcome: Frame | BackhaulError, worker: Worker) -> Any:
         if not isinstance(outcome, Frame):
             raise outcome
         if outcome.kind == Kind.FAULT:
@@ -172,13 +192,17 @@ class Agent:
     ) -> Any:
         """Call and wait. ``label`` names the call in errors, if not by its function."""
         pending = SyncCall(*self._prepare(to, timeout), label or label_of(function), self.worker.runtime.gate())
-        number = self._start(pending, function, args, kwargs)
+        if self.worker.observer is None:
+            number = self._start(pending, function, args, kwargs)
+        else:
+            number = self._start_observed("rpc_sync", pending, function, args, kwargs)
         with self.worker.blocking():
             arrived = self._read_reply(pending) or pending.gate.wait(self._left(pending.deadline))
         if not arrived:
             if self._pending.pop(number, None) is not None:
                 self._look_idle()
-                raise pending.timed_out()
+                late = pending.timed_out()
+                return pending.read(late, self.worker)  # raises it
             pending.gate.wait()  # the outcome came just now
         assert pending.outcome is not None
         return pending.read(pending.outcome, self.worker)
@@ -212,11 +236,15 @@ class Agent:
         timeout: float | None,
         *,
         label: str | None = None,
+        mode: str = "rpc_async",
     ) -> Future[Any]:
-        """Call and return a future. ``label`` as for ``call``."""
+        """Call and return a future. ``label`` as for ``call``; ``mode`` is how a profile calls it."""
         pending = AsyncCall(*self._prepare(to, timeout), label or label_of(function), self.worker)
         try:
-            self._start(pending, function, args, kwargs)
+            if self.worker.observer is None:
+                self._start(pending, function, args, kwargs)
+            else:
+                self._start_observed(mode, pending, function, args, kwargs)
         except (PeerLostError, CallTimeoutError) as error:
             pending.future.set_exception(error)
             return pending.future
@@ -234,6 +262,17 @@ class Agent:
         if timeout < 0:
             raise ValueError(f"timeout must not be negative, got {timeout}; 0 means none")
         return peer, timeout
+
+    def _start_observed(self, mode: str, pending: Pending, *call: Any) -> int:
+        observer = self.worker.observer
+        if observer is not None:
+            pending.trace = observer.call(mode, pending.label, pending.peer.record.id)
+        try:
+            return self._start(pending, *call)
+        except BaseException as error:
+            if pending.trace is not None:
+                pending.trace.done(error)
+            raise
 
     def _start(
         self,
@@ -283,6 +322,8 @@ class Agent:
         """
         channel, peer = pending.channel, pending.peer
         assert channel is not None
+        if pending.trace is not None:
+            pending.trace.sent(frame.nbytes)
         if not isinstance(pending, AsyncCall):
             channel.send(frame, timeout=timeout)
             return
@@ -319,6 +360,8 @@ class Agent:
             if note is not None:
                 notes[interceptor.key] = note
             pending.kept.append((interceptor, kept))
+        if pending.trace is not None:
+            notes[PROFILE] = pending.trace.encoded()
         request = Request(name or "", encoded.payload, bool(kwargs), notes)
         frame = Frame(Kind.REQUEST, number, pack(request), encoded.buffers, encoded.keep)
         try:
@@ -335,6 +378,8 @@ class Agent:
         if pending is None or pending.channel is not channel:
             self._discard(channel, frame)
             return None  # too late, or for somebody else
+        if pending.trace is not None:
+            pending.trace.received(frame.nbytes)
         return self._settle(frame.number, frame)
 
     def _discard(self, channel: Channel, frame: Frame) -> None:

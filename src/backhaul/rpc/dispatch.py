@@ -16,7 +16,8 @@ import torch
 
 from backhaul.crew import Task
 from backhaul.errors import FunctionNotFoundError, ProtocolError, SerializationError
-from backhaul.rpc.agent import Agent, check_size, discard
+from backhaul.observe import ServeTrace
+from backhaul.rpc.agent import PROFILE, Agent, check_size, discard
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer
@@ -87,21 +88,28 @@ class Dispatcher:
         if self._agent.peers.of(channel) is None:
             raise ProtocolError("a request from a peer that has not said who it is")
         self._agent.begin()
+        observer = self._worker.observer
+        if observer is not None:
+            return functools.partial(self._serve, channel, frame, observer.now())
         return functools.partial(self._serve, channel, frame)
 
-    def _serve(self, channel: Channel, frame: Frame) -> None:
+    def _serve(self, channel: Channel, frame: Frame, arrived: int = 0) -> None:
         if not torch.is_grad_enabled():  # an earlier handler may have switched it off for this thread
             torch.set_grad_enabled(True)
-        self._worker.run(self._run, channel, frame)
+        self._worker.run(self._run, channel, frame, arrived)
 
-    def _run(self, channel: Channel, frame: Frame) -> None:
+    def _run(self, channel: Channel, frame: Frame, arrived: int) -> None:
         serving.set(True)  # in the handler's own context
         answer = _Answer(channel, frame.number, self._agent.peers.of(channel))
         try:
-            function, args, kwargs = self._decode(frame, answer)
+            function, args, kwargs = self._decode(frame, answer, arrived)
             del frame
             answer.label = label_of(function)
+            if answer.trace is not None:
+                answer.trace.decoded(answer.label)
             result = function(*args, **kwargs)
+            if answer.trace is not None:
+                answer.trace.ran()
             if getattr(function, ASYNC_MARK, False):
                 if not isinstance(result, torch.futures.Future):
                     raise TypeError(
@@ -118,9 +126,14 @@ class Dispatcher:
             return
         self._reply(answer, result)
 
-    def _decode(self, frame: Frame, answer: _Answer) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    def _decode(
+        self, frame: Frame, answer: _Answer, arrived: int
+    ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         name = self._worker.name
         request = unpack(frame.body, Request)
+        observer = self._worker.observer
+        if observer is not None and PROFILE in request.notes and answer.peer is not None:
+            answer.trace = observer.serve(request.notes[PROFILE], answer.peer.record.id, arrived)
         function: Callable[..., Any] | None = None
         if request.function:
             try:
@@ -172,6 +185,8 @@ class Dispatcher:
 
     def _reply(self, answer: _Answer, result: Any) -> None:
         peer = answer.peer
+        if answer.trace is not None:
+            answer.trace.resumed()
         try:
             encoded = encode([result], names=["result"], main_shared=peer is not None and peer.main_shared)
             notes: dict[str, bytes] = {}
@@ -196,11 +211,15 @@ class Dispatcher:
             self._send(answer, frame)
 
     def _reply_fault(self, answer: _Answer, error: BaseException) -> None:
+        if answer.trace is not None:
+            answer.trace.resumed()
         fault, encoded = encode_fault(error, self._worker.name)
         buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
         self._send(answer, Frame(Kind.FAULT, answer.number, pack(fault), buffers, keep))
 
     def _send(self, answer: _Answer, frame: Frame) -> None:
+        if answer.trace is not None:
+            answer.trace.replied(frame.nbytes)
         try:
             if self._worker.crew.busy:  # more replies follow
                 answer.channel.send_soon(frame)
@@ -217,7 +236,7 @@ class Dispatcher:
 class _Answer:
     """Where the reply to one request goes, and what is needed for it."""
 
-    __slots__ = ("channel", "kept", "label", "number", "peer")
+    __slots__ = ("channel", "kept", "label", "number", "peer", "trace")
 
     def __init__(self, channel: Channel, number: int, peer: Peer | None) -> None:
         self.channel = channel
@@ -225,6 +244,7 @@ class _Answer:
         self.peer = peer
         self.label = "a function"
         self.kept: list[tuple[Interceptor, Any]] = []
+        self.trace: ServeTrace | None = None
 
 
 class _Loop:

@@ -181,7 +181,7 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and waits for the result."""
-        return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout).wait())
+        return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout, "rpc_sync").wait())
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
@@ -203,12 +203,14 @@ class RRef(Generic[T]):
         """How the owner knows it: value, fork, and who holds that."""
         return self._id, -1 if self._fork is None else self._fork, self._rrefs.id
 
-    def _call(self, what: str | Call, args: Any, kwargs: Any, timeout: float | None) -> Future[Any]:
+    def _call(
+        self, what: str | Call, args: Any, kwargs: Any, timeout: float | None, mode: str = "rpc_async"
+    ) -> Future[Any]:
         """Call a method of the value, or a function with the value and the arguments, on the owner."""
         self._check_created()
         arguments = (self._named(), what, args, kwargs)
         label = what if isinstance(what, str) else label_of(what)
-        future = self._rrefs.agent.call_async(self._owner.id, invoke, arguments, None, timeout, label=label)
+        future = self._rrefs.agent.call_async(self._owner.id, invoke, arguments, None, timeout, label=label, mode=mode)
         self._keep_until(future)
         return future
 

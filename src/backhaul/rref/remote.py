@@ -67,7 +67,9 @@ def remote(
     arguments = (int(number), int(fork), what, *(args or ()))
     entry = rrefs.own(number) if fork < 0 else None
     try:
-        created = rrefs.agent.call_async(peer.record.id, create, arguments, kwargs, timeout, label=label_of(func))
+        created = rrefs.agent.call_async(
+            peer.record.id, create, arguments, kwargs, timeout, label=label_of(func), mode="remote"
+        )
     except BaseException as error:
         if entry is not None:
             rrefs.let_go(entry)

@@ -25,7 +25,7 @@ def label_of(function: Any) -> str:
     """What to call ``function`` in messages to people."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if isinstance(name, str):
-        return name.rpartition("<locals>.")[2]
+        return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")  # where torch keeps torch.add
     return type(function).__name__
 
 

@@ -1,0 +1,119 @@
+"""Torch's profiler (Kineto), of which a process has one, shared by all profiles that look at it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+from backhaul.profiler.records import OpRecord
+
+_Key = tuple[int, int]
+_RECV = {  # what received tensors hang on, see ``autograd.native``
+    "torch::autograd::DelayedError": "backhaul::recv",
+    "torch::autograd::Error": "backhaul::RecvBackward",
+}
+
+
+class Kineto:
+    """Runs while somebody holds it. Thread-safe.
+
+    Example:
+        >>> import torch
+        >>> kineto = Kineto()
+        >>> kineto.hold((1, 0), shapes=False, memory=False)
+        ''
+        >>> _ = torch.ones(1) + 1
+        >>> "aten::add" in [op.name for op in kineto.take((1, 0))]
+        True
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the rest
+        self._running: profile | None = None
+        self._options = (False, False)
+        self._held: dict[_Key, list[list[OpRecord]]] = {}
+
+    def hold(self, key: _Key, *, shapes: bool, memory: bool) -> str:
+        """Record from now on. Returns why that cannot be done, "" if it can.
+
+        ``shapes`` and ``memory`` add to what is recorded for everybody; they take effect when it next starts.
+        """
+        with self._lock:
+            self._options = (self._options[0] or shapes, self._options[1] or memory)
+            if self._running is None:
+                problem = self._start()
+                if problem:
+                    return problem
+            self._held[key] = []
+            return ""
+
+    def take(self, key: _Key) -> list[OpRecord]:
+        """Stop recording for ``key``; return all operations of the process since it began to hold."""
+        with self._lock:
+            if key not in self._held:
+                return []
+            ops = self._stop()
+            for chunks in self._held.values():
+                chunks.append(ops)
+            mine = self._held.pop(key)
+            if self._held:
+                self._start()
+            else:
+                self._options = (False, False)
+            return [op for chunk in mine for op in chunk]
+
+    def _start(self) -> str:
+        if is_profiled():
+            return "another profiler was running in the process"
+        config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        running = profile(record_shapes=self._options[0], profile_memory=self._options[1], experimental_config=config)
+        try:
+            running.start()
+        except RuntimeError as error:
+            return f"torch.profiler could not be started: {error}"
+        self._running = running
+        return ""
+
+    def _stop(self) -> list[OpRecord]:
+        running, self._running = self._running, None
+        if running is None:
+            return []
+        running.stop()
+        return operations(running)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's runs in the process, on whatever thread."""
+    return torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
+
+
+def operations(stopped: profile) -> list[OpRecord]:
+    """What a profiler that has stopped recorded, in the clock of ``time.time_ns``."""
+    core = stopped.profiler
+    results: Any = core.kineto_results if core is not None else None
+    return [_record(event) for event in results.events()] if results is not None else []
+
+
+def _record(event: Any) -> OpRecord:
+    device = event.device_type().name.lower()
+    name = event.name()
+    for private, public in _RECV.items():
+        name = name.replace(private, public)
+    start = event.start_ns()
+    return OpRecord(
+        name,
+        event.device_resource_id(),
+        start,
+        start + event.duration_ns(),
+        "" if device == "cpu" else f"{device}:{event.device_index()}",
+        event.shapes() or None,
+        event.nbytes(),
+        event.is_user_annotation(),
+    )
+
+
+process = Kineto()
+"""The one of this process."""

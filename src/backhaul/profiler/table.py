@@ -1,0 +1,158 @@
+"""A timeline as text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backhaul.profiler.model import Call, Timeline
+
+_TOP = 20  # rows of what was waited for
+
+
+def to_table(timeline: Timeline) -> str:
+    """Three tables: workers, calls, and what the profiled thread's time was made of."""
+    parts = [_workers(timeline), _calls(timeline), _waited(timeline)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _workers(timeline: Timeline) -> str:
+    tracks = {track.id: track.worker for track in timeline.tracks}
+    busy: dict[tuple[int, str], int] = {}
+    for each in timeline.slices:
+        key = tracks[each.track], each.kind
+        busy[key] = busy.get(key, 0) + each.end - each.start
+    waits = _waits_inside(timeline, ("run", "group"))
+    rows = []
+    for row in timeline.workers:
+        if row.missing:
+            rows.append([row.name, f"missing: {row.missing}"])
+            continue
+        made = [call for call in timeline.calls if call.caller == row.id]
+        served = [call for call in timeline.calls if call.callee == row.id and call.far >= 0]
+        compute = busy.get((row.id, "run"), 0) + busy.get((row.id, "group"), 0) - waits.get(row.id, 0)
+        rows.append(
+            [
+                row.name,
+                str(len(made)),
+                str(len(served)),
+                _time(compute),
+                _time(busy.get((row.id, "queue"), 0)),
+                _time(busy.get((row.id, "wait"), 0)),
+                _bytes(sum(call.bytes_out for call in made) + sum(call.bytes_in for call in served)),
+                f"{row.offset / 1e3:+.1f} us, +-{row.error / 1e3:.1f}" if row.id != timeline.owner else "",
+            ]
+        )
+    return _format(["worker", "calls", "served", "compute", "queue", "waits", "bytes sent", "clock"], rows)
+
+
+def _calls(timeline: Timeline) -> str:
+    waits = _waits_of_calls(timeline)
+    groups: dict[str, list[Call]] = {}
+    for call in timeline.calls:
+        groups.setdefault(call.name, []).append(call)
+    rows = []
+    for name, calls in sorted(groups.items(), key=lambda item: -sum(_span(call) for call in item[1])):
+        compute = sum(max(call.ran - call.decoded, 0) for call in calls if call.decoded >= 0)
+        compute -= sum(waits.get(call.id, 0) for call in calls)
+        failed = sum(bool(call.failed) for call in calls)
+        rows.append(
+            [
+                name,
+                str(len(calls)) + (f" ({failed} failed)" if failed else ""),
+                _time(sum(_span(call) for call in calls)),
+                _time(compute),
+                _time(sum(call.begun - call.arrived for call in calls if call.arrived >= 0)),
+                _time(sum(wire_of(call) for call in calls)),
+                _bytes(sum(call.bytes_out + call.bytes_in for call in calls)),
+            ]
+        )
+    return _format(["call", "count", "total", "compute", "queue", "wire", "bytes"], rows) if rows else ""
+
+
+def wire_of(call: Call) -> int:
+    """What a call spent on its way, both ways."""
+    there = call.arrived - call.sent if call.sent >= 0 and call.arrived >= 0 else 0
+    back = call.received - call.replied if call.received >= 0 and call.replied >= 0 else 0
+    return max(there, 0) + max(back, 0)
+
+
+def _waited(timeline: Timeline) -> str:
+    names = {row.id: row.name for row in timeline.workers}
+    spent: dict[tuple[str, str, str], int] = {}
+    for segment in timeline.path:
+        key = segment.kind, names.get(segment.worker, "?"), segment.name
+        spent[key] = spent.get(key, 0) + segment.end - segment.start
+    total = max(timeline.end, 1)
+    ordered = sorted(spent.items(), key=lambda item: -item[1])
+    rows = [[kind, worker, name, _time(time), f"{time / total:.1%}"] for (kind, worker, name), time in ordered[:_TOP]]
+    if len(ordered) > _TOP:
+        rest = sum(time for _, time in ordered[_TOP:])
+        rows.append(["", "", f"{len(ordered) - _TOP} more", _time(rest), f"{rest / total:.1%}"])
+    return _format(["the time went to", "on", "in", "time", "share"], rows, 3) if rows else ""
+
+
+def _span(call: Call) -> int:
+    return call.done - call.start if call.done >= 0 else 0
+
+
+def _waits_of_calls(timeline: Timeline) -> dict[int, int]:
+    """Call -> what its function spent waiting."""
+    slices = {each.id: each for each in timeline.slices}
+    found: dict[int, int] = {}
+    for each in timeline.slices:
+        if each.kind == "wait" and each.call >= 0 and each.parent >= 0 and slices[each.parent].kind != "wait":
+            found[each.call] = found.get(each.call, 0) + each.end - each.start
+    return found
+
+
+def _waits_inside(timeline: Timeline, kinds: Sequence[str]) -> dict[int, int]:
+    """Worker -> what it spent waiting inside of slices of these kinds, counted twice where they are nested."""
+    slices = {each.id: each for each in timeline.slices}
+    tracks = {track.id: track.worker for track in timeline.tracks}
+    found: dict[int, int] = {}
+    for each in timeline.slices:
+        if each.kind != "wait":
+            continue
+        around = slices.get(each.parent)
+        while around is not None and around.kind not in kinds:
+            around = slices.get(around.parent)
+        if around is not None:
+            worker = tracks[each.track]
+            found[worker] = found.get(worker, 0) + each.end - each.start
+    return found
+
+
+def _time(nanoseconds: int) -> str:
+    if nanoseconds >= 1e9:
+        return f"{nanoseconds / 1e9:.2f} s"
+    if nanoseconds >= 1e6:
+        return f"{nanoseconds / 1e6:.2f} ms"
+    return f"{nanoseconds / 1e3:.1f} us"
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _format(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """The first ``texts`` columns are text, the others numbers. A short row has no columns."""
+    widths = [
+        max(len(line[i]) for line in [head, *rows] if i < len(line) and len(line) == len(head))
+        for i in range(len(head))
+    ]
+    lines = []
+    for line in (head, *rows):
+        if len(line) < len(head):
+            lines.append("  ".join([line[0].ljust(widths[0]), *line[1:]]).rstrip())
+            continue
+        cells = [
+            text.ljust(w) if i < texts else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""What workers run in the tests of profiles."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+
+import backhaul as bh
+
+SIZE = 16
+
+
+def weight() -> torch.Tensor:
+    return torch.eye(SIZE, requires_grad=True)
+
+
+def inner(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x.mm(weight()))
+
+
+def outer(x: torch.Tensor) -> torch.Tensor:
+    return bh.rpc_sync("worker2", inner, args=(x.mm(weight()),)) * 2
+
+
+def step(calls: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss over three workers and its gradient."""
+    x = torch.full((SIZE, SIZE), 0.5, requires_grad=True)
+    with bh.context() as context:
+        futures = [bh.rpc_async("worker1", outer, args=(x * n,)) for n in range(1, calls + 1)]
+        loss = sum((future.wait().sum() for future in futures), torch.zeros(()))
+        loss = loss + bh.rpc_sync("worker2", inner, args=(x,)).sum()
+        bh.backward(context, [loss])
+        return loss.detach(), bh.get_gradients(context)[x]
+
+
+def alone(calls: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in one process, with plain autograd."""
+    x = torch.full((SIZE, SIZE), 0.5, requires_grad=True)
+    made = [inner((x * n).mm(weight())) * 2 for n in range(1, calls + 1)]
+    loss = sum((each.sum() for each in made), torch.zeros(())) + inner(x).sum()
+    loss.backward()
+    assert x.grad is not None
+    return loss.detach(), x.grad
+
+
+def profile_steps(calls: int, steps: int) -> tuple[Any, Any] | None:
+    """On worker 0: profile some steps after the first."""
+    if bh.get_worker_info().id:
+        return None
+    step(calls)
+    with bh.profile() as prof:
+        results = [step(calls) for _ in range(steps)]
+    return prof.timeline, results
+
+
+@bh.async_execution
+def later(x: torch.Tensor) -> bh.Future[torch.Tensor]:
+    return bh.rpc_async("worker2", inner, args=(x,)).then(lambda done: done.value() + 1)
+
+
+async def slowly(x: torch.Tensor) -> torch.Tensor:
+    await asyncio.sleep(0.01)
+    return x.mm(x)
+
+
+def fail(x: torch.Tensor) -> torch.Tensor:
+    raise KeyError("as asked")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def profiles_open() -> int:
+    return bh.get_debug_info()["num_profiles"]
+
+
+def lose_a_worker(kept: str) -> None:
+    """On worker 0: a worker that took part is killed before the profile ends."""
+    if bh.get_worker_info().id:
+        return
+    with bh.profile() as prof:
+        step()
+        try:
+            bh.rpc_sync("worker2", die)
+        except bh.PeerLostError:
+            pass
+    with open(kept, "wb") as file:
+        pickle.dump(prof.timeline, file)
+
+
+def outlive_a_profile(kept: str) -> None:
+    """Worker 0 opens a profile, lets two others join, one of them at second hand, and dies."""
+    name = bh.get_worker_info().name
+    if name == "worker0":
+        with bh.profile():
+            bh.rpc_sync("worker1", outer, args=(torch.ones(SIZE, SIZE),))
+            with open(kept, "w") as file:
+                file.write(str(bh.rpc_sync("worker2", profiles_open)))
+            die()
+    joined = False
+    until = time.monotonic() + 20
+    while time.monotonic() < until and not (joined and not profiles_open()):
+        joined = joined or profiles_open() > 0
+        time.sleep(0.01)
+    with open(f"{kept}.{name}", "w") as file:
+        file.write(str(profiles_open()))
+
+
+gate = threading.Event()
+
+
+def wait_at_gate() -> None:
+    gate.wait(20)

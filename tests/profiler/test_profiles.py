@@ -1,0 +1,379 @@
+"""Profiles of real programs, over real processes and inside of one, against the same program under plain autograd."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import pickle
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+import backhaul as bh
+from backhaul.profiler.model import KINDS, Timeline
+
+from . import programs
+
+OPS = ("aten::mm", "aten::relu", "aten::threshold_backward")
+
+
+@pytest.fixture(scope="module")
+def three() -> tuple[Timeline, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Two steps over three processes."""
+    found = bh.launch(programs.profile_steps, 3, args=(3, 2), start_method="forkserver", timeout=90)
+    assert found[0] is not None
+    return found[0]
+
+
+def worker_of(timeline: Timeline) -> dict[int, str]:
+    names = {row.id: row.name for row in timeline.workers}
+    return {track.id: names[track.worker] for track in timeline.tracks}
+
+
+def count_ops(timeline: Timeline) -> Counter[tuple[str, str]]:
+    where = worker_of(timeline)
+    return Counter((where[s.track], s.name) for s in timeline.slices if s.kind == "op" and s.name in OPS)
+
+
+def check(timeline: Timeline) -> None:
+    """What holds of every timeline."""
+    slices = {each.id: each for each in timeline.slices}
+    workers = {row.id: row for row in timeline.workers}
+    tracks = {track.id: track for track in timeline.tracks}
+    assert len(slices) == len(timeline.slices)
+    last: dict[tuple[int, int], int] = {}
+    for each in timeline.slices:
+        assert each.kind in KINDS
+        assert tracks[each.track].worker in workers
+        assert each.start <= each.end
+        if each.parent >= 0:
+            around = slices[each.parent]
+            assert around.track == each.track
+            assert around.start <= each.start
+            assert each.end <= around.end
+        assert last.get((each.track, each.parent), each.start) <= each.start, "siblings overlap"
+        last[each.track, each.parent] = each.end
+    for call in timeline.calls:
+        near = [call.start, call.sent, call.received, call.done]
+        far = [call.arrived, call.begun, call.decoded, call.ran, call.replied]
+        for times in (near, far):
+            known = [time for time in times if time >= 0]
+            assert known == sorted(known)
+        assert slices[call.near].kind == "call"
+        assert call.far < 0 or slices[call.far].kind == "serve"
+    for arrow in timeline.arrows:
+        source, target = slices[arrow.source], slices[arrow.target]
+        ends = workers[tracks[source.track].worker], workers[tracks[target.track].worker]
+        assert arrow.end - arrow.start >= -sum(row.error for row in ends), "a message arrives after it left"
+    edges = [segment.start for segment in timeline.path] + [timeline.end]
+    assert edges[0] == 0
+    assert [segment.end for segment in timeline.path] == edges[1:]
+
+
+def test_a_profile_sees_every_worker_that_served(three: tuple[Timeline, object]) -> None:
+    timeline, _ = three
+    check(timeline)
+    assert [row.name for row in timeline.workers] == ["worker0", "worker1", "worker2"]
+    assert len({row.pid for row in timeline.workers}) == 3
+    names = Counter(call.name for call in timeline.calls)
+    assert names == {
+        "rpc_async#outer(worker0 -> worker1)": 6,
+        "rpc_sync#inner(worker1 -> worker2)": 6,
+        "rpc_sync#inner(worker0 -> worker2)": 2,
+    }
+    kinds = Counter(arrow.kind for arrow in timeline.arrows)
+    assert kinds["request"] == kinds["reply"] == 14
+    # A gradient comes back for every request and every reply, but for those of ``worker2``'s own leaves.
+    assert kinds["gradient"] == 28
+
+
+def test_operations_are_those_of_plain_autograd(three: tuple[Timeline, object]) -> None:
+    timeline, _ = three
+    with torch.profiler.profile(acc_events=True) as plain:
+        for _ in range(2):
+            programs.alone(3)
+    expected = Counter(event.name for event in plain.events() if event.name in OPS)
+    found = count_ops(timeline)
+    assert sum(found.values()) == sum(expected.values())
+    total: Counter[str] = Counter()
+    for (_, name), count in found.items():
+        total[name] += count
+    assert total == expected
+    assert found["worker0", "aten::mm"] == 0
+    assert found["worker1", "aten::mm"] == 2 * 3 * 3  # one forward and two backward, of three calls, twice
+    assert found["worker2", "aten::mm"] == 2 * 4 * 3
+
+
+def test_a_profiled_step_is_right(three: tuple[Timeline, list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
+    _, results = three
+    loss, grad = programs.alone(3)
+    for found_loss, found_grad in results:
+        torch.testing.assert_close(found_loss, loss)
+        torch.testing.assert_close(found_grad, grad)
+
+
+def test_calls_nest(three: tuple[Timeline, object]) -> None:
+    timeline, _ = three
+    calls = {call.id: call for call in timeline.calls}
+    for call in timeline.calls:
+        parent = calls.get(call.parent)
+        if call.caller == 1:
+            assert parent is not None
+            assert parent.name == "rpc_async#outer(worker0 -> worker1)"
+            assert parent.start <= call.start + timeline.workers[1].error
+        else:
+            assert parent is None
+
+
+def test_the_path_explains_the_time(three: tuple[Timeline, object]) -> None:
+    timeline, _ = three
+    spent: Counter[str] = Counter()
+    for segment in timeline.path:
+        spent[segment.kind] += segment.end - segment.start
+    assert spent["idle"] < timeline.end / 2
+    assert spent["wire"] > 0
+    assert {segment.worker for segment in timeline.path} == {0, 1, 2}
+
+
+def test_clocks_of_one_host_agree(three: tuple[Timeline, object]) -> None:
+    timeline, _ = three
+    for row in timeline.workers[1:]:
+        assert row.error > 0
+        assert abs(row.offset) <= row.error + 1000
+
+
+def test_events_are_named_by_call() -> None:
+    with bh.cluster(3), bh.profile() as prof:
+        programs.step(1)
+    check(prof.timeline)
+    events = prof.events()
+    names = {event.name for event in events}
+    assert "rpc_async#outer(worker0 -> worker1)" in names
+    assert "rpc_async#outer(worker0 -> worker1)#remote_op: aten::mm" in names
+    nested = "rpc_async#outer(worker0 -> worker1)#remote_op: rpc_sync#inner(worker1 -> worker2)"
+    assert nested in names
+    assert f"{nested}#remote_op: aten::mm" in names
+    assert "backward(worker0 -> worker2)#remote_op: aten::mm" in names
+    for event in events:
+        assert event.is_remote == (event.node_id != 0)
+        if event.is_remote:
+            assert "(worker0 -> " in event.name
+    mm = next(event for event in events if event.name == f"{nested}#remote_op: aten::mm")
+    assert mm.node_id == 2
+    averages = {average.key: average.count for average in prof.key_averages()}
+    assert averages["backward(worker0 -> worker2)#remote_op: aten::mm"] == 4
+
+
+def test_kinds_of_handlers_and_calls() -> None:
+    with bh.cluster(3):
+        ones = torch.ones(programs.SIZE, programs.SIZE)
+        with bh.profile() as prof:
+            bh.rpc_sync("worker1", programs.later, args=(ones,))
+            bh.rpc_sync("worker1", programs.slowly, args=(ones,))
+            made = bh.remote("worker1", programs.inner, args=(ones,))
+            made.to_here()
+            made.rpc_sync().sum()
+            with pytest.raises(KeyError):
+                bh.rpc_sync("worker1", programs.fail, args=(ones,))
+            with pytest.raises(bh.SerializationError):
+                bh.rpc_sync("worker1", programs.fail, args=(threading.Lock(),))
+            bh.rpc_sync("worker0", programs.inner, args=(ones,))
+    timeline = prof.timeline
+    check(timeline)
+    found = {call.name: call for call in timeline.calls}
+    assert set(found) == {
+        "rpc_sync#later(worker0 -> worker1)",
+        "rpc_async#inner(worker1 -> worker2)",
+        "rpc_sync#slowly(worker0 -> worker1)",
+        "remote#inner(worker0 -> worker1)",
+        "rpc_sync#to_here(worker0 -> worker1)",
+        "rpc_sync#sum(worker0 -> worker1)",
+        "rpc_sync#fail(worker0 -> worker1)",
+        "rpc_sync#inner(worker0 -> worker0)",
+    }
+    failed = [call.failed for call in timeline.calls if call.function == "fail"]
+    assert failed == ["KeyError", "SerializationError"]
+    assert all(call.failed or call.done > 0 for call in timeline.calls)
+    assert found["rpc_async#inner(worker1 -> worker2)"].parent == found["rpc_sync#later(worker0 -> worker1)"].id
+    slow = found["rpc_sync#slowly(worker0 -> worker1)"]
+    assert slow.ran < slow.replied, "the coroutine ran after its function had returned"
+
+
+def test_nothing_is_left_when_a_profile_is_over() -> None:
+    with bh.cluster(3) as workers:
+        with bh.profile():
+            programs.step()
+            assert all(worker.observer is not None for worker in workers)
+        assert all(worker.observer is None for worker in workers)
+        assert [bh.rpc_sync(worker.name, programs.profiles_open) for worker in workers] == [0, 0, 0]
+        assert not torch._C._autograd._profiler_enabled()
+
+
+def test_profiles_overlap_and_follow_each_other() -> None:
+    with bh.cluster(3) as workers:
+        outer = bh.profile()
+        outer.start()
+        programs.step(1)
+        with bh.profile(ops=False) as lean:
+            programs.step(1)
+        with workers[1], bh.profile() as other:
+            programs.outer(torch.ones(programs.SIZE, programs.SIZE))
+        outer.stop()
+        with bh.profile() as again:
+            programs.step(1)
+    for prof in (outer, lean, other, again):
+        check(prof.timeline)
+    assert len(outer.timeline.calls) == 6  # what worker1's program did by itself is not worker0's
+    assert len(lean.timeline.calls) == 3
+    assert not count_ops(lean.timeline)
+    assert [call.name for call in other.timeline.calls] == ["rpc_sync#inner(worker1 -> worker2)"]
+    assert other.timeline.owner == 1
+    assert count_ops(again.timeline) == count_ops_of_one_step()
+
+
+def count_ops_of_one_step() -> Counter[tuple[str, str]]:
+    """One call to worker1 and two to worker2, a product each; two more of each in the backward pass."""
+    made = {("worker1", "aten::mm"): 3, ("worker2", "aten::mm"): 6}
+    return Counter(made | {("worker2", "aten::relu"): 2, ("worker2", "aten::threshold_backward"): 2})
+
+
+def test_a_call_that_was_under_way_before_and_one_that_outlives_the_profile() -> None:
+    with bh.cluster(2):
+        programs.gate.clear()
+        before = bh.rpc_async("worker1", programs.wait_at_gate)
+        with bh.profile() as prof:
+            after = bh.rpc_async("worker1", programs.wait_at_gate)
+            time.sleep(0.01)
+        programs.gate.set()
+        bh.wait_all([before, after])
+    check(prof.timeline)
+    (call,) = prof.timeline.calls
+    assert call.done == -1
+    near = next(each for each in prof.timeline.slices if each.id == call.near)
+    assert near.end == prof.timeline.end
+
+
+def test_backward_of_calls_made_before_the_profile() -> None:
+    with bh.cluster(3):
+        x = torch.ones(programs.SIZE, programs.SIZE, requires_grad=True)
+        with bh.context() as context:
+            loss = bh.rpc_sync("worker1", programs.outer, args=(x,)).sum()
+            with bh.profile() as prof:
+                bh.backward(context, [loss])
+    check(prof.timeline)
+    assert not prof.timeline.calls
+    assert count_ops(prof.timeline)["worker2", "aten::mm"] == 2
+
+
+def test_attach_to_a_torch_profiler() -> None:
+    with bh.cluster(3):
+        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+        with torch.profiler.profile(record_shapes=True, experimental_config=every_thread) as prof:
+            everywhere = bh.profiler.attach(prof)
+            programs.step(1)
+        remote = [event for event in prof.events() if event.is_remote]
+        mm = [event for event in remote if event.name == "backward(worker0 -> worker1)#remote_op: aten::mm"]
+        assert len(mm) == 2
+        assert mm[0].input_shapes == [[programs.SIZE, programs.SIZE]] * 2
+        assert any(event.name == "aten::mul" and not event.is_remote for event in prof.events())
+        check(everywhere.timeline)
+        local = [each for each in everywhere.timeline.slices if each.kind == "op" and each.name == "aten::mul"]
+        assert local
+        averages = {average.key: average.count for average in prof.key_averages()}
+        assert averages["backward(worker0 -> worker1)#remote_op: aten::mm"] == 2
+
+
+def test_attach_needs_a_running_profiler() -> None:
+    with bh.cluster(1), pytest.raises(bh.BackhaulError, match="inside of"):
+        bh.profiler.attach(torch.profiler.profile())
+
+
+def test_another_profiler_is_left_alone() -> None:
+    with bh.cluster(2):
+        with torch.profiler.profile() as theirs, bh.profile() as prof:
+            bh.rpc_sync("worker1", programs.inner, args=(torch.ones(programs.SIZE, programs.SIZE),))
+            torch.ones(2).sin()
+        assert any(event.name == "aten::sin" for event in theirs.events())
+    assert "another profiler" in prof.timeline.workers[0].note
+    assert len(prof.timeline.calls) == 1
+
+
+def test_results_are_there_when_it_is_over() -> None:
+    with bh.cluster(1):
+        prof = bh.profile()
+        with pytest.raises(bh.BackhaulError, match="not started"):
+            prof.stop()
+        with prof, pytest.raises(bh.BackhaulError, match="not over"):
+            prof.table()
+        assert prof.timeline.path
+        with pytest.raises(bh.BackhaulError, match="make another"):
+            prof.start()
+
+
+def test_a_profile_survives_an_exception() -> None:
+    with bh.cluster(2):
+        prof = bh.profile()
+        with pytest.raises(KeyError), prof:
+            bh.rpc_sync("worker1", programs.fail, args=(torch.ones(1),))
+    assert [call.failed for call in prof.timeline.calls] == ["KeyError"]
+
+
+def test_a_lost_worker_is_named(tmp_path: pathlib.Path) -> None:
+    kept = tmp_path / "timeline"
+    with pytest.raises(bh.WorkerFailedError, match="worker2"):
+        bh.launch(programs.lose_a_worker, 3, args=(str(kept),), start_method="forkserver", timeout=90)
+    timeline = pickle.loads(kept.read_bytes())
+    check(timeline)
+    assert {row.name: bool(row.missing) for row in timeline.workers} == {
+        "worker0": False,
+        "worker1": False,
+        "worker2": True,
+    }
+    assert any(call.failed == "PeerLostError" for call in timeline.calls)
+
+
+def test_a_profile_whose_owner_died_is_dropped(tmp_path: pathlib.Path) -> None:
+    kept = tmp_path / "open"
+    with pytest.raises(bh.WorkerFailedError, match="worker0"):
+        bh.launch(programs.outlive_a_profile, 3, args=(str(kept),), start_method="forkserver", timeout=90)
+    assert kept.read_text() == "1"
+    for worker in ("worker1", "worker2"):
+        assert pathlib.Path(f"{kept}.{worker}").read_text() == "0"
+
+
+def test_the_table_counts() -> None:
+    with bh.cluster(3), bh.profile() as prof:
+        programs.step(2)
+    lines = {line.split()[0]: line for line in prof.table().splitlines() if line.strip()}
+    assert lines["rpc_async#outer(worker0"].split()[3] == "2"
+    assert lines["worker2"].split()[1:3] == ["0", "3"]
+    assert "the time went to" in prof.table()
+
+
+def test_the_trace_is_one_that_viewers_read(tmp_path: pathlib.Path) -> None:
+    with bh.cluster(3), bh.profile() as prof:
+        programs.step(2)
+    prof.export(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = trace["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "worker0", 1: "worker1", 2: "worker2"}
+    slices = [event for event in events if event["ph"] == "X"]
+    flows = {"s": [], "f": []}
+    for event in events:
+        if event["ph"] in flows:
+            flows[event["ph"]].append(event)
+            inside = [
+                each
+                for each in slices
+                if (each["pid"], each["tid"]) == (event["pid"], event["tid"])
+                and each["ts"] <= event["ts"] <= each["ts"] + each["dur"] + 1e-6
+            ]
+            assert inside, "a flow belongs to a slice"
+    assert sorted(event["id"] for event in flows["s"]) == sorted(event["id"] for event in flows["f"])
+    assert Counter(event["name"] for event in flows["s"])["request"] == 5
+    assert set(trace["otherData"]["clocks"]) == {"worker0", "worker1", "worker2"}
+    assert {event["cat"] for event in slices} >= {"call", "serve", "run", "queue", "wait", "group", "encode", "op"}
