@@ -6,6 +6,8 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
 TORCH := $(shell sed -n 's/^\(torch==[^ ;\#]*\).*/\1/p' constraints.txt)
 
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+
 # The interpreter that makes the environment; `make PYTHON=...` chooses another.
 new_enough = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$python); then echo $$python; break; fi; done)
@@ -13,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test lint types bench reference format clean
+.PHONY: help env run test lint types browser bench reference format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -33,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 run: env ## Train a model split over workers; ARGS go to examples/train_transformer.py
 	@$(BIN)/python examples/train_transformer.py $(ARGS)
 
-test: lint types ## Check everything: lint, types, tests; ARGS go to pytest
+test: lint types browser ## Check everything: lint, types, tests; ARGS go to pytest
 	$(BIN)/pytest $(ARGS)
 
 lint: env ## Check style, formatting and the layers
@@ -43,6 +45,18 @@ lint: env ## Check style, formatting and the layers
 
 types: env ## Check types
 	$(BIN)/mypy
+
+# Nothing fails where it cannot be installed: the tests that need it are skipped then, and say so. The fonts are
+# because Chromium does not start without any.
+browser: ## Install Chromium for the tests of reports, where apt-get can
+	@for name in $(BROWSERS); do command -v $$name >/dev/null && exit 0; done; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "Installing Chromium for the tests of reports."; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		timeout 300 apt-get -qq update >/dev/null 2>&1; \
+		timeout 600 apt-get -qq install -y --no-install-recommends chromium fonts-liberation >/dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "There is no Chromium: the tests that need it are skipped."
 
 bench: env ## Measure calls side by side with torch.distributed; ARGS go to both benchmarks
 	@$(BIN)/python benchmarks/calls.py $(ARGS)

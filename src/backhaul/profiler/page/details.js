@@ -1,0 +1,171 @@
+// The panel that tells all about what is selected: a call with both its halves, or a slice.
+
+const line = (label, value, kind = null, testid = null) => [
+  make("dt", {}, kind ? swatch(kind) : null, label),
+  make("dd", { "data-testid": testid, title: value }, value),
+];
+
+const facts = (...lines) => make("dl", { className: "lines" }, ...lines.flat());
+
+// `go(slice)` brings a slice into view, `pick(call)` selects a call.
+function showDetails({ call, slice }, go, pick) {
+  const content = call ? callDetails(call, slice, go, pick) : slice ? sliceDetails(slice) : hints();
+  at("details").replaceChildren(...content.filter(Boolean));
+  at("details").scrollTop = 0;
+}
+
+function hints() {
+  const keys = [
+    ["w  s", "zoom"],
+    ["a  d  ← →", "move"],
+    ["↑ ↓", "scroll"],
+    ["/", "search"],
+    ["f", "zoom to the selection"],
+    ["0", "show everything"],
+    ["Esc", "clear the selection"],
+  ];
+  const text = timeline.calls.length
+    ? "Click a slice, or a call in the table, to see both its halves: at the worker that called, and at the other."
+    : "There are no calls in this profile. Click a slice to see what it is.";
+  return [
+    make("h2", {}, "Nothing selected"),
+    make("p", { className: "hint" }, text),
+    make(
+      "dl",
+      { className: "keys" },
+      ...keys.flatMap(([key, what]) => [make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)]),
+    ),
+    make("p", { className: "hint" }, "The wheel zooms, with Shift it moves sideways; dragging moves."),
+  ];
+}
+
+// ---- A slice ----
+
+function sliceLines(slice) {
+  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  return facts(
+    line("worker", workerName(workerOf(slice))),
+    line("track", tracks.get(slice.track)?.name ?? NOT_KNOWN),
+    line("from", timeText(slice.start, 5)),
+    line("took", timeText(slice.end - slice.start)),
+    ...Object.entries(slice.args).map(([name, value]) => line(name, text(value))),
+  );
+}
+
+function sliceDetails(slice) {
+  return [
+    make("h2", { "data-testid": "selected", title: slice.name }, slice.name),
+    make("p", { className: "sub" }, swatch(slice.kind), kinds[slice.kind] ?? slice.kind),
+    sliceLines(slice),
+  ];
+}
+
+// ---- A call ----
+
+function callDetails(call, slice, go, pick) {
+  const parts = partsOf(call);
+  return [
+    make("h2", { "data-testid": "selected", title: call.name }, call.function || call.name),
+    make(
+      "p",
+      { className: "sub" },
+      `${call.mode} · ${workerName(call.caller)} → ${workerName(call.callee)} · `,
+      make("b", {}, parts.total === null ? "not finished" : timeText(parts.total)),
+    ),
+    call.failed
+      ? make("p", { className: "failed", "data-testid": "failed" }, make("b", {}, "Failed: "), call.failed)
+      : null,
+    phases(call, parts),
+    make("div", { className: "halves" }, nearHalf(call, parts, go), farHalf(call, parts, go)),
+    make("h3", {}, "On the wire"),
+    facts(
+      line("request", `${bytesText(call.bytes_out)} in ${timeText(parts.wireThere)}`, "wire", "wire-there"),
+      line("reply", `${bytesText(call.bytes_in)} in ${timeText(parts.wireBack)}`, "wire", "wire-back"),
+    ),
+    ...family("Called by", calls.has(call.parent) ? [calls.get(call.parent)] : [], pick, "parent"),
+    ...family("Calls it made", childrenOfCall.get(call.id) ?? [], pick, "child"),
+    ...(slice && slice.id !== call.near && slice.id !== call.far
+      ? [make("h3", { title: slice.name }, `The slice: ${slice.name}`), sliceLines(slice)]
+      : []),
+  ];
+}
+
+// One bar from start to end: which part of the call was what.
+function phases(call, parts) {
+  const [near, far] = [workerName(call.caller), workerName(call.callee)];
+  const all = [
+    ["encode", parts.encode, `encode on ${near}`],
+    ["wire", parts.wireThere, "wire, request"],
+    ["queue", parts.queue, `queue on ${far}`],
+    ["decode", parts.decodeThere, `decode on ${far}`],
+    ["run", parts.run, `run on ${far}`],
+    ["encode", parts.encodeThere, `encode on ${far}`],
+    ["wire", parts.wireBack, "wire, reply"],
+    ["decode", parts.decode, `decode on ${near}`],
+  ];
+  if (all.every(([, time]) => time === null)) return null;
+  const piece = ([kind, time, text]) => swatch(kind, { "--share": String(time), title: `${text}: ${timeText(time)}` });
+  return make(
+    "div",
+    { className: "phases", role: "img", "aria-label": "Parts of the call, in order" },
+    ...all.filter(([, time]) => time > 0).map(piece),
+  );
+}
+
+const moment = (time) => (time < 0 ? NOT_KNOWN : timeText(time, 5));
+
+function nearHalf(call, parts, go) {
+  const lines = facts(
+    line("started", moment(call.start)),
+    line("encode", timeText(parts.encode), "encode"),
+    line("sent", moment(call.sent)),
+    line("waited", timeText(parts.waited), "wait"),
+    line("received", moment(call.received)),
+    line("decode", timeText(parts.decode), "decode"),
+    line("done", moment(call.done)),
+    line("bytes out", bytesText(call.bytes_out)),
+  );
+  return half("near", `At ${workerName(call.caller)}`, "caller", lines, call.near, "Show caller’s half", go);
+}
+
+function farHalf(call, parts, go) {
+  const missing = workers.get(call.callee)?.missing;
+  const lines = facts(
+    line("arrived", moment(call.arrived)),
+    line("queue", timeText(parts.queue), "queue"),
+    line("decode", timeText(parts.decodeThere), "decode"),
+    line("run", timeText(parts.run), "run"),
+    line("encode", timeText(parts.encodeThere), "encode"),
+    line("replied", moment(call.replied)),
+    line("raised", call.failed || "nothing"),
+    line("bytes back", bytesText(call.bytes_in)),
+  );
+  const body = missing && call.far < 0 ? make("p", { className: "hint" }, `Its share is not here: ${missing}`) : lines;
+  return half("far", `At ${workerName(call.callee)}`, "callee", body, call.far, "Show remote half", go);
+}
+
+function half(testid, title, role, body, id, text, go) {
+  const slice = slices.get(id);
+  return make(
+    "section",
+    { className: "half", "data-testid": testid, "aria-label": `${title} (${role})` },
+    make("h3", { title }, make("span", {}, title), make("small", {}, role)),
+    body,
+    button(() => go(slice), { disabled: !slice, "data-testid": `show-${testid}` }, text),
+  );
+}
+
+function family(title, list, pick, testid) {
+  if (!list.length) return [];
+  const most = 50;
+  const item = (call) =>
+    make(
+      "li",
+      {},
+      button(() => pick(call), { className: "link", "data-testid": testid, title: call.name }, call.name),
+      make("span", { className: "muted" }, timeText(partsOf(call).total)),
+    );
+  const more =
+    list.length > most ? make("li", { className: "muted" }, `and ${countText(list.length - most)} more`) : null;
+  return [make("h3", {}, title), make("ul", { className: "family" }, ...list.slice(0, most).map(item), more)];
+}

@@ -1,0 +1,67 @@
+"""A browser that the tests of a module share, and a page of it for each test."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from backhaul.profiler.model import Timeline
+from backhaul.profiler.report import render
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = [
+    "--no-sandbox",  # tests may run as root
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+Open = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Of the module, so that its process and its loop are there before a test is watched, and gone after the last."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("there is no Chromium; `make browser` installs it where it can")
+    with playwright.sync_playwright() as api:
+        chromium = api.chromium.launch(executable_path=path, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_report(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """Opens the report of a timeline. In the end no page may have had an error, or asked for anything but itself."""
+    contexts, troubles = [], []
+
+    def open_report(timeline: Timeline, *, title: str = "A step", scheme: str = "light") -> Page:
+        file = tmp_path / f"report{len(contexts)}.html"
+        file.write_text(render(timeline, title=title), encoding="utf-8")
+        context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme, offline=True)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda message: troubles.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
+        page.on("request", lambda request: request.url == file.as_uri() or troubles.append(f"asked for {request.url}"))
+        page.on("dialog", lambda dialog: troubles.append(f"dialog: {dialog.message}"))
+        page.goto(file.as_uri())
+        return page
+
+    yield open_report
+    for context in contexts:
+        context.close()
+    assert troubles == []
