@@ -121,6 +121,7 @@ class TestSelecting:
         click_slice(page, one.id)
         assert page.get_by_test_id("selected").inner_text() == one.name
         assert "a backward pass" in page.get_by_test_id("details").inner_text()
+        assert "3, 197 kB" in page.get_by_test_id("details").inner_text()
         assert look(page) != before  # its gradients stand out
 
     def test_a_click_on_nothing_clears_the_selection(self, open_report: Open) -> None:
@@ -336,6 +337,13 @@ class TestOddProfiles:
         for number, name in enumerate("ab"):
             click_slice(page, number)
             assert page.get_by_test_id("selected").inner_text() == name
+
+    def test_of_two_that_take_the_same_time_the_inner_is_below(self, open_report: Open) -> None:
+        timeline = Timeline(owner=0, end=100, workers=[WorkerRow(0, "w")], tracks=[Track(0, 0, "MainThread")])
+        timeline.slices = [Slice(0, 0, "op", "inner", 0, 60, parent=1), Slice(1, 0, "op", "outer", 0, 60)]
+        page = open_report(timeline)
+        inner, outer = (page.evaluate("id => backhaul.pixelOf(id)", number) for number in (0, 1))
+        assert inner["y"] > outer["y"]
 
     def test_a_big_one_opens_and_a_thin_slice_can_be_found(self, open_report: Open) -> None:
         timeline = big()

@@ -47,7 +47,7 @@ const NOT_KNOWN = "–";
 function timeText(ns, digits = 3) {
   if (ns === null || ns === undefined) return NOT_KNOWN;
   if (ns === 0) return "0";
-  const [unit, size] = UNITS.find(([, least]) => Math.abs(ns) >= least) ?? ["ns", 1];
+  const [unit, size] = UNITS.find(([, least]) => Math.abs(ns) >= least * 0.9995) ?? ["ns", 1];
   const value = ns / size;
   const whole = Math.trunc(Math.abs(value)).toString().length;
   return `${value.toFixed(unit === "ns" ? 0 : Math.max(0, digits - whole))} ${unit}`;

@@ -48,8 +48,18 @@ function sliceLines(slice) {
     line("track", tracks.get(slice.track)?.name ?? NOT_KNOWN),
     line("from", timeText(slice.start, 5)),
     line("took", timeText(slice.end - slice.start)),
+    ...messageLines(slice),
     ...Object.entries(slice.args).map(([name, value]) => line(name, text(value))),
   );
+}
+
+// A pass or a part of one: what it sent and was sent.
+function messageLines(slice) {
+  const list = timeline.arrows.filter((arrow) => belongsTo(arrow, { slice }));
+  if (!list.length) return [];
+  return [
+    line("messages", `${countText(list.length)}, ${bytesText(list.reduce((all, arrow) => all + arrow.nbytes, 0))}`),
+  ];
 }
 
 function sliceDetails(slice) {

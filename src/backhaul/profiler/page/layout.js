@@ -9,11 +9,18 @@ const REMARK = 26; // a line of words instead of tracks
 // A box is a slice with its place: { slice, row, level, lit }. Boxes of one level never overlap.
 const boxes = new Map();
 
+// How many slices are around one: tells which is the inner of two that take the same time.
+function depthOf(slice) {
+  let depth = 0;
+  for (let around = slices.get(slice.parent); around && depth < 1000; around = slices.get(around.parent)) depth += 1;
+  return depth;
+}
+
 // Slices that nest get the level below their parent. Others that overlap, which a lane may hold, move down until there
 // is room, so that nothing hides anything.
 function levelsOf(row, list) {
   const levels = [];
-  list.sort((a, b) => a.start - b.start || b.end - a.end || a.id - b.id);
+  list.sort((a, b) => a.start - b.start || b.end - a.end || depthOf(a) - depthOf(b) || a.id - b.id);
   for (const slice of list) {
     let level = (boxes.get(slice.parent)?.level ?? -1) + 1;
     while (levels[level]?.length && levels[level].at(-1).slice.end > slice.start) level += 1;

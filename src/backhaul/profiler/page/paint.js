@@ -208,6 +208,7 @@ function paintGround(context, stretch, scrolled, height) {
     context.fillStyle = theme.faint;
     context.fillRect(0, band.y, GUTTER + stretch.width, BAND);
     context.fillStyle = theme.line;
+    if (band.y) context.fillRect(0, band.y - 1, GUTTER + stretch.width, 1);
     for (const row of band.open ? band.rows : [])
       context.fillRect(0, row.y + row.height - 1, GUTTER + stretch.width, 1);
   }
@@ -245,13 +246,16 @@ function paintPath(context, stretch) {
   context.fillStyle = theme.path;
   for (const segment of timeline.path) {
     if (segment.end < stretch.start || segment.start > stretch.end || !boxes.has(segment.slice)) continue;
-    const y = topOf(boxes.get(segment.slice)) + BAR - 2;
+    const box = boxes.get(segment.slice);
+    const y = topOf(box) + BAR - 2;
     const from = stretch.x(segment.start);
     const to = Math.max(Math.floor(from) + 1, stretch.x(segment.end));
     if (to <= (last.get(y) ?? -1)) continue;
     last.set(y, to);
+    context.globalAlpha = box.lit ? 1 : 0.25;
     context.fillRect(from, y, to - from, 3);
   }
+  context.globalAlpha = 1;
 }
 
 // Returns how many were left out because there are too many.
