@@ -6,11 +6,13 @@ all of them, and each worker steps its own optimizer.
 
     make run
     make run ARGS="--workers 4 --steps 100"
+    make run ARGS="--steps 20 --profile profile"    # and see profile/report.html
 """
 
 from __future__ import annotations
 
 import argparse
+import pathlib
 import time
 from typing import Any
 
@@ -167,7 +169,27 @@ def bytes_moved(workers: list[str]) -> int:
     return sum(bh.wait_all([bh.rpc_async(name, bytes_sent) for name in workers]))
 
 
-def train(steps: int) -> dict[str, Any] | None:
+def train_on(names: list[str], tokens: torch.Tensor, targets: torch.Tensor) -> float:
+    """One step: forward through all workers, backward, and every part's optimizer. Returns the loss."""
+    with bh.context() as ctx:
+        loss = through(names, tokens, targets)
+        ctx.backward(loss)
+        bh.wait_all([bh.rpc_async(name, step, args=(ctx.id,)) for name in names])
+    return loss.item()
+
+
+def write_profile(names: list[str], corpus: Corpus, folder: pathlib.Path) -> str:
+    """Profile three steps on all workers; write a report and a trace, return a table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with bh.profile() as prof:
+        for number in range(3):
+            train_on(names, *corpus.batch(number))
+    prof.report(folder / "report.html", title="Three steps of a transformer")
+    prof.export(folder / "trace.json")
+    return prof.table()
+
+
+def train(steps: int, folder: str | None) -> dict[str, Any] | None:
     """Runs in every worker: the first drives, the others hold a part each."""
     infos = bh.get_worker_infos()
     if bh.get_worker_info().id != 0:
@@ -197,12 +219,7 @@ def train(steps: int) -> dict[str, Any] | None:
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("train", total=steps, loss=float("nan"), speed=0.0, moved=0.0)
         for number in range(steps):
-            tokens, targets = corpus.batch(number)
-            with bh.context() as ctx:
-                loss = through(names, tokens, targets)
-                ctx.backward(loss)
-                bh.wait_all([bh.rpc_async(name, step, args=(ctx.id,)) for name in names])
-            losses.append(loss.item())
+            losses.append(train_on(names, *corpus.batch(number)))
             speed = (number + 1) * BATCH * CONTEXT / (time.perf_counter() - start)
             progress.update(bar, advance=1, loss=losses[-1], speed=speed)
             if number % 10 == 0:
@@ -213,6 +230,7 @@ def train(steps: int) -> dict[str, Any] | None:
         "difference": difference,
         "seconds": time.perf_counter() - start,
         "moved": (bytes_moved(everyone) - before) / steps,
+        "profile": write_profile(names, corpus, pathlib.Path(folder)) if folder is not None else None,
     }
 
 
@@ -241,12 +259,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, default=3, help="how many hold a part of the model (default 3)")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
+    parser.add_argument("--profile", metavar="FOLDER", help="profile three steps and write report.html and trace.json")
     options = parser.parse_args()
     if options.workers < 2 or options.steps < 1:
         parser.error("at least 2 workers (embedding and head) and 1 step")
     blocks = [f"body-{number}" for number in range(1, options.workers - 1)]
     names = ["driver", "embedding", *blocks, "head"]
-    result = bh.launch(train, names, args=(options.steps,))[0]
+    result = bh.launch(train, names, args=(options.steps, options.profile))[0]
     losses = result["losses"]
     table = Table(title=f"A transformer over {options.workers} workers and a driver")
     table.add_column("what")
@@ -257,6 +276,10 @@ def main() -> None:
     table.add_row("bytes moved per step", f"{result['moved'] / 2**20:.2f} MiB")
     table.add_row("largest difference of a gradient to one process", f"{result['difference']:.1e}")
     Console().print(table)
+    if result["profile"] is not None:
+        print(
+            f"\n{result['profile']}\n\nSee {options.profile}/report.html; Perfetto opens {options.profile}/trace.json."
+        )
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ class Observer(Protocol):
     def sessions(self) -> Sessions:
         """The profiles that what this thread does belongs to."""
 
-    def drive(self, sessions: Sessions, name: str) -> contextlib.AbstractContextManager[None]:
-        """A backward pass, at its driver."""
+    def drive(self, sessions: Sessions, context: int, number: int) -> contextlib.AbstractContextManager[None]:
+        """A backward pass, at its driver; ``number`` is the driver's."""
 
     def group(
         self, sessions: Sessions, key: GradientKey, sender: int, arrived: int

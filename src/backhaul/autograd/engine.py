@@ -358,7 +358,7 @@ class Engine:
 
     def _observed_pass(self, spec: PassSpec) -> contextlib.AbstractContextManager[None]:
         observer = self.worker.observer if spec.profiles else None
-        return _UNSEEN if observer is None else observer.drive(spec.profiles, f"backward of context {spec.context}")
+        return _UNSEEN if observer is None else observer.drive(spec.profiles, spec.context, spec.number)
 
     def _take_gradient(self, channel: Channel, gradient: Gradient, frame: Frame) -> None:
         try:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -71,7 +76,8 @@ class Kineto:
         config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         running = profile(record_shapes=self._options[0], profile_memory=self._options[1], experimental_config=config)
         try:
-            running.start()
+            with _hushed():
+                running.start()
         except RuntimeError as error:
             return f"torch.profiler could not be started: {error}"
         self._running = running
@@ -83,6 +89,38 @@ class Kineto:
             return []
         running.stop()
         return operations(running)
+
+
+_greeted = False
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Kineto reads its log level when it is first used. By default it tells everybody that it starts and stops; and to
+    be used off the main thread it calls an error whatever the level, though it does no harm to what we ask of it.
+    """
+    global _greeted
+    if _greeted:
+        yield
+        return
+    _greeted = True
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = before or "6"
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as said:
+        stderr = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            if before is None:
+                del os.environ["KINETO_LOG_LEVEL"]
+            said.seek(0)
+            for line in said:  # of other threads, too
+                if b"External init callback must run in same thread" not in line:
+                    os.write(2, line)
 
 
 def is_profiled() -> bool:

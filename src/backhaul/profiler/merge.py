@@ -138,7 +138,9 @@ class _Drawer:
         for wait in records.waits:
             self._put("wait", "waits", wait.thread, (wait.start, wait.end))
         for each in records.passes:
-            self._sheet.float("pass", each.name, (worker, "passes"), self._span(each.start, each.end), each.call or -1)
+            name, span = f"backward of context {each.context}", self._span(each.start, each.end)
+            made = self._sheet.float("pass", name, (worker, "passes"), span, each.call or -1)
+            made.args = {"context": each.context, "driver": worker, "pass": each.number}
         for op in self._share.ops:
             self._op(op)
 
@@ -219,6 +221,7 @@ class _Drawer:
     def _gradient(self, record: GradientRecord) -> None:
         name = f"gradient to {self._raw.names.get(record.to, record.to)}"
         made = self._put("encode", name, record.thread, (record.begun, record.sent))
+        made.args = {"context": record.key[0], "driver": record.key[1], "pass": record.key[2]}
         self._ends.gradient[record.key] = made, record.nbytes
 
     def _op(self, op: OpRecord) -> None:

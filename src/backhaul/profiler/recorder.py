@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ _served: contextvars.ContextVar[tuple[Sessions, int]] = contextvars.ContextVar("
 """The profiles and the call that what runs here is done for."""
 
 _quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("backhaul_unprofiled", default=False)
-_threads: dict[int, tuple[int, str]] = {}  # of the process: thread -> the worker it works for, its name
+_threads: dict[int, tuple[int, threading.Thread]] = {}  # of the process, with the worker that each works for
 _LIMIT = 1_000_000  # records of one kind that a worker keeps for a profile
 _JOINING = 10.0  # seconds that a worker has to join
 
@@ -127,6 +128,9 @@ class Recorder:
             self._own = tuple(each for each in self._own if each != session)
             if not self._open:
                 self._worker.observer = None
+                for number, (worker, thread) in list(_threads.items()):
+                    if worker == self.id and not thread.is_alive():
+                        del _threads[number]
         if left is None:
             return None
         ops = kineto.process.take((session, self.id))
@@ -135,11 +139,11 @@ class Recorder:
             ops = [op for op in ops if op.device or _threads.get(op.thread, (self.id,))[0] == self.id]
         else:
             ops = list(_during(ops, records))
-        names = {thread: name for thread, (_, name) in list(_threads.items())}
+        names = {number: thread.name for number, (_, thread) in list(_threads.items())}
         return Share(
             self.id,
             self._worker.name,
-            self._node.peers.find(self.id).record.host,
+            socket.gethostname(),
             os.getpid(),
             sorted(left.joined),
             {thread: names[thread] for thread in _threads_of(records, ops) if thread in names},
@@ -241,8 +245,8 @@ class Recorder:
                 self.keep(sessions, "waits", WaitRecord(self._thread(), start, self.now(), _served.get()[1]))
 
     @contextlib.contextmanager
-    def drive(self, sessions: Sessions, name: str) -> Iterator[None]:
-        record = PassRecord(name, self._thread(), self.now(), 0, _served.get()[1])
+    def drive(self, sessions: Sessions, context: int, number: int) -> Iterator[None]:
+        record = PassRecord(context, number, self._thread(), self.now(), 0, _served.get()[1])
         self.keep(sessions, "passes", record)
         try:
             yield
@@ -314,10 +318,10 @@ class Recorder:
                     found.note = f"only the first {_LIMIT} {kind} were kept"
 
     def _thread(self) -> int:
-        thread = threading.get_native_id()
-        if thread not in _threads:
-            _threads[thread] = self.id, threading.current_thread().name
-        return thread
+        number, thread = threading.get_native_id(), threading.current_thread()
+        if number not in _threads or _threads[number][1] is not thread:  # numbers are used again
+            _threads[number] = self.id, thread
+        return number
 
 
 class _Call:

@@ -60,7 +60,8 @@ class WaitRecord(msgspec.Struct, array_like=True):
 class PassRecord(msgspec.Struct, array_like=True):
     """A backward pass, at its driver."""
 
-    name: str
+    context: int
+    number: int
     thread: int
     start: int
     end: int
