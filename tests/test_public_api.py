@@ -47,6 +47,8 @@ NAMES = [
     "launch",
     "nn",
     "optim",
+    "profile",
+    "profiler",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -47,9 +47,10 @@ def open_report(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     """Opens the report of a timeline. In the end no page may have had an error, or asked for anything but itself."""
     contexts, troubles = [], []
 
-    def open_report(timeline: Timeline, *, title: str = "A step", scheme: str = "light") -> Page:
-        file = tmp_path / f"report{len(contexts)}.html"
-        file.write_text(render(timeline, title=title), encoding="utf-8")
+    def open_report(shown: Timeline | Path, *, title: str = "A step", scheme: str = "light") -> Page:
+        file = shown if isinstance(shown, Path) else tmp_path / f"report{len(contexts)}.html"
+        if isinstance(shown, Timeline):
+            file.write_text(render(shown, title=title), encoding="utf-8")
         context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme, offline=True)
         contexts.append(context)
         page = context.new_page()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +15,9 @@ from tests.profiler.sample import HOSTILE, big, sample
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def click_slice(page: Page, number: int) -> None:
@@ -35,6 +41,27 @@ def look(page: Page) -> str:
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     found: str = page.evaluate("document.getElementById('canvas').toDataURL()")
     return found
+
+
+def test_the_example_of_make_run(open_report: Open, tmp_path: Path) -> None:
+    """Real workers, real messages: a call that is clicked shows what the other process did for it."""
+    command = [sys.executable, "train_transformer.py", "--steps", "2", "--profile", str(tmp_path)]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rpc_sync#forward(driver -> head)" in done.stdout
+    assert (tmp_path / "trace.json").stat().st_size
+    page = open_report(tmp_path / "report.html")
+    assert page.locator("h1").inner_text() == "Three steps of a transformer"
+    row = page.get_by_test_id("call-row").filter(has_text="forward(driver -> body-1)").first
+    row.click()
+    near, far = page.get_by_test_id("near"), page.get_by_test_id("far")
+    assert "At driver" in near.inner_text()
+    assert "At body-1" in far.inner_text()
+    page.get_by_test_id("show-far").click()
+    call = page.evaluate("backhaul.selected().call")
+    served = page.evaluate("id => backhaul.timeline.calls.find(each => each.id === id).far", call)
+    click_slice(page, served)
+    assert page.evaluate("backhaul.selected()") == {"call": call, "slice": served}
 
 
 class TestSelecting:

@@ -12,6 +12,13 @@ from backhaul.autograd.functions import ContextId, MessageId
 from backhaul.errors import UnknownContextError
 
 _COUNTER_BITS = 48
+
+
+def split(number: int) -> tuple[int, int]:
+    """The worker that made the id of a context or a message, and how that worker counts it."""
+    return number >> _COUNTER_BITS, number & (1 << _COUNTER_BITS) - 1
+
+
 _REMEMBERED = 4096  # ids of released contexts that are still recognised
 
 

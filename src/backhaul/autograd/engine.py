@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from backhaul.autograd.container import Container
+from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv
 from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Know, PassSpec, Release, Report, Tally
@@ -493,7 +493,7 @@ class Engine:
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         lost = peer.record.id
         for context in self.container.select(lambda context: lost in context.known):
-            driver = context.id >> 48
+            driver, _ = split(context.id)
             if driver not in (self.id, lost):
                 self._post(driver, Frame(AutogradKind.KNOW, 0, pack(Know(context.id))))
         for context in self.container.select(lambda context: bool(context.runs)):

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from backhaul.autograd.container import split
 from backhaul.observe import GradientKey
-from backhaul.profiler.model import Arrow, Call, Slice, Timeline, WorkerRow
+from backhaul.profiler.model import Arrow, Call, Segment, Slice, Timeline, WorkerRow
 from backhaul.profiler.path import find_path
 from backhaul.profiler.records import CallRecord, GradientRecord, GroupRecord, OpRecord, Records, ServeRecord, Share
 from backhaul.profiler.sheet import Sheet, Span
@@ -58,7 +59,18 @@ def merge(raw: Raw) -> Timeline:
     timeline.arrows = sorted([*ends.messages(), *_reports(raw, shares, timeline)], key=lambda arrow: arrow.start)
     timeline.calls = sorted(ends.finished_calls(), key=lambda call: call.start)
     timeline.path = find_path(timeline, home.id)
+    _renumber(timeline)
     return timeline
+
+
+def _renumber(timeline: Timeline) -> None:
+    """Give calls small numbers; those that workers gave them are too large for JavaScript."""
+    numbers = {call.id: number for number, call in enumerate(timeline.calls)} | {-1: -1}
+    for call in timeline.calls:
+        call.id, call.parent = numbers[call.id], numbers[call.parent]
+    named: list[Slice | Arrow | Segment] = [*timeline.slices, *timeline.arrows, *timeline.path]
+    for each in named:
+        each.call = numbers.get(each.call, -1)
 
 
 def _is_used(records: Records) -> bool:
@@ -138,9 +150,9 @@ class _Drawer:
         for wait in records.waits:
             self._put("wait", "waits", wait.thread, (wait.start, wait.end))
         for each in records.passes:
-            name, span = f"backward of context {each.context}", self._span(each.start, each.end)
+            name, span = f"backward of context {split(each.context)[1]}", self._span(each.start, each.end)
             made = self._sheet.float("pass", name, (worker, "passes"), span, each.call or -1)
-            made.args = {"context": each.context, "driver": worker, "pass": each.number}
+            made.args = _pass_args((each.context, worker, each.number, 0))
         for op in self._share.ops:
             self._op(op)
 
@@ -210,9 +222,11 @@ class _Drawer:
 
     def _group(self, record: GroupRecord) -> None:
         message = record.key[3]
-        name = f"backward of message {message}" if message else "backward of the roots"
+        maker, number = split(message)
+        sender = self._raw.names.get(maker, "?")
+        name = f"backward of message {number} from {sender}" if message else "backward of the roots"
         made = self._put("group", name, record.thread, (record.begun, record.end))
-        made.args = {"context": record.key[0], "driver": record.key[1], "pass": record.key[2]}
+        made.args = _pass_args(record.key)
         if record.sender >= 0:
             span = self._span(record.arrived, record.begun)
             self._ends.group[record.key] = made, span[0]
@@ -221,7 +235,7 @@ class _Drawer:
     def _gradient(self, record: GradientRecord) -> None:
         name = f"gradient to {self._raw.names.get(record.to, record.to)}"
         made = self._put("encode", name, record.thread, (record.begun, record.sent))
-        made.args = {"context": record.key[0], "driver": record.key[1], "pass": record.key[2]}
+        made.args = _pass_args(record.key)
         self._ends.gradient[record.key] = made, record.nbytes
 
     def _op(self, op: OpRecord) -> None:
@@ -236,6 +250,10 @@ class _Drawer:
             made.args = {**made.args, "shapes": op.shapes}
         if op.memory:
             made.args = {**made.args, "memory": op.memory}
+
+
+def _pass_args(key: GradientKey) -> dict[str, int]:
+    return {"context": split(key[0])[1], "driver": key[1], "pass": key[2]}
 
 
 def _reports(raw: Raw, shares: list[Share], timeline: Timeline) -> Iterator[Arrow]:
