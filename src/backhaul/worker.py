@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
+from backhaul.compiler import graph_break
 from backhaul.crew import Crew, Task
 from backhaul.errors import NotInitializedError, ProtocolError
 from backhaul.observe import Observer
@@ -187,10 +188,12 @@ class Worker:
 
     # Which worker is current.
 
+    @graph_break
     def __enter__(self) -> Worker:
         _entered.set((*_entered.get(), _current.set(self)))
         return self
 
+    @graph_break
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -224,6 +227,7 @@ class _Loopback(Channel):
         """Never closes."""
 
 
+@graph_break
 def current_worker() -> Worker:
     """The worker that module-level functions act on.
 

@@ -13,6 +13,7 @@ from backhaul.autograd.context import Context
 from backhaul.autograd.describe import describe_everywhere
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.recording import Scope, current_scope, enter, leave
+from backhaul.compiler import graph_break
 from backhaul.errors import ContextError
 from backhaul.rpc.intercept import extensions
 from backhaul.worker import Worker, current_worker
@@ -31,6 +32,7 @@ class ContextHandle(int):
         """The id as a plain ``int``."""
         return int(self)
 
+    @graph_break
     def backward(
         self,
         roots: torch.Tensor | Sequence[torch.Tensor],
@@ -63,6 +65,7 @@ class ContextHandle(int):
         """See ``backhaul.get_gradients``."""
         return get_gradients(self)
 
+    @graph_break
     def describe(self) -> dict[str, Any]:
         """The context's graph over all workers, as plain data.
 
@@ -92,11 +95,13 @@ class context:
         tensor([3., 3.])
     """
 
+    @graph_break
     def __init__(self) -> None:
         self._worker: Worker | None = None
         self._context: Context | None = None
         self._token: contextvars.Token[Scope | None] | None = None
 
+    @graph_break
     def __enter__(self) -> ContextHandle:
         worker = current_worker()
         if (outer := current_scope(worker)) is not None:
@@ -111,6 +116,7 @@ class context:
         self._token = enter(Scope(worker, self._context))
         return ContextHandle(self._context.id)
 
+    @graph_break
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -122,6 +128,7 @@ class context:
             self._worker.part(Engine).release(self._context.id)
 
 
+@graph_break
 def backward(
     context: int,
     roots: Sequence[torch.Tensor],
@@ -245,6 +252,7 @@ def _check_inputs(inputs: Any) -> list[torch.Tensor] | None:
     return list({id(tensor): tensor for tensor in inputs}.values())
 
 
+@graph_break
 def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that a context holds on this worker: leaf -> gradient.
 

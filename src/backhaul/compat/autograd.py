@@ -14,6 +14,7 @@ from backhaul.autograd.engine import Engine
 from backhaul.autograd.functions import Recv, SendRecord, edge_of, recv_of
 from backhaul.autograd.recording import Scope, current_scope, enter
 from backhaul.compat import errors
+from backhaul.compiler import graph_break
 from backhaul.errors import BackhaulError, ContextError, RemoteTraceback
 from backhaul.rpc.api import get_worker_info
 from backhaul.worker import Worker, current_worker
@@ -29,9 +30,11 @@ def is_available() -> bool:
 class context:
     """A context for one step; gives its id."""
 
+    @graph_break
     def __init__(self) -> None:
         self._inner = api.context()
 
+    @graph_break
     def __enter__(self) -> int:
         try:
             with errors.rewording():
@@ -39,12 +42,14 @@ class context:
         except ContextError as error:
             raise RuntimeError(f"Already have an autograd context id for this thread: {error.context}") from error
 
+    @graph_break
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._inner.__exit__(kind, error, trace)
 
 
+@graph_break
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
     """Compute the gradients of ``roots`` into the context, on every worker that took part."""
     if not isinstance(context_id, int) or not isinstance(roots, (list, tuple)):
@@ -72,6 +77,7 @@ def _check(roots: Sequence[Any]) -> None:
             raise RuntimeError("A root does not have a valid gradient function.")
 
 
+@graph_break
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that a context holds on this worker: leaf -> gradient."""
     with errors.rewording():

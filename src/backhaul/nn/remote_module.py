@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from backhaul.compiler import graph_break
 from backhaul.errors import SerializationError
 from backhaul.nn import owner
 from backhaul.nn.places import parse_place
@@ -71,6 +72,7 @@ class RemoteModule(nn.Module):
     device: str
     module_rref: RRef[nn.Module]
 
+    @graph_break
     def __init__(
         self,
         remote_device: str,
@@ -118,10 +120,12 @@ class RemoteModule(nn.Module):
 
     # Calls.
 
+    @graph_break
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module where it is, and wait for the result."""
         return self.forward_async(*args, **kwargs).wait()
 
+    @graph_break
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run the module where it is; returns a future. Hooks of this side are not called."""
         return self._run("forward", *args, **kwargs)
@@ -129,6 +133,7 @@ class RemoteModule(nn.Module):
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._start(owner.run, torch.device(self.device), torch.is_grad_enabled(), method, *args, **kwargs)
 
+    @graph_break
     def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a function with the module, where it is."""
         return self.module_rref._call(function, args, kwargs, None)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from backhaul.compiler import graph_break
 from backhaul.optim import gradients
 from backhaul.optim.optimizer import DistributedOptimizer
 from backhaul.optim.owners import Listed, Owners, check_context
 from backhaul.rref.handle import RRef
 
 
+@graph_break
 def clip_grad_norm_(
     context_id: int | None,
     params_rref: Sequence[RRef[Any]] | DistributedOptimizer,
@@ -69,6 +71,7 @@ def clip_grad_norm_(
     return total
 
 
+@graph_break
 def clip_grad_value_(
     context_id: int | None, params_rref: Sequence[RRef[Any]] | DistributedOptimizer, clip_value: float
 ) -> None:

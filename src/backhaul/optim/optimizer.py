@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from backhaul.autograd.api import find_gradients
+from backhaul.compiler import graph_break
 from backhaul.optim.local import Group, Local, Made, Options, add, make
 from backhaul.optim.owners import Answers, ask_all, by_owner, check_context, check_rrefs
 from backhaul.rpc.api import rpc_async
@@ -69,6 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensor([0.5000, 0.5000])
     """
 
+    @graph_break
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
@@ -133,6 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return lambda: rpc_async(owner, add, args=(self._shares[owner].local, part.groups))
         return lambda: rpc_async(owner, make, args=(*self._make, part.groups))
 
+    @graph_break
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Optimize more parameters from now on: a dict with ``"params"`` and options."""
         if self._ready:
@@ -168,6 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._known = now
         return answers
 
+    @graph_break
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Step on every owner, all at once. Once this returns or raises, each owner has stepped or failed.
 
@@ -188,12 +192,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         answers = self._with_changes("the step", lambda share, new: share.local.rpc_async().step(new, context_id))
         check_context(context_id, list(answers.values()))
 
+    @graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the ``.grad`` of all parameters; gradients in contexts go with their context."""
         self._on_all("zero_grad", lambda share: share.local.rpc_async().zero_grad(set_to_none))
 
     # State.
 
+    @graph_break
     def state_dict(self) -> dict[str, Any]:
         """Options and state of all parameters, gathered from their owners: what one optimizer over all would give.
 
@@ -215,6 +221,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             count += len(places)
         return {"state": {place: state[place] for place in sorted(state)}, "param_groups": groups}
 
+    @graph_break
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Scatter a state to the owners: one that ``state_dict`` gave, or a single optimizer over the same parameters.
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from backhaul.compiler import graph_break
 from backhaul.optim import gradients
 from backhaul.optim.optimizer import DistributedOptimizer
 from backhaul.optim.owners import check_context
@@ -69,6 +70,7 @@ class GradScaler:
         self._stages: dict[DistributedOptimizer, _Stage] = {}  # since the last update
         self._found_inf: dict[DistributedOptimizer, bool] = {}
 
+    @graph_break
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply a loss, or each of several."""
         if not self._enabled:
@@ -77,6 +79,7 @@ class GradScaler:
             return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
         return type(outputs)(self.scale(output) for output in outputs)
 
+    @graph_break
     def unscale_(self, optimizer: DistributedOptimizer, context_id: int | None = None) -> None:
         """Divide the gradients of an optimizer by the scale, where they are. ``step`` does it if you do not.
 
@@ -100,6 +103,7 @@ class GradScaler:
         self._found_inf[optimizer] = any(found for _, found in filter(None, answers))
         self._stages[optimizer] = _Stage.UNSCALED
 
+    @graph_break
     def step(self, optimizer: DistributedOptimizer, context_id: int | None = None) -> bool:
         """Step on all workers, or on none if a gradient on any of them is infinite or not a number.
 
@@ -123,6 +127,7 @@ class GradScaler:
         self._stages[optimizer] = _Stage.STEPPED
         return not skip
 
+    @graph_break
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapt the scale after the steps of all optimizers, or set it."""
         if not self._enabled:

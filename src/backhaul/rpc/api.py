@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from backhaul.compiler import graph_break
 from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node, describe, start_node
@@ -20,6 +21,7 @@ from backhaul.worker import Worker, current_worker, running_workers
 T = TypeVar("T")
 
 
+@graph_break
 def init(
     name: str | None = None,
     *,
@@ -86,6 +88,7 @@ def init(
     return node.worker
 
 
+@graph_break
 def shutdown(*, graceful: bool = True, timeout: float | None = None, ignore_rref_leak: bool = True) -> None:
     """End the current worker.
 
@@ -119,6 +122,7 @@ def _close_at_exit() -> None:
         worker.part(Node).shutdown(graceful=False, timeout=1.0)
 
 
+@graph_break
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., T],
@@ -153,6 +157,7 @@ def rpc_sync(
     return result
 
 
+@graph_break
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., T],
@@ -175,6 +180,7 @@ def rpc_async(
     return current_worker().part(Node).agent.call_async(to, func, args, kwargs, timeout)
 
 
+@graph_break
 def get_worker_info(name: str | None = None) -> WorkerInfo:
     """Name and id of a worker; of the current one if no name is given.
 
@@ -185,11 +191,13 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
     return worker.info if name is None else worker.part(Node).peers.find(name).info
 
 
+@graph_break
 def get_debug_info() -> dict[str, int]:
     """Counters of the current worker: calls pending and served, bytes sent, contexts, backward passes it drives."""
     return {name: count() for name, count in current_worker().counters.items()}
 
 
+@graph_break
 def get_worker_infos() -> list[WorkerInfo]:
     """All workers of the cluster, by id."""
     return [peer.info for peer in current_worker().part(Node).peers]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch.futures
 
+from backhaul.compiler import graph_break
 from backhaul.runtime import Runtime
 from backhaul.worker import blocking
 
@@ -39,6 +40,7 @@ class Future(torch.futures.Future[T]):
     # through, so to whoever waited, so to the future.
     _error: BaseException | None = None
 
+    @graph_break
     def wait(self, timeout: float | None = None) -> T:
         """Block until the value is there and return it, or raise the exception that is.
 
@@ -69,6 +71,7 @@ class Future(torch.futures.Future[T]):
         del error
         raise fresh
 
+    @graph_break
     def set_exception(self, result: Any) -> None:
         """Complete the future with an exception, which ``wait`` raises.
 
@@ -97,12 +100,14 @@ class Future(torch.futures.Future[T]):
     def _when_done(self, callback: Callable[[Any], None]) -> None:
         super().add_done_callback(callback)
 
+    @graph_break
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Call ``callback(self)`` when done. What it raises is logged, not raised."""
         _check(callback)
         context = contextvars.copy_context()
         super().add_done_callback(lambda _: context.run(callback, self))
 
+    @graph_break
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return the future of ``callback(self)``, which is called when this one is done, failed or not.
 
@@ -158,6 +163,7 @@ def _check(callback: Any) -> None:
         raise TypeError(f"a callback must be callable, not {type(callback).__name__}")
 
 
+@graph_break
 def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
     """Return a future of ``futures`` that is done when all of them are.
 
@@ -197,6 +203,7 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[tor
     return made
 
 
+@graph_break
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     """Wait for all and return their values in order; raise the first exception in that order.
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from backhaul.autograd.api import backward
+from backhaul.compiler import graph_break
 from backhaul.errors import BackhaulError, CallTimeoutError
 from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
 from backhaul.rpc.futures import Future
@@ -50,6 +51,7 @@ class RRef(Generic[T]):
     _created: Future[Any] | None  # where ``remote`` was called: done when the value is there
     _type: type | None
 
+    @graph_break
     def __init__(self, value: T, type_hint: type | None = None) -> None:
         rrefs = current_rrefs()
         entry = rrefs.own(RRefId(rrefs.new_id()))
@@ -107,6 +109,7 @@ class RRef(Generic[T]):
 
     # The value.
 
+    @graph_break
     def local_value(self) -> T:
         """The value itself, on its owner.
 
@@ -121,6 +124,7 @@ class RRef(Generic[T]):
             )
         return cast(T, self._entry.value._fresh_value())
 
+    @graph_break
     def to_here(self, timeout: float | None = None) -> T:
         """A copy of the value; on its owner, the value itself. Part of the graph, inside of a context.
 
@@ -151,6 +155,7 @@ class RRef(Generic[T]):
             if error is not None:
                 raise error
 
+    @graph_break
     def _get_type(self, timeout: float | None = None, blocking: bool = True) -> Any:
         """The type of the value, or a future of it."""
         if self._type is not None and blocking:
@@ -164,6 +169,7 @@ class RRef(Generic[T]):
         self._type = found.wait()
         return self._type
 
+    @graph_break
     def backward(self, context: int = -1, retain_graph: bool = False) -> None:
         """Run ``backward`` from the value, on its owner.
 
@@ -179,14 +185,17 @@ class RRef(Generic[T]):
 
     # Calls.
 
+    @graph_break
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and waits for the result."""
         return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout, "rpc_sync").wait())
 
+    @graph_break
     def rpc_async(self, timeout: float | None = None) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
         return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout))
 
+    @graph_break
     def remote(self, timeout: float | None = None) -> Any:
         """``rref.remote().method(...)`` calls a method of the value on its owner, where the result stays."""
         from backhaul.rref.remote import remote
@@ -203,6 +212,7 @@ class RRef(Generic[T]):
         """How the owner knows it: value, fork, and who holds that."""
         return self._id, -1 if self._fork is None else self._fork, self._rrefs.id
 
+    @graph_break
     def _call(
         self, what: str | Call, args: Any, kwargs: Any, timeout: float | None, mode: str = "rpc_async"
     ) -> Future[Any]:
@@ -228,13 +238,15 @@ class RRef(Generic[T]):
 class _Proxy:
     """Stands for the value: its methods are calls."""
 
-    __slots__ = ("__call",)
-
     def __init__(self, call: Call) -> None:
         self.__call = call
 
     def __getattr__(self, name: str) -> Call:
-        return lambda *args, **kwargs: self.__call(name, args, kwargs)
+        return functools.partial(self.__run, name)
+
+    @graph_break
+    def __run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__call(name, args, kwargs)
 
 
 def _failure(future: Future[Any]) -> Exception | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from backhaul.compiler import graph_break
 from backhaul.errors import SerializationError
 from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
 from backhaul.rpc.futures import Future
@@ -31,6 +32,7 @@ def _extend(node: Node) -> None:
 extensions.append(_extend)
 
 
+@graph_break
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., T],

@@ -24,6 +24,7 @@ from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.compat.rpc.rref import RRef, adopt
+from backhaul.compiler import graph_break
 from backhaul.rref.registry import RRefs
 from backhaul.rref.remote import remote as create
 from backhaul.wire.callables import label_of
@@ -50,7 +51,7 @@ def _require_initialized(function: Callable[P, R]) -> Callable[P, R]:
             raise RuntimeError(errors.NOT_INITIALIZED)
         return function(*args, **kwargs)
 
-    return checked
+    return graph_break(checked)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from backhaul.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.internal import RPCExecMode
+from backhaul.compiler import graph_break
 from backhaul.errors import CallTimeoutError, PeerLostError
 from backhaul.rpc.api import rpc_sync
 from backhaul.rref import handle
@@ -49,6 +51,7 @@ class RRef(handle.RRef[T]):
 
     # The value.
 
+    @graph_break
     def local_value(self) -> T:
         """The value itself, on its owner."""
         if self._entry is None:
@@ -60,6 +63,7 @@ class RRef(handle.RRef[T]):
         with errors.rewording():
             return super().local_value()
 
+    @graph_break
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:  # type: ignore[override]
         """A copy of the value; on its owner, the value itself."""
         self._check_alive("Cannot call to_here() on it after deletion.")
@@ -80,6 +84,7 @@ class RRef(handle.RRef[T]):
                 f"not exist: {error}"
             ) from error
 
+    @graph_break
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run ``backward`` from the value, on its owner."""
         if self._entry is not None:
@@ -92,14 +97,17 @@ class RRef(handle.RRef[T]):
 
     # Calls.
 
+    @graph_break
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.rpc_sync().method(...)`` calls a method of the value and waits for the result."""
         return _Proxy(lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))).wait())
 
+    @graph_break
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.rpc_async().method(...)`` calls a method of the value and returns a future."""
         return _Proxy(lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))))
 
+    @graph_break
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.remote().method(...)`` calls a method of the value, and the result stays there."""
 
@@ -176,11 +184,12 @@ class _Proxy:
         self._call = call
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with errors.rewording():
-                return self._call(name, args, kwargs)
+        return functools.partial(self._run, name)
 
-        return method
+    @graph_break
+    def _run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        with errors.rewording():
+            return self._call(name, args, kwargs)
 
 
 _being_made: weakref.WeakSet[torch.futures.Future[Any]] = weakref.WeakSet()

@@ -1,0 +1,32 @@
+"""What ``torch.compile`` sees of Backhaul: that it cannot look inside. Imports nothing of ours, nor the compiler, which
+takes seconds to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+"""What to do with a frame, and with those of all that it calls."""
+
+
+def graph_break(function: F) -> F:
+    """Mark a function that ends the graph: a compiled function that calls it is compiled in two parts, before the call
+    and after it, and the call itself runs as it is.
+
+    The same as ``torch.compiler.disable``, without what that wraps around each call: the mark is all that tracing looks
+    for, and frames are skipped by their code.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = (
+        "it talks to other workers, which is not an operation of a graph; backhaul.remote_op makes calls that are"
+    )
+    eval_frame.set_code_exec_strategy(marked.__code__, _SKIP)
+    return function
