@@ -50,6 +50,7 @@ NAMES = [
     "profile",
     "profiler",
     "remote",
+    "remote_op",
     "rpc_async",
     "rpc_sync",
     "shutdown",
@@ -64,6 +65,7 @@ SIGNATURES = {
     "rpc_sync": "(to, func, args, kwargs, timeout)",
     "rpc_async": "(to, func, args, kwargs, timeout)",
     "remote": "(to, func, args, kwargs, timeout)",
+    "remote_op": "(fn, to, *, fake, timeout)",
     "get_worker_info": "(name)",
     "backward": "(context, roots, *, grad_tensors, retain_graph, create_graph, inputs, mode, accumulate, "
     "deterministic, timeout)",

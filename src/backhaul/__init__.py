@@ -30,6 +30,7 @@ from backhaul.errors import (
 )
 from backhaul.launch.embedded import cluster
 from backhaul.launch.local import launch
+from backhaul.ops import remote_op
 from backhaul.profiler.session import profile
 from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
 from backhaul.rpc.dispatch import async_execution
@@ -83,6 +84,7 @@ __all__ = [
     "profile",
     "profiler",
     "remote",
+    "remote_op",
     "rpc_async",
     "rpc_sync",
     "shutdown",

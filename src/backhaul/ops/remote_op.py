@@ -1,0 +1,189 @@
+"""Functions of other workers as operators. What is done over there is in ``served``."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import marshal
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from torch._guards import detect_fake_mode
+
+from backhaul.autograd.engine import Engine
+from backhaul.autograd.recording import current_scope, enter, leave
+from backhaul.ops import served
+from backhaul.ops.levels import Level
+from backhaul.ops.operators import Implementation, Operators
+from backhaul.ops.served import Call
+from backhaul.ops.signature import Args, Signature, Template, call, values_of
+from backhaul.ops.ticket import Ticket, blank
+from backhaul.rpc.node import Node
+from backhaul.types import WorkerInfo
+from backhaul.wire.callables import label_of, name_of
+from backhaul.worker import current_worker
+
+Function = Callable[..., Any]
+
+_made: dict[Any, RemoteOp] = {}
+_names: set[str] = set()
+_making = threading.Lock()  # guards _made and _names
+
+
+def remote_op(
+    fn: Function, to: str | int | WorkerInfo, *, fake: Function | None = None, timeout: float | None = None
+) -> RemoteOp:
+    """Make a call that stays inside of compiled graphs: an operator that runs ``fn`` on another worker.
+
+    What it returns is called like ``fn``. It works under ``torch.compile(fullgraph=True)``, ``torch.func`` and in eager
+    mode, and its gradients, of any order, need no context: plain ``loss.backward()`` is fine. They are computed over
+    there, by running ``fn`` again with the same arguments and the same random numbers.
+
+    Where ``fn`` uses tensors of its worker that require grad, such as parameters of a module there, their gradients are
+    added to the context that was current when the operator ran. Without one, ``backward`` raises an error; so does the
+    operator itself where no argument requires grad, since then no gradient comes back to it.
+
+    Args:
+        fn: A function of tensors, lists of tensors and plain values that returns a tensor, or a tuple or list of them;
+            its annotations say so. Travels as for ``rpc_sync``.
+        to: Name, id or ``WorkerInfo`` of the worker that runs it.
+        fake: What to run on fake tensors, to learn the shapes of the results; default: ``fn``. For functions that use
+            what only their worker has.
+        timeout: Seconds that each call may take; 0: any time; None: the worker's default.
+
+    Raises:
+        TypeError: An operator cannot take or return what ``fn`` does, or its annotations do not say.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> def head(x: torch.Tensor, power: int = 2) -> torch.Tensor:
+        ...     return torch.sin(x).pow(power)
+        >>> with bh.cluster(2):
+        ...     there = bh.remote_op(head, to="worker1")
+        ...     torch.func.grad(lambda x: there(x).sum())(torch.zeros(2))
+        tensor([0., 0.])
+    """
+    where = to.name if isinstance(to, WorkerInfo) else to
+    key = (_identity(fn), where, _identity(fake), timeout)
+    with _making:
+        if key not in _made:
+            _made[key] = RemoteOp(fn, where, fake, timeout)
+        return _made[key]
+
+
+def _identity(function: Function | None) -> Any:
+    try:
+        hash(function)
+    except TypeError:
+        return id(function)  # which is not given to another: what was made keeps the function
+    return function
+
+
+class RemoteOp:
+    """A function of another worker, as an operator. ``remote_op`` makes them.
+
+    Attributes:
+        op: The operator, as ``torch.library.opcheck`` takes it. After the function's arguments it takes what
+            ``Operators.op`` does.
+    """
+
+    def __init__(self, function: Function, to: str | int, fake: Function | None, timeout: float | None) -> None:
+        self._function = function
+        self._to = to
+        self._on_fakes = getattr(fake or function, "_torchdynamo_orig_callable", fake or function)
+        self._timeout = timeout
+        self._signature = Signature(function)
+        does = Implementation(self._run, self._fake, self._pull)
+        self._operators = Operators(_new_name(function, to), self._signature, does)
+        self.op = self._operators.op
+
+    def __repr__(self) -> str:
+        return f"<remote_op {label_of(self._function)} on {self._to!r}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function over there, and wait for the result."""
+        return self._signature.collect(self._operators(self._signature.complete(args, kwargs)))
+
+    def _run(self, args: Args, grad: int) -> list[torch.Tensor]:
+        scope = current_scope(current_worker())
+        return self._call(served.run, args, grad, scope.context.id if scope is not None else 0)
+
+    def _fake(self, args: Args) -> list[torch.Tensor]:
+        with torch.no_grad(), _real_tensors_too(args):
+            outputs = call(self._on_fakes, self._signature.named, args)
+        return [*(output.detach().clone() for output in outputs), blank()]
+
+    def _pull(
+        self, args: Args, ticket: torch.Tensor, seeds: Sequence[torch.Tensor], levels: Sequence[Level]
+    ) -> list[torch.Tensor]:
+        seeds = [seed.detach() for seed in seeds]
+        return self._call(
+            served.pull, args, ticket, seeds, list(levels), self._take_part(Ticket.unpack(ticket).context)
+        )
+
+    def _take_part(self, number: int) -> int | None:
+        """Let the other worker take part in a context, so that it is told when that is over; None if it is."""
+        worker = current_worker()
+        context = worker.part(Engine).container.find(number) if number else None
+        if context is not None and context.know(worker.part(Node).peers.find(self._to).record.id):
+            return number
+        return None if number else 0
+
+    def _call(self, function: Callable[..., list[torch.Tensor]], args: Args, *more: Any) -> list[torch.Tensor]:
+        """Call one of ``served``. That is not part of any context: its gradients are computed by calling another."""
+        agent = current_worker().part(Node).agent
+        peer = agent.peers.find(self._to)
+        what = name_of(self._function, main_shared=peer.main_shared) or self._function
+        plain = Template(args).fill([value.detach() for value in values_of(args)])
+        token = enter(None)
+        try:
+            found: list[torch.Tensor] = agent.call(
+                peer.record.id,
+                function,
+                (Call(what, self._signature.named, plain), *more),
+                None,
+                self._timeout,
+                label=label_of(self._function),
+            )
+            return found
+        finally:
+            leave(token)
+
+
+def _new_name(function: Function, to: str | int) -> str:
+    """A name for an operator. It depends on the code, since what was compiled is kept under the names of operators, and
+    used again by later programs.
+    """
+    known = name_of(function)
+    code = getattr(function, "__code__", None)
+    try:
+        essence = marshal.dumps(code) if known and code is not None else cloudpickle.dumps(function)
+    except Exception:  # such as references: they travel, but not by pickle alone
+        essence = uuid.uuid4().bytes
+    words = re.sub(r"\W+", "_", f"{label_of(function)}_on_{to}")
+    base = name = f"{words}_{hashlib.sha256(essence + repr(known).encode()).hexdigest()[:8]}"
+    count = 1
+    while name in _names:
+        count += 1
+        name = f"{base}_{count}"
+    _names.add(name)
+    return name
+
+
+@contextlib.contextmanager
+def _real_tensors_too(args: Args) -> Iterator[None]:
+    """While inside, fake tensors may meet real ones: the function's parameters, if they are here too."""
+    mode: Any = detect_fake_mode(values_of(args))
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
