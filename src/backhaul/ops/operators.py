@@ -207,7 +207,8 @@ class _Recorded(_SingleLevelFunction):
     ) -> tuple[torch.Tensor, ...]:
         if run.how[:1] == (Grad.UNUSED,) and any(ctx.needs_input_grad):  # tensors inside of torch.func do not tell
             run = Run(run.template, how=(Grad.WANTED, *run.how[1:]))
-        with torch._C._AutoDispatchBelowAutograd():
+        # Recording is off while a Function runs, but torch.func may have more transforms than the one whose turn it is.
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             results = operators.pass_on(keys & torch._C._after_autograd_keyset, run, ticket, values)
         ctx.operators, ctx.run = operators, run
         ctx.set_materialize_grads(False)
