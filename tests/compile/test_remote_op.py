@@ -72,6 +72,7 @@ def test_compiled(backend: str, dynamic: bool) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
+@pytest.mark.may_leak  # inductor starts threads when it likes
 def test_compiled_by_inductor() -> None:
     leaves = tensor(3, 4), tensor(4, seed=1)
     there = bh.remote_op(functions.head, to="worker1")

@@ -77,6 +77,7 @@ def test_functions_that_are_compiled_where_they_are_defined() -> None:
 @pytest.mark.usefixtures("workers")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
+@pytest.mark.may_leak  # inductor starts threads when it likes
 def test_inductor() -> None:
     with torch._inductor.config.patch(compile_threads=1):
         call = functools.partial(bh.rpc_sync, "worker1", run_compiled)
