@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from backhaul.autograd.context import Context
 from backhaul.autograd.engine import Engine
@@ -149,7 +150,6 @@ class _Pull:
             return torch.autograd.grad(roots, wanted, seeds, create_graph=not last, allow_unused=True)
         if self._context is None:
             self._refuse()
-        assert self._context is not None
         self._engine.backward(
             self._context,
             roots,
@@ -169,12 +169,12 @@ class _Pull:
 
     def _leads_elsewhere(self, roots: Sequence[torch.Tensor]) -> bool:
         """Whether gradients of ``roots`` come to other tensors than values: parameters, or those of other workers."""
-        for node in nodes_behind([root if root.grad_fn is None else _edge(root) for root in roots]):
+        for node in nodes_behind([get_gradient_edge(root) for root in roots]):
             if recv_of(node) is not None or (type(node) is LeafNode and id(node.variable) not in self._own):
                 return True
         return False
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         worker, context = current_worker().name, self._ticket.context
         why = f"context {context}, in which it was called, is over" if context else "it was called outside of a context"
         raise ContextError(
@@ -186,15 +186,8 @@ class _Pull:
         )
 
 
-def _edge(tensor: torch.Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(tensor)
-
-
 def _leaves(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [
-        value.detach().requires_grad_(value.is_floating_point() or value.is_complex())  # a new tensor each
-        for value in values
-    ]
+    return [value.detach().requires_grad_(value.is_floating_point() or value.is_complex()) for value in values]
 
 
 def _on_their_own(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
