@@ -93,6 +93,10 @@ def build(backend: str) -> Any:
     return torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double(), backend=backend)
 
 
+def build_and_keep(backend: str) -> bh.RRef[Any]:
+    return bh.RRef(build(backend))
+
+
 def gradients_there(ctx: int, module: bh.RRef[nn.Module]) -> list[Tensor]:
     held = bh.get_gradients(ctx)
     return [held[parameter] for parameter in module.local_value().parameters()]
@@ -102,7 +106,7 @@ def gradients_there(ctx: int, module: bh.RRef[nn.Module]) -> list[Tensor]:
 def module(request: pytest.FixtureRequest, workers: Any) -> Iterator[tuple[Callable[[Tensor], Tensor], bh.RRef[Any]]]:
     """How to call a compiled module on another worker, and a reference to it."""
     if request.param == "RRef":
-        rref = bh.remote("worker1", build, args=("aot_eager",))
+        rref = bh.rpc_sync("worker1", build_and_keep, args=("aot_eager",))
         yield rref.rpc_sync().forward, rref
     else:
         made = bh.nn.RemoteModule("worker1", build, ("aot_eager",))
