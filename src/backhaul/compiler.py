@@ -7,13 +7,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C._dynamo import eval_frame
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-"""What to do with a frame, and with those of all that it calls."""
+def _find_skip() -> Callable[[Any], None]:
+    """Tells the compiler to leave the frames of some code alone, and those of all that it calls. Versions of torch that
+    cannot be told so trace into what our marked functions call, if they are called from code that is not compiled.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+        mark: Callable[..., None] = eval_frame.set_code_exec_strategy
+    except (ImportError, AttributeError):
+        return lambda code: None
+    return lambda code: mark(code, skip)
+
+
+_skip = _find_skip()
 
 
 def graph_break(function: F) -> F:
@@ -28,5 +39,5 @@ def graph_break(function: F) -> F:
     marked._torchdynamo_disable_msg = (
         "it talks to other workers, which is not an operation of a graph; backhaul.remote_op makes calls that are"
     )
-    eval_frame.set_code_exec_strategy(marked.__code__, _SKIP)
+    _skip(marked.__code__)
     return function
