@@ -45,6 +45,9 @@ _alive_lock = threading.Lock()  # guards _alive and _closed_last
 _closed_last: str | None = None  # only for a better error message
 _only: Worker | None = None  # the one worker of the process, if there is just one
 
+carried: Callable[[], Worker | None] | None = None
+"""Finds the current worker where context variables do not reach; see ``jit.threads``."""
+
 
 def _find_only() -> None:
     global _only
@@ -237,6 +240,8 @@ def current_worker() -> Worker:
         NotInitializedError: There is none, or several and none is current.
     """
     worker = _current.get()
+    if worker is None and carried is not None:
+        worker = carried()
     if worker is not None:
         if worker.closed:
             raise NotInitializedError(f"worker '{worker.name}' was shut down", worker=worker.name)

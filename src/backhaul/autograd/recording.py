@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from backhaul.worker import Worker
 
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_scope", default=None)
 
+carried: Callable[[], Scope | None] | None = None
+"""Finds the current scope where context variables do not reach; see ``jit.threads``."""
 
 _NO_GRAD = object()
 """Kept of a call made under ``no_grad``: its result needs no gradient, as that of any operation there."""
@@ -34,7 +36,7 @@ _NO_GRAD = object()
 class Scope:
     """That a context is current, on one worker, for one strand of execution."""
 
-    __slots__ = ("_numbers", "_place", "context", "worker")
+    __slots__ = ("__weakref__", "_numbers", "_place", "context", "worker")
 
     def __init__(self, worker: Worker, context: Context, place: tuple[int, ...] = ()) -> None:
         self.worker = worker
@@ -50,6 +52,8 @@ class Scope:
 def current_scope(worker: Worker) -> Scope | None:
     """The scope that is current here, if it is one of ``worker``'s."""
     scope = _scope.get()
+    if scope is None and carried is not None:
+        scope = carried()
     return scope if scope is not None and scope.worker is worker else None
 
 

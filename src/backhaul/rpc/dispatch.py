@@ -56,6 +56,16 @@ def async_execution(function: F) -> F:
     return function
 
 
+def answers_later(function: Any, result: Any) -> bool:
+    """Whether the value of a call is that of the future which the function returned.
+
+    A scripted function that returns a future means just that: found by name, it has lost its mark.
+    """
+    return getattr(function, ASYNC_MARK, False) or (
+        type(function) is torch.jit.ScriptFunction and isinstance(result, torch._C.Future)
+    )
+
+
 class Dispatcher:
     """The serving half of a worker. Thread-safe."""
 
@@ -110,8 +120,8 @@ class Dispatcher:
             result = function(*args, **kwargs)
             if answer.trace is not None:
                 answer.trace.ran()
-            if getattr(function, ASYNC_MARK, False):
-                if not isinstance(result, torch.futures.Future):
+            if answers_later(function, result):
+                if not isinstance(result, torch._C.Future):
                     raise TypeError(
                         f"{answer.label} is marked with async_execution, so it must return a Future, "
                         f"but it returned a {type(result).__name__}"

@@ -12,7 +12,7 @@ import torch
 from backhaul.autograd.api import backward
 from backhaul.compiler import graph_break
 from backhaul.errors import BackhaulError, CallTimeoutError
-from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
+from backhaul.rpc.dispatch import answers_later, async_execution
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node
 from backhaul.rref.ownership import Entry, ForkId, RRefId, maker_of
@@ -148,6 +148,35 @@ class RRef(Generic[T]):
         value: T = self._rrefs.agent.call(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
         self._created = None  # it is there
         return value
+
+    @property
+    def _itself(self) -> RRef[T]:
+        """What script holds of a reference; see ``jit.references``."""
+        return self
+
+    def _ask(self, timeout: float | None = None) -> Future[T]:
+        """As ``to_here``, for those who cannot wait: a future of the value."""
+        if self._entry is not None:
+            limit = self._rrefs.agent.timeout if timeout is None else timeout
+            return cast(
+                "Future[T]", self._entry.value if self._entry.value.done() or not limit else self._within(limit)
+            )
+        self._check_created()
+        return self._rrefs.agent.call_async(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
+
+    def _within(self, limit: float) -> Future[Any]:
+        """The value of this worker's, if it comes in time."""
+        assert self._entry is not None
+        made: Future[Any] = Future()
+        forward(self._entry.value, made)
+        text, name = f"the value of {self} was not there within {limit:g} s", self.owner_name()
+
+        def give_up() -> None:
+            if not made.done():
+                made.set_exception(CallTimeoutError(text, worker=name, timeout=limit))
+
+        self._rrefs.worker.crew.call_at(self._rrefs.worker.runtime.now() + limit, give_up)
+        return made
 
     def _check_created(self) -> None:
         if self._created is not None and self._created.done():
@@ -347,8 +376,8 @@ def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Fut
         owned = value._fresh_value()
         method = getattr(owned, what) if isinstance(what, str) else functools.partial(what, owned)
         result = method(*args, **kwargs)
-        if getattr(method, ASYNC_MARK, False):
-            if not isinstance(result, torch.futures.Future):
+        if answers_later(method, result):
+            if not isinstance(result, torch._C.Future):
                 raise TypeError(
                     f"{label_of(method)} is marked with async_execution, so it must return a Future, but it returned "
                     f"a {type(result).__name__}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from backhaul.compiler import graph_break
 from backhaul.errors import SerializationError
-from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
+from backhaul.rpc.dispatch import answers_later, async_execution
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.node import Node
@@ -114,13 +114,13 @@ def create(number: int, fork: int, what: Any, /, *args: Any, **kwargs: Any) -> F
     try:
         function = resolve(what) if isinstance(what, str) else what
         result = function(*args, **kwargs)
-        if getattr(function, ASYNC_MARK, False):
-            if not isinstance(result, torch.futures.Future):
+        if answers_later(function, result):
+            if not isinstance(result, torch._C.Future):
                 raise TypeError(
                     f"{label_of(function)} is marked with async_execution, so it must return a Future, but it returned "
                     f"a {type(result).__name__}"
                 )
-            made = result
+            made = cast("torch.futures.Future[Any]", result)
         elif inspect.iscoroutine(result):
             made = current_worker().part(Node).dispatcher.complete(result)
         else:

@@ -1,0 +1,192 @@
+"""All that is used of torch's compiler and is not public. Knows nothing of calls.
+
+Tried with torch 2.13.0. The compiler lets a package take part in four places: what names mean in a function that is
+compiled (``get_closure``), what annotations mean (``try_ann_to_type``), which Python functions are operators (the table
+of builtins), and what is called with everything it has compiled (emit hooks). All can be left again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed.rpc
+import torch.jit._builtins
+import torch.jit._script
+import torch.jit._state
+import torch.jit.annotations
+from torch import _jit_internal
+from torch._sources import fake_range
+
+Closure = Callable[[Any], dict[str, Any]]
+Annotation = Callable[..., Any]
+Emitted = Callable[[Any], None]
+
+# torch describes these to type checkers in part only.
+Graph: TypeAlias = Any
+Node: TypeAlias = Any
+Value: TypeAlias = Any
+Type: TypeAlias = Any
+types_of: Any = torch._C
+_script: Any = torch.jit._script
+
+
+class Patches:
+    """What is ours in torch's compiler, while it is installed.
+
+    Args:
+        captured: Makes of the names that a function refers to those that the compiler is to see.
+        annotated: The type that an annotation means, or None if that is not ours to say.
+        emitted: Called with the graph of everything that has been compiled.
+    """
+
+    def __init__(
+        self,
+        captured: Callable[[Any, dict[str, Any]], dict[str, Any]],
+        annotated: Callable[[Any, Any], Any],
+        emitted: Callable[[Graph], None],
+    ) -> None:
+        self._active = True
+        self._closure: Closure = _jit_internal.get_closure
+        self._annotation: Annotation = torch.jit.annotations.try_ann_to_type
+        self._hooks: tuple[Emitted | None, Emitted | None] = torch._C._jit_get_emit_hooks()
+
+        def get_closure(function: Any) -> dict[str, Any]:
+            found = self._closure(function)
+            return captured(function, found) if self._active else found
+
+        def try_ann_to_type(annotation: Any, loc: Any, rcb: Any = None) -> Any:
+            if isinstance(annotation, types_of.Type):
+                return annotation
+            found = annotated(annotation, loc) if self._active else None
+            return self._annotation(annotation, loc, rcb) if found is None else found
+
+        def on_module(module: Any) -> None:
+            if self._active:
+                for name in module._method_names():
+                    emitted(module._get_method(name).graph)
+            if self._hooks[0] is not None:
+                self._hooks[0](module)
+
+        def on_function(function: Any) -> None:
+            if self._active:
+                emitted(function.graph)
+            if self._hooks[1] is not None:
+                self._hooks[1](function)
+
+        self._own_closure, self._own_annotation = get_closure, try_ann_to_type
+        self._own_hooks = on_module, on_function
+        _jit_internal.get_closure = get_closure
+        torch.jit.annotations.try_ann_to_type = try_ann_to_type
+        torch._C._jit_set_emit_hooks(on_module, on_function)
+
+    def remove(self) -> None:
+        """Put back what was there; what others have put on top since stays, and passes through."""
+        self._active = False
+        if _jit_internal.get_closure is self._own_closure:
+            _jit_internal.get_closure = self._closure
+        if torch.jit.annotations.try_ann_to_type is self._own_annotation:
+            torch.jit.annotations.try_ann_to_type = self._annotation
+        if torch._C._jit_get_emit_hooks() == self._own_hooks:
+            torch._C._jit_set_emit_hooks(*self._hooks)
+
+
+# Calls, as the compiler knows them.
+
+
+def special_form(name: str) -> Any:
+    """What the compiler takes for ``rpc_sync``, ``rpc_async`` or ``remote``: it knows the reference's by identity."""
+    return getattr(sys.modules["torch.distributed.rpc"], name)
+
+
+def set_operator(function: Callable[..., Any], operator: str | None) -> None:
+    """Let a Python function be an operator in script, or none again."""
+    table = torch.jit._builtins._get_builtin_table()
+    if operator is None:
+        table.pop(id(function), None)
+    else:
+        table[id(function)] = operator
+
+
+def type_of(annotation: Any, loc: Any = None) -> Any:
+    """The type that an annotation means, at a place in a source."""
+    return torch.jit.annotations.ann_to_type(annotation, loc or fake_range())
+
+
+def find_function(name: str) -> Any:
+    """The scripted function of that qualified name; None if there is none."""
+    return torch.jit._state._python_cu.find_function(name)
+
+
+# Compiling what is ours.
+
+
+def script(function: Any) -> Any:
+    """As ``torch.jit.script``, without its warning."""
+    return _script._script_impl(function)
+
+
+def instantiate(template: types.FunctionType, meanings: Mapping[str, Any]) -> Any:
+    """Script a function with other meanings for the names in it."""
+    copy = types.FunctionType(template.__code__, {**template.__globals__, **meanings}, template.__name__)
+    copy.__module__, copy.__qualname__ = template.__module__, template.__qualname__
+    copy.__annotations__ = template.__annotations__
+    return script(copy)
+
+
+def ignored(function: Callable[..., Any], **annotations: Any) -> Any:
+    """A Python function for use in script, with annotations that may be types of the compiler's."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    # The compiler looks at the signature, so there has to be one.
+    names = ", ".join(name for name in annotations if name != "return")
+    space: dict[str, Any] = {"call": call}
+    exec(f"def {function.__name__}({names}):\n    return call({names})", space)
+    made = space[function.__name__]
+    made.__annotations__ = annotations
+    made.__module__ = function.__module__
+    return torch.jit.ignore(made)
+
+
+def instantiate_class(template: type, name: str, meanings: Mapping[str, Any]) -> Any:
+    """Script a class under another name and with other meanings for the names in it; returns its type."""
+    copy = type(template.__name__, (), dict(vars(template)) | {"__qualname__": template.__qualname__})
+    qualified = f"__torch__.{template.__module__}.{name}"
+
+    def meaning(word: str) -> Any:
+        return meanings[word] if word in meanings else getattr(builtins, word, None)
+
+    _script._compile_and_register_class(copy, meaning, qualified)
+    return torch.jit._state._python_cu.get_class(qualified)
+
+
+def set_python_class(name: str, python_class: type) -> None:
+    """What values of a scripted class are in Python, when they come out of script."""
+    torch.jit._state._name_to_pyclass[name] = python_class
+
+
+# State of threads that the interpreter and the autograd engine carry along.
+
+
+def stash(key: str, value: object) -> None:
+    """Keep a value with this strand of execution."""
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def stashed(key: str) -> Any:
+    """What ``stash`` kept; None if there is nothing."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+@contextlib.contextmanager
+def inserting(graph: Graph, node: Node) -> Iterator[None]:
+    """Put new nodes in front of one."""
+    with graph.insert_point_guard(node):
+        yield

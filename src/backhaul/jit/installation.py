@@ -1,0 +1,65 @@
+"""Puts Backhaul into torch's compiler, and takes it out."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+from backhaul.autograd.api import backward, get_gradients
+from backhaul.jit import compiler, threads
+from backhaul.jit.names import Api
+from backhaul.jit.operators import names
+from backhaul.jit.references import classes
+from backhaul.jit.rewriting import rewrite
+from backhaul.rpc.api import rpc_async, rpc_sync
+from backhaul.rref.remote import remote
+
+_lock = threading.Lock()  # guards _patches and _apis
+_patches: compiler.Patches | None = None
+
+NATIVE = Api(
+    "backhaul",
+    rpc_sync,
+    rpc_async,
+    remote,
+    rpc_async,
+    ((backward, "backhaul::dist_backward"), (get_gradients, "backhaul::get_gradients")),
+)
+
+
+def install() -> None:
+    """Let functions that are scripted from now on make Backhaul's calls. Importing ``backhaul.jit`` does this."""
+    global _patches
+    with _lock:
+        if _patches is None:
+            _patches = compiler.Patches(names.captured, classes.annotated, functools.partial(rewrite, names=names))
+            threads.install()
+            for api in names.apis.values():
+                _set_operators(api, True)
+
+
+def uninstall() -> None:
+    """Leave torch's compiler as it was found. Functions that were scripted before still work."""
+    global _patches
+    with _lock:
+        if _patches is not None:
+            _patches.remove()
+            _patches = None
+            for api in names.apis.values():
+                _set_operators(api, False)
+
+
+def add(api: Api) -> None:
+    """Know the functions of another API, too."""
+    with _lock:
+        names.add(api)
+        if _patches is not None:
+            _set_operators(api, True)
+
+
+def _set_operators(api: Api, present: bool) -> None:
+    for function, operator in api.operators:
+        compiler.set_operator(function, operator if present else None)
+
+
+names.add(NATIVE)

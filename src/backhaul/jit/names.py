@@ -1,0 +1,109 @@
+"""Which calls in a function that is compiled are Backhaul's.
+
+The compiler knows ``rpc_sync``, ``rpc_async`` and ``remote`` by identity with those of ``torch.distributed.rpc``, since
+only they take functions as arguments. So where a function that is compiled refers to Backhaul's, the compiler is shown
+those, and where in which file that was is remembered. Nothing else sees this: what is shown is a copy of the names that
+the function refers to, and functions that refer to ``torch.distributed.rpc`` itself are left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import types
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from backhaul.jit import compiler
+
+FORMS = ("rpc_sync", "rpc_async", "remote")
+
+_PLACE = re.compile(r'File "(.+?)", line (\d+)')
+
+
+@dataclass(frozen=True)
+class Api:
+    """Functions to make calls with.
+
+    Attributes:
+        name: What to call it in graphs.
+        rpc_sync: As users know it.
+        rpc_async: Likewise.
+        remote: Likewise; what script runs, too.
+        start: What script runs for the other two, with the arguments of ``rpc_async``.
+        operators: Functions that are operators in script, each with its name.
+    """
+
+    name: str
+    rpc_sync: Callable[..., Any]
+    rpc_async: Callable[..., Any]
+    remote: Callable[..., Any]
+    start: Callable[..., Any]
+    operators: tuple[tuple[Callable[..., Any], str], ...] = ()
+
+
+class Names:
+    """What names mean in functions that are compiled. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.apis: dict[str, Api] = {}
+        self._forms: dict[int, tuple[Api, str]] = {}
+        self._lock = threading.Lock()  # guards _places
+        self._places: dict[str, dict[tuple[int, int], Api]] = {}  # file -> first and last line of a function
+
+    def add(self, api: Api) -> None:
+        """Know the functions of an API from now on."""
+        self.apis[api.name] = api
+        for form in FORMS:
+            self._forms[id(getattr(api, form))] = api, form
+
+    def captured(self, function: Any, found: dict[str, Any]) -> dict[str, Any]:
+        """The names that a function refers to, as the compiler is to see them."""
+        code = function.__code__
+        names = {*code.co_names, *code.co_freevars}
+        used: set[str] = set()
+        shown = {name: self._show(found[name], names, used) for name in names & found.keys()}
+        if len(used) > 1:
+            raise RuntimeError(
+                f"{function.__qualname__} makes calls with {' and '.join(sorted(used))}: use one of them"
+            )
+        lines = [line for *_, line in code.co_lines() if line is not None]
+        place = code.co_firstlineno, max(lines, default=code.co_firstlineno)
+        with self._lock:
+            places = self._places.setdefault(code.co_filename, {})
+            places.pop(place, None)
+            if used:
+                places[place] = self.apis[used.pop()]
+        return {**found, **shown}
+
+    def _show(self, value: Any, names: Collection[str], used: set[str]) -> Any:
+        found = self._forms.get(id(value))
+        if found is not None:
+            used.add(found[0].name)
+            return compiler.special_form(found[1])
+        if not isinstance(value, types.ModuleType):
+            return value
+        inner: set[str] = set()
+        # Names of modules that lead to a call are left out on the way down, so that this ends.
+        shown = {
+            name: self._show(vars(value)[name], set(names) - {name}, inner) for name in names if name in vars(value)
+        }
+        if not inner:
+            return value
+        used |= inner
+        copy = types.ModuleType(value.__name__)
+        vars(copy).update(vars(value), **shown)
+        return copy
+
+    def api_at(self, place: str) -> Api | None:
+        """Whose call it is that was compiled from there, as the compiler says it; None: not one of ours."""
+        match = _PLACE.search(place)
+        if match is not None:
+            line = int(match[2])
+            with self._lock:
+                around = [item for item in self._places.get(match[1], {}).items() if item[0][0] <= line <= item[0][1]]
+            if around:
+                return max(around, key=lambda item: item[0][0])[1]
+        stands_in = self._forms.get(id(compiler.special_form("rpc_async")))
+        return None if stands_in is None else stands_in[0]

@@ -1,0 +1,193 @@
+"""``RRef[T]`` in script: for each ``T`` a scripted class that holds the reference as a Python object.
+
+In script, references are used and passed on; in Python they are what they always were. Where one comes out of script
+it is a ``_Shown``, which stands for the reference itself.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import typing
+from typing import Any, NamedTuple, TypeAlias
+
+from backhaul.jit import compiler, threads
+from backhaul.jit.compiler import types_of
+from backhaul.jit.results import key_of, typed
+from backhaul.rref.handle import RRef
+from backhaul.wire.codec import reducers
+
+Kind: TypeAlias = Any  # stands for a type of the compiler's
+Held: TypeAlias = Any
+
+
+Owner = NamedTuple("Owner", [("name", str), ("id", int)])  # noqa: UP014 (the compiler wants types, not their names)
+"""What ``owner()`` gives in script; calls take it for a worker."""
+
+
+class Reference:
+    """Scripted for each kind of value, under a name of its own. The names in it mean the functions below."""
+
+    def __init__(self, _itself: Held) -> None:
+        self._itself = _itself
+
+    def to_here(self, timeout: float = -1.0) -> Kind:
+        return fetch(self._itself, timeout).wait()
+
+    def local_value(self) -> Kind:
+        return local(self._itself).wait()
+
+    def is_owner(self) -> bool:
+        return is_owner(self._itself)
+
+    def owner(self) -> Owner:
+        return owner(self._itself)
+
+    def owner_name(self) -> str:
+        return owner_name(self._itself)
+
+    def confirmed_by_owner(self) -> bool:
+        return confirmed_by_owner(self._itself)
+
+    def __getstate__(self) -> str:
+        return refuse()
+
+    def __setstate__(self, state: str) -> None:
+        refuse()
+
+
+def fetch(held: Any, timeout: float) -> Any:
+    """Stands for what ``_compile`` makes for each kind."""
+    raise NotImplementedError
+
+
+def local(held: Any) -> Any:
+    """Likewise."""
+    raise NotImplementedError
+
+
+def refuse() -> str:
+    """References travel in calls, where they are counted."""
+    raise RuntimeError("RRef jit pickling is only allowed inside RPC calls")
+
+
+def to_here(held: Any, timeout: float, kind: str) -> Any:
+    """A future of the value, for script."""
+    threads.carry()
+    return typed(itself(held)._ask(None if timeout < 0 else timeout), kind)
+
+
+def local_value(held: Any, kind: str) -> Any:
+    """Likewise, on its owner."""
+    threads.carry()
+    if not held.is_owner():
+        raise RuntimeError(f"Can't call RRef.local_value() on a non-owner RRef: {held!r}")
+    return typed(itself(held)._ask(0), kind)
+
+
+def is_owner(held: Any) -> bool:
+    """Whether the value is here."""
+    return bool(held.is_owner())
+
+
+def owner(held: Any) -> Owner:
+    """Where it is."""
+    return Owner(held.owner().name, int(held.owner().id))
+
+
+def owner_name(held: Any) -> str:
+    """The name of that worker."""
+    return str(held.owner_name())
+
+
+def confirmed_by_owner(held: Any) -> bool:
+    """Whether its owner is known to have it."""
+    return bool(held.confirmed_by_owner())
+
+
+class _Shown:
+    """A reference that came out of script."""
+
+    __slots__ = ("__weakref__", "_itself")
+
+    _itself: RRef[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._itself, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._itself)
+
+    def __repr__(self) -> str:
+        return repr(self._itself)
+
+
+def itself(value: Any) -> Any:
+    """The reference that a value stands for; the value if it stands for none."""
+    return value._itself if type(value) is _Shown else value
+
+
+def _reduce(shown: _Shown, parcels: list[Any]) -> Any:
+    return reducers[type(shown._itself)](shown._itself, parcels)
+
+
+reducers[_Shown] = _reduce
+
+
+class References:
+    """The classes, made when they are asked for. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, Any] = {}
+        self._lock = threading.RLock()  # guards _classes, while one is compiled too
+
+    def annotated(self, annotation: Any, loc: Any) -> Any:
+        """The type for an annotation ``RRef[T]``; None if it is something else."""
+        origin = typing.get_origin(annotation)
+        if not (isinstance(origin, type) and issubclass(origin, RRef)):
+            return None
+        return self.class_of(compiler.type_of(typing.get_args(annotation)[0], loc))
+
+    def class_of(self, kind: compiler.Type) -> Any:
+        """The class for references to values of a type."""
+        key = kind.annotation_str
+        with self._lock:
+            found = self._classes.get(key)
+            if found is None:
+                found = self._classes[key] = _compile(
+                    kind, f"RRef_{len(self._classes)}_{re.sub('[^a-zA-Z0-9]+', '_', key)}"
+                )
+            return found
+
+
+def _compile(kind: compiler.Type, name: str) -> Any:
+    held = types_of.PyObjectType.get()
+    future = types_of.FutureType(kind)
+
+    key = key_of(kind)
+
+    def fetch(held: Any, timeout: float) -> Any:
+        return to_here(held, timeout, key)
+
+    def local(held: Any) -> Any:
+        return local_value(held, key)
+
+    meanings = {
+        "Held": held,
+        "Kind": kind,
+        "Owner": Owner,
+        "fetch": compiler.ignored(fetch, **{"held": held, "timeout": float, "return": future}),
+        "local": compiler.ignored(local, **{"held": held, "return": future}),
+        "refuse": compiler.ignored(refuse, **{"return": str}),
+        "is_owner": compiler.ignored(is_owner, **{"held": held, "return": bool}),
+        "owner": compiler.ignored(owner, **{"held": held, "return": Owner}),
+        "owner_name": compiler.ignored(owner_name, **{"held": held, "return": str}),
+        "confirmed_by_owner": compiler.ignored(confirmed_by_owner, **{"held": held, "return": bool}),
+    }
+    made = compiler.instantiate_class(Reference, name, meanings)
+    compiler.set_python_class(made.qualified_name(), _Shown)
+    return made
+
+
+classes = References()
