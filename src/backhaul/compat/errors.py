@@ -22,6 +22,7 @@ from backhaul.errors import (
     UnknownContextError,
     UnknownWorkerError,
 )
+from backhaul.wire.callables import SCRIPT
 
 NOT_INITIALIZED = "RPC has not been initialized. Call backhaul.compat.rpc.init_rpc first."
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (by calling `rpc.init_rpc`)?"
@@ -47,6 +48,8 @@ def _text(error: BackhaulError) -> str | None:
         return f"could not find destination: {error}"
     if isinstance(error, UnknownContextError):
         return f"Could not find autograd context with id: {error.context}"
+    if isinstance(error, FunctionNotFoundError) and (error.function or "").startswith(SCRIPT):
+        return f"attempted to get undefined function {(error.function or '').rpartition('.')[2]}: {error}"
     if isinstance(error, FunctionNotFoundError):
         return f"{error} Default RPC pickler does not serialize function code. Define it on both sides."
     if isinstance(error, NotInitializedError):

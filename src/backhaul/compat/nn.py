@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +29,9 @@ _REFUSED = (
 )
 
 
+_interfaces: weakref.WeakKeyDictionary[RemoteModule, type] = weakref.WeakKeyDictionary()
+
+
 class RemoteModule(nn.RemoteModule):
     """A module on another worker. It refuses what the reference's does, though Backhaul's own can do most of it."""
 
@@ -46,6 +50,16 @@ class RemoteModule(nn.RemoteModule):
             raise ValueError(
                 f"Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but: {error}"
             ) from error
+        if _module_interface_cls is not None:
+            _interfaces[self] = _module_interface_cls
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        """What ``torch.jit.script`` compiles in its place: that which has the methods of the interface."""
+        from backhaul.jit import remote_module  # only here: it is gone with TorchScript
+
+        if self not in _interfaces:
+            raise RuntimeError("a RemoteModule can be scripted where it was made with _module_interface_cls")
+        return remote_module(self.module_rref, _interfaces[self])
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run the module where it is; returns a future."""

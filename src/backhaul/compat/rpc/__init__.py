@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import numbers
@@ -50,6 +51,9 @@ __all__ = [
 ]
 
 PyRRef = RRef
+
+with contextlib.suppress(ImportError):  # TorchScript is gone on newer Pythons
+    from backhaul.compat.rpc import script as _script  # noqa: F401
 
 logger = logging.getLogger("backhaul")
 

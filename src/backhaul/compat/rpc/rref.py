@@ -71,6 +71,10 @@ class RRef(handle.RRef[T]):
         with errors.rewording():
             return super().to_here(_limit(timeout))
 
+    def _ask(self, timeout: float | None = None) -> Future[T]:
+        self._check_alive("Cannot call to_here() on it after deletion.")
+        return follow(super()._ask(timeout))
+
     def _check_alive(self, problem: str) -> None:
         if self._entry is None and self._rrefs.worker.closed:
             raise RuntimeError(f"{self} has been deleted. {problem}")
