@@ -16,11 +16,11 @@ if not hasattr(torch.jit, "script"):
 try:
     from backhaul.jit.installation import install, uninstall
     from backhaul.jit.modules import remote_module
+
+    install()
 except (AttributeError, ImportError) as error:
     raise ImportError(
         f"the TorchScript of torch {torch.__version__} is not one known here ({error}): {_ADVICE}"
     ) from error
 
 __all__ = ["install", "remote_module", "uninstall"]
-
-install()

@@ -80,20 +80,20 @@ class Patches:
                 self._hooks[1](function)
 
         self._own_closure, self._own_annotation = get_closure, try_ann_to_type
-        self._own_hooks = on_module, on_function
+        torch._C._jit_set_emit_hooks(on_module, on_function)
         _jit_internal.get_closure = get_closure
         torch.jit.annotations.try_ann_to_type = try_ann_to_type
-        torch._C._jit_set_emit_hooks(on_module, on_function)
 
     def remove(self) -> None:
-        """Put back what was there; what others have put on top since stays, and passes through."""
+        """Put back what was there. What others have put on top since stays, and passes through; but torch has one pair
+        of hooks and does not tell whose it is, so those are the ones found in the beginning.
+        """
         self._active = False
         if _jit_internal.get_closure is self._own_closure:
             _jit_internal.get_closure = self._closure
         if torch.jit.annotations.try_ann_to_type is self._own_annotation:
             torch.jit.annotations.try_ann_to_type = self._annotation
-        if torch._C._jit_get_emit_hooks() == self._own_hooks:
-            torch._C._jit_set_emit_hooks(*self._hooks)
+        torch._C._jit_set_emit_hooks(*self._hooks)
 
 
 # Calls, as the compiler knows them.

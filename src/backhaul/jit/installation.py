@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 
@@ -47,6 +48,9 @@ def uninstall() -> None:
             _patches = None
             for api in names.apis.values():
                 _set_operators(api, False)
+
+
+atexit.register(uninstall)  # torch would let go of its hooks when there is no interpreter any more
 
 
 def add(api: Api) -> None:

@@ -61,15 +61,14 @@ class Names:
     def captured(self, function: Any, found: dict[str, Any]) -> dict[str, Any]:
         """The names that a function refers to, as the compiler is to see them."""
         code = function.__code__
-        names = {*code.co_names, *code.co_freevars}
+        names = _names_in(code)
         used: set[str] = set()
         shown = {name: self._show(found[name], names, used) for name in names & found.keys()}
         if len(used) > 1:
             raise RuntimeError(
                 f"{function.__qualname__} makes calls with {' and '.join(sorted(used))}: use one of them"
             )
-        lines = [line for *_, line in code.co_lines() if line is not None]
-        place = code.co_firstlineno, max(lines, default=code.co_firstlineno)
+        place = code.co_firstlineno, _last_line(code)
         with self._lock:
             places = self._places.setdefault(code.co_filename, {})
             places.pop(place, None)
@@ -107,3 +106,17 @@ class Names:
                 return max(around, key=lambda item: item[0][0])[1]
         stands_in = self._forms.get(id(compiler.special_form("rpc_async")))
         return None if stands_in is None else stands_in[0]
+
+
+def _parts_of(code: types.CodeType) -> list[types.CodeType]:
+    """The code of a function and of the comprehensions in it."""
+    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return [code, *(part for each in inner for part in _parts_of(each))]
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    return {name for part in _parts_of(code) for name in (*part.co_names, *part.co_freevars)}
+
+
+def _last_line(code: types.CodeType) -> int:
+    return max(line for part in _parts_of(code) for *_, line in part.co_lines() if line is not None)

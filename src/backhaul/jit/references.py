@@ -16,6 +16,7 @@ from backhaul.jit.compiler import types_of
 from backhaul.jit.results import key_of, typed
 from backhaul.rref.handle import RRef
 from backhaul.wire.codec import reducers
+from backhaul.worker import current_worker
 
 Kind: TypeAlias = Any  # stands for a type of the compiler's
 Held: TypeAlias = Any
@@ -74,7 +75,9 @@ def refuse() -> str:
 def to_here(held: Any, timeout: float, kind: str) -> Any:
     """A future of the value, for script."""
     threads.carry()
-    return typed(itself(held)._ask(None if timeout < 0 else timeout), kind)
+    asked = itself(held)._ask(None if timeout < 0 else timeout)
+    current_worker().endpoint.flush()  # whoever waits for this in script does not tell the worker
+    return typed(asked, kind)
 
 
 def local_value(held: Any, kind: str) -> Any:

@@ -158,11 +158,14 @@ class RRef(Generic[T]):
         """As ``to_here``, for those who cannot wait: a future of the value."""
         if self._entry is not None:
             limit = self._rrefs.agent.timeout if timeout is None else timeout
-            return cast(
-                "Future[T]", self._entry.value if self._entry.value.done() or not limit else self._within(limit)
-            )
+            value = self._entry.value
+            return cast("Future[T]", value if value.done() or not limit else self._within(limit))
         self._check_created()
-        return self._rrefs.agent.call_async(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
+        future: Future[T] = self._rrefs.agent.call_async(
+            self._owner.id, fetch, self._named(), None, timeout, label="to_here"
+        )
+        self._keep_until(future)
+        return future
 
     def _within(self, limit: float) -> Future[Any]:
         """The value of this worker's, if it comes in time."""

@@ -1,0 +1,248 @@
+"""Gradients through calls that scripts make, against the same functions in one process with plain autograd."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import backhaul as bh
+
+from . import functions
+from .functions import blend, script
+
+Leaves = tuple[Tensor, Tensor]
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+def check(remote: Callable[..., Tensor], plain: Callable[..., Tensor], leaves: Leaves) -> None:
+    """Both have the same value and the same gradients."""
+    expected = plain(*leaves)
+    wanted = torch.autograd.grad(expected.sum(), leaves)
+    with bh.context() as ctx:
+        value = remote(*leaves)
+        torch.testing.assert_close(value, expected)
+        bh.backward(ctx, [value.sum()])
+        grads = bh.get_gradients(ctx)
+        assert len(grads) == len(leaves)
+        for leaf, grad in zip(leaves, wanted, strict=True):
+            torch.testing.assert_close(grads[leaf], grad)
+
+
+def recorded() -> int:
+    """How many messages with gradients the context that is current here has seen, on all workers."""
+    contexts = [context for worker in bh.worker.running_workers() for context in contexts_of(worker)]
+    return sum(len(context.sends) for context in contexts)
+
+
+def contexts_of(worker: bh.Worker) -> list[Any]:
+    from backhaul.autograd.engine import Engine
+
+    return worker.part(Engine).container.select(lambda _: True)
+
+
+@pytest.mark.parametrize("way", ["sync", "later", "far"])
+def test_each_way(way: str, leaves: Leaves) -> None:
+    check(lambda a, b: getattr(functions, way)("worker1", a, b), blend, leaves)
+
+
+def test_hops(leaves: Leaves) -> None:
+    def plain(a: Tensor, b: Tensor) -> Tensor:
+        there = blend(a, b)
+        return there * blend(b, there)
+
+    check(lambda a, b: functions.two_hops("worker1", "worker2", a, b), plain, leaves)
+
+
+def test_forks(leaves: Leaves) -> None:
+    check(lambda a, b: functions.forked("worker1", "worker2", a, b), lambda a, b: blend(a, b) * blend(b, a), leaves)
+
+
+def test_forks_of_forks(leaves: Leaves) -> None:
+    check(
+        lambda a, b: functions.forked_twice("worker1", "worker2", a, b),
+        lambda a, b: blend(a, b) * blend(b, a) + blend(b, b),
+        leaves,
+    )
+
+
+def test_many_forks(leaves: Leaves) -> None:
+    @script
+    def remote(a: Tensor, b: Tensor, n: int) -> Tensor:
+        futures = [torch.jit.fork(functions.later, "worker1" if i % 2 == 0 else "worker2", a * i, b) for i in range(n)]
+        made = a * 0
+        for future in futures:
+            made = made + future.wait()
+        return made
+
+    check(lambda a, b: remote(a, b, 20), lambda a, b: sum((blend(a * i, b) for i in range(20)), a * 0), leaves)
+
+
+def test_after_a_wait(leaves: Leaves) -> None:
+    """The context is still current, so later calls are recorded too."""
+
+    def plain(a: Tensor, b: Tensor) -> Tensor:
+        first = blend(a, b)
+        second = blend(b, first)
+        return first + second + blend(second, a)
+
+    check(lambda a, b: sum(functions.after_wait("worker1", a, b), a * 0), plain, leaves)
+    with bh.context():
+        functions.after_wait("worker1", *leaves)
+        assert recorded() == 6  # a request and a reply each
+
+
+def test_forked_in_a_handler(leaves: Leaves) -> None:
+    """On a worker that the context reached by a call."""
+    check(
+        lambda a, b: bh.rpc_sync("worker1", functions.forked_twice, ("worker2", "worker0", a, b)),
+        lambda a, b: blend(a, b) * blend(b, a) + blend(b, b),
+        leaves,
+    )
+
+
+def test_called_by_python_that_script_calls(leaves: Leaves) -> None:
+    def through_python(a: Tensor, b: Tensor) -> Tensor:
+        return bh.rpc_sync("worker1", blend, (a, b))
+
+    ignored = torch.jit.ignore(through_python)
+
+    @script
+    def call(a: Tensor, b: Tensor) -> Tensor:
+        return ignored(a, b)
+
+    @script
+    def remote(a: Tensor, b: Tensor) -> Tensor:
+        return torch.jit.fork(call, a, b).wait()
+
+    check(remote, blend, leaves)
+
+
+def test_no_context_no_recording(leaves: Leaves) -> None:
+    with bh.context():
+        functions.after_wait("worker1", *leaves)
+    functions.after_wait("worker1", *leaves)
+    functions.forked("worker1", "worker2", *leaves)
+    assert recorded() == 0
+
+
+def test_no_grad(leaves: Leaves) -> None:
+    with bh.context(), torch.no_grad():
+        made = functions.forked("worker1", "worker2", *leaves)
+        assert recorded() == 0
+    assert not made.requires_grad
+
+
+def test_one_context_after_the_other(leaves: Leaves) -> None:
+    """What a script left behind on its thread does not last."""
+    for _ in range(3):
+        check(lambda a, b: functions.forked("worker1", "worker2", a, b), lambda a, b: blend(a, b) * blend(b, a), leaves)
+
+
+def test_contexts_of_threads(leaves: Leaves) -> None:
+    failures: list[BaseException] = []
+
+    def run(worker: bh.Worker) -> None:
+        try:
+            own = leaves[0].detach().clone().requires_grad_(), leaves[1].detach().clone().requires_grad_()
+            with worker:
+                check(
+                    lambda a, b: functions.forked_twice("worker1", "worker2", a, b),
+                    lambda a, b: blend(a, b) * blend(b, a) + blend(b, b),
+                    own,
+                )
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(bh.current_worker(),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_contexts_of_tasks(leaves: Leaves) -> None:
+    """Two tasks of one thread, of which one has no context."""
+
+    async def without() -> None:
+        functions.forked("worker1", "worker2", *leaves)
+        assert recorded() == 0
+
+    async def run() -> None:
+        bare = asyncio.get_running_loop().create_task(without())
+        with bh.context():
+            functions.forked("worker1", "worker2", *leaves)
+            inside = recorded()
+            assert inside
+        await bare
+
+    asyncio.run(run())
+
+
+def test_workers_of_one_process(workers: list[bh.Worker], leaves: Leaves) -> None:
+    """Forked code acts for the worker that forked it."""
+    for worker in workers:
+        with worker:
+            assert script(who)("worker1") == worker.name
+
+
+def whoami(_: int) -> str:
+    return bh.get_worker_info().name
+
+
+ignored_whoami = torch.jit.ignore(whoami)
+
+
+@script
+def ask(_: int) -> str:
+    return ignored_whoami(_)
+
+
+def who(to: str) -> str:
+    first = torch.jit.fork(ask, 0).wait()
+    there = bh.rpc_sync(to, ask, (0,))
+    second = ask(0)  # after a wait
+    assert first == second
+    assert there == to
+    return second
+
+
+# Operators.
+
+
+def test_operators_in_the_graph() -> None:
+    text = str(functions.differentiate.graph)
+    assert "Dict(Tensor, Tensor) = backhaul::get_gradients" in text
+    assert "backhaul::dist_backward" in text
+
+
+def test_backward_and_gradients_in_script(leaves: Leaves) -> None:
+    a, b = leaves
+    wanted = torch.autograd.grad(blend(a, b).sum(), leaves)
+    with bh.context() as ctx:
+        loss = bh.rpc_sync("worker1", blend, (a, b)).sum()
+        grads = functions.differentiate(ctx, loss)
+        assert grads.keys() == {a, b}
+        torch.testing.assert_close((grads[a], grads[b]), wanted)
+        again = functions.differentiate(ctx, loss)  # the graph was kept, and passes accumulate
+        torch.testing.assert_close((again[a], again[b]), tuple(2 * grad for grad in wanted))
+
+
+def test_a_whole_step_in_script(leaves: Leaves) -> None:
+    a, b = leaves
+    wanted = torch.autograd.grad((blend(a, b) * blend(b, a)).sum(), leaves)
+    with bh.context() as ctx:
+        grads = functions.step(ctx, "worker1", a, b)
+        torch.testing.assert_close((grads[a], grads[b]), wanted)
+
+
+def test_a_context_that_is_over(leaves: Leaves) -> None:
+    with bh.context() as ctx:
+        pass
+    with pytest.raises(RuntimeError, match="was released"):
+        functions.differentiate(ctx, leaves[0].sum())
