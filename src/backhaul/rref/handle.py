@@ -156,14 +156,14 @@ class RRef(Generic[T]):
 
     def _ask(self, timeout: float | None = None) -> Future[T]:
         """As ``to_here``, for those who cannot wait: a future of the value."""
+        future: Future[T]
         if self._entry is not None:
             limit = self._rrefs.agent.timeout if timeout is None else timeout
             value = self._entry.value
-            return cast("Future[T]", value if value.done() or not limit else self._within(limit))
-        self._check_created()
-        future: Future[T] = self._rrefs.agent.call_async(
-            self._owner.id, fetch, self._named(), None, timeout, label="to_here"
-        )
+            future = cast("Future[T]", value if value.done() or not limit else self._within(limit))
+        else:
+            self._check_created()
+            future = self._rrefs.agent.call_async(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
         self._keep_until(future)
         return future
 
