@@ -24,12 +24,19 @@ def outgoing(
         raise TypeError("function should be callable.")
     if isinstance(function, torch.jit.ScriptFunction):
         _check_count(function, args)
-    later = bool(getattr(function, ASYNC_MARK, False))
+    later = bool(getattr(function, ASYNC_MARK, False)) or _returns_future(function)
     if pickler is not internal._internal_rpc_pickler:
         pickled = pickler.serialize(internal.PythonUDF(function, tuple(args or ()), dict(kwargs or {})))
         return (answer_pickled_later if later else answer_pickled), pickled, {}
     target = name_of(function) or function
     return (answer_later if later else answer), (target, *(args or ())), kwargs or {}
+
+
+def _returns_future(function: Any) -> bool:
+    """Whether it is a scripted function that answers later; scripting loses the mark."""
+    return isinstance(function, torch.jit.ScriptFunction) and isinstance(
+        function.schema.returns[0].type, torch._C.FutureType
+    )
 
 
 def _check_count(function: Any, args: Sequence[Any] | None) -> None:
