@@ -34,9 +34,10 @@ def outgoing(
 
 def _returns_future(function: Any) -> bool:
     """Whether it is a scripted function that answers later; scripting loses the mark."""
-    return isinstance(function, torch.jit.ScriptFunction) and isinstance(
-        function.schema.returns[0].type, torch._C.FutureType
-    )
+    if not isinstance(function, torch.jit.ScriptFunction):
+        return False
+    schema: Any = function.schema
+    return isinstance(schema.returns[0].type, torch._C.FutureType)
 
 
 def _check_count(function: Any, args: Sequence[Any] | None) -> None:
