@@ -63,6 +63,15 @@ def test_made_in_script() -> None:
     assert torch.equal(functions.hand_out("worker1", A, B).to_here(), blend(A, B))
 
 
+def test_made_in_script_on_this_worker() -> None:
+    @script
+    def call(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        rref = bh.remote("worker0", blend, (a, b))
+        return rref.local_value(), bh.rpc_sync(rref.owner(), blend, (b, a))
+
+    torch.testing.assert_close(call(A, B), (blend(A, B), blend(B, A)))
+
+
 def test_a_value_that_is_not_of_the_type() -> None:
     with pytest.raises(RuntimeError, match="str"):
         functions.bring(bh.remote("worker1", str, ("word",)), B)

@@ -10,7 +10,7 @@ import torch.distributed.autograd
 import torch.distributed.nn.api.remote_module
 import torch.distributed.optim
 import torch.distributed.rpc
-import torch.nn.parallel.distributed
+import torch.nn.parallel.distributed  # noqa: F401 (it has names of the reference already)
 
 MODULES = {
     "torch.distributed.rpc": "backhaul.compat.rpc",
