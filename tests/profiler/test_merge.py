@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 from backhaul.profiler.merge import Clock, Raw, merge
 from backhaul.profiler.model import Arrow, Slice, Timeline, Track, WorkerRow
 from backhaul.profiler.path import find_path
@@ -17,6 +20,7 @@ from backhaul.profiler.records import (
     Share,
     WaitRecord,
 )
+from backhaul.profiler.session import compare_clocks
 from backhaul.profiler.sheet import nest
 
 BEGIN = 1_000_000
@@ -64,6 +68,24 @@ def test_clocks_are_aligned() -> None:
         ("request", 30, 40, 64),
         ("reply", 80, 90, 32),
     ]
+
+
+def test_a_clock_is_compared_by_the_fastest_round_trip() -> None:
+    """Answers take their time on the way there, on the way back, or both; the truth is within the error every time."""
+    ahead = 7_000_000_000
+    delays = itertools.cycle([(0.002, 0.0), (0.0, 0.002), (0.0, 0.0), (0.001, 0.003)])
+
+    def ask() -> int:
+        there, back = next(delays)
+        time.sleep(there)
+        answer = time.time_ns() + ahead
+        time.sleep(back)
+        return answer
+
+    for _ in range(5):
+        found = compare_clocks(ask)
+        assert abs(found.offset - ahead) <= found.error
+        assert found.error < 1_000_000
 
 
 def test_the_time_of_one_call() -> None:

@@ -148,7 +148,8 @@ class _Drawer:
         for gradient in records.gradients:
             self._gradient(gradient)
         for wait in records.waits:
-            self._put("wait", "waits", wait.thread, (wait.start, wait.end))
+            if wait.end > self._shift:  # it may have ended before the profile began
+                self._put("wait", "waits", wait.thread, (wait.start, wait.end))
         for each in records.passes:
             name, span = f"backward of context {split(each.context)[1]}", self._span(each.start, each.end)
             made = self._sheet.float("pass", name, (worker, "passes"), span, each.call or -1)
@@ -201,7 +202,7 @@ class _Drawer:
 
     def _serve(self, record: ServeRecord) -> None:
         ends, number, label = self._ends, record.call, record.label or "a call"
-        ran = record.ran or record.resumed or record.decoded or record.begun
+        ran = record.ran or record.resumed  # never, if it still runs
         at_once = record.thread == record.reply_thread and 0 <= record.resumed - ran < _AT_ONCE
         end = record.replied if at_once else ran
         ends.serve[number] = self._put("serve", label, record.thread, (record.begun, end), number)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -176,7 +178,9 @@ def _collect(
                 if found is None:
                     continue  # it never joined, or has given the profile up
                 share = decode(found)
-                clocks[worker] = _compare_clocks(agent, worker, timeout)
+                here = agent.peers.own.record.host == agent.peers.find(worker).record.host
+                ask = functools.partial(agent.call, worker, clock, None, None, timeout)
+                clocks[worker] = Clock() if here else compare_clocks(ask)
             except Exception as error:
                 missing[worker] = f"{type(error).__name__}: {error}"
                 continue
@@ -193,12 +197,14 @@ def _share_out(ops: list[OpRecord], own: Share, shares: list[Share]) -> None:
         neighbours.get(op.thread, own).ops.append(op)
 
 
-def _compare_clocks(agent: Agent, worker: int, timeout: float) -> Clock:
-    """By the round trip that took the least time: the other clock was read somewhere in the middle of it."""
+def compare_clocks(ask: Callable[[], int]) -> Clock:
+    """How far the clock that ``ask`` reads is ahead of this one, by the round trip that took the least time: the other
+    clock was read somewhere in the middle of it.
+    """
     best: Clock | None = None
     for _ in range(_PINGS):
         before = time.time_ns()
-        there = agent.call(worker, clock, None, None, timeout)
+        there = ask()
         after = time.time_ns()
         found = Clock(there - (before + after) // 2, (after - before + 1) // 2)
         best = found if best is None or found.error < best.error else best

@@ -37,9 +37,8 @@ class Sheet:
 
     def put(self, kind: str, name: str, track: Track, span: Span, call: int = -1) -> Slice:
         """A slice on a track. What has not ended ends with the profile."""
-        made = Slice(-1, track.id, kind, name, max(span[0], 0), self._end_of(span), call=call)
-        if made.end >= 0:  # else it was over when the profile began
-            self._slices.append(made)
+        made = Slice(-1, track.id, kind, name, max(span[0], 0), max(self._end_of(span), 0), call=call)
+        self._slices.append(made)
         return made
 
     def float(self, kind: str, name: str, lane: tuple[int, str], span: Span, call: int = -1) -> Slice:

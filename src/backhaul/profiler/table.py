@@ -39,7 +39,7 @@ def _workers(timeline: Timeline) -> str:
                 _time(busy.get((row.id, "queue"), 0)),
                 _time(busy.get((row.id, "wait"), 0)),
                 _bytes(sum(call.bytes_out for call in made) + sum(call.bytes_in for call in served)),
-                f"{row.offset / 1e3:+.1f} us, +-{row.error / 1e3:.1f}" if row.id != timeline.owner else "",
+                f"{row.offset / 1e3:+.1f} us, +-{row.error / 1e3:.1f}" if row.error else "the same",
             ]
         )
     return _format(["worker", "calls", "served", "compute", "queue", "waits", "bytes sent", "clock"], rows)
