@@ -64,6 +64,9 @@ class Observer(Protocol):
     def waiting(self, inner: contextlib.AbstractContextManager[None]) -> contextlib.AbstractContextManager[None]:
         """A thread is about to wait."""
 
+    def going_on(self) -> contextlib.AbstractContextManager[None]:
+        """This thread goes on with a call whose function has returned: a callback, or a step of a coroutine."""
+
     def sessions(self) -> Sessions:
         """The profiles that what this thread does belongs to."""
 

@@ -169,8 +169,8 @@ class Worker:
     def blocking(self) -> contextlib.AbstractContextManager[None]:
         """To be inside of while the calling thread waits for others; what it was going to send is sent before."""
         self.endpoint.flush()
-        waiting = self.crew.blocking()
-        return waiting if self.observer is None else self.observer.waiting(waiting)
+        waiting, observer = self.crew.blocking(), self.observer
+        return waiting if observer is None else observer.waiting(waiting)
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
@@ -277,6 +277,12 @@ def running_workers() -> list[Worker]:
     """All workers of this process that have not been closed."""
     with _alive_lock:
         return list(_alive)
+
+
+def observer_here() -> Observer | None:
+    """Who looks on at what the current worker does, if anybody."""
+    worker = _current.get() or _only
+    return None if worker is None else worker.observer
 
 
 @contextlib.contextmanager

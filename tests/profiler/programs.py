@@ -119,3 +119,34 @@ gate = threading.Event()
 
 def wait_at_gate() -> None:
     gate.wait(20)
+
+
+async def multiply_slowly(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(5):
+        await asyncio.sleep(0.001)
+        x = x.mm(x)
+    return x
+
+
+@bh.async_execution
+def multiply_later(x: torch.Tensor) -> bh.Future[torch.Tensor]:
+    return bh.rpc_async("worker2", torch.neg, args=(x,)).then(lambda done: done.value().mm(x))
+
+
+def multiply_at_gate(x: torch.Tensor) -> torch.Tensor:
+    y = x.mm(x)
+    gate.wait(20)
+    return y
+
+
+def train_there() -> None:
+    """A whole step on another worker."""
+    x = torch.ones(SIZE, SIZE, requires_grad=True)
+    with bh.context() as context:
+        bh.backward(context, [bh.rpc_sync("worker2", inner, args=(x,)).mm(x).sum()])
+
+
+def profile_here() -> list[str]:
+    with torch.profiler.profile():
+        torch.ones(2).sin()
+    return []

@@ -376,3 +376,131 @@ def test_the_trace_is_one_that_viewers_read(tmp_path: pathlib.Path) -> None:
     assert Counter(event["name"] for event in flows["s"])["request"] == 5
     assert set(trace["otherData"]["clocks"]) == {"worker0", "worker1", "worker2"}
     assert {event["cat"] for event in slices} >= {"call", "serve", "run", "queue", "wait", "group", "encode", "op"}
+
+
+def test_what_a_handler_does_after_it_returned_counts_too() -> None:
+    with bh.cluster(3):
+        x = torch.eye(programs.SIZE)
+        with bh.profile() as prof:
+            bh.rpc_sync("worker1", programs.multiply_slowly, args=(x,))
+            bh.rpc_sync("worker1", programs.multiply_later, args=(x,))
+    check(prof.timeline)
+    assert count_ops(prof.timeline)["worker1", "aten::mm"] == 6
+    calls = {call.id: call.function for call in prof.timeline.calls}
+    owners = Counter(calls[s.call] for s in prof.timeline.slices if s.name == "aten::mm")
+    assert owners == {"multiply_slowly": 5, "multiply_later": 1}
+
+
+def test_a_call_that_still_runs_has_what_it_did() -> None:
+    with bh.cluster(2):
+        programs.gate.clear()
+        with bh.profile() as prof:
+            call = bh.rpc_async("worker1", programs.multiply_at_gate, args=(torch.eye(programs.SIZE),))
+            while not any(thread.name.startswith("backhaul-worker1") for thread in threading.enumerate()):
+                time.sleep(0.001)
+            time.sleep(0.2)
+        programs.gate.set()
+        call.wait()
+    check(prof.timeline)
+    (found,) = prof.timeline.calls
+    served = next(each for each in prof.timeline.slices if each.id == found.far)
+    assert served.end == prof.timeline.end
+    assert count_ops(prof.timeline)["worker1", "aten::mm"] == 1
+    assert "multiply_at_gate" in prof.table()
+
+
+def test_others_of_the_process_are_not_this_workers() -> None:
+    with bh.cluster(3) as workers:
+        x = torch.eye(programs.SIZE)
+
+        def call_elsewhere() -> None:
+            with workers[1]:
+                for _ in range(10):
+                    bh.rpc_sync("worker2", programs.inner, args=(x,))
+
+        with bh.profile() as prof:
+            thread = threading.Thread(target=call_elsewhere)
+            thread.start()
+            thread.join()
+            x.mm(x)
+        with workers[1], bh.profile() as other:
+            x.mm(x)
+    assert count_ops(prof.timeline) == {("worker0", "aten::mm"): 1}
+    assert count_ops(other.timeline) == {("worker1", "aten::mm"): 1}
+    assert not prof.timeline.calls
+
+
+def test_calls_of_other_threads_while_profiles_come_and_go() -> None:
+    with bh.cluster(3) as workers:
+        over = threading.Event()
+
+        def call_on() -> None:
+            with workers[0]:
+                while not over.is_set():
+                    bh.rpc_sync("worker1", torch.neg, args=(torch.ones(2),))
+
+        threads = [threading.Thread(target=call_on) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            with bh.profile(ops=False) as prof:
+                bh.rpc_sync("worker2", torch.neg, args=(torch.ones(2),))
+            check(prof.timeline)
+            assert any(call.callee == 2 for call in prof.timeline.calls)
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_profiler_that_starts_inside_is_said_to_have_ended_the_recording() -> None:
+    with bh.cluster(1), bh.profile() as prof:
+        programs.profile_here()
+    assert "another profiler" in prof.timeline.workers[0].note
+    assert f"worker0: {prof.timeline.workers[0].note}" in prof.table()
+
+
+def test_a_step_inside_of_a_handler_is_counted_once() -> None:
+    with bh.cluster(3), bh.profile() as prof:
+        bh.rpc_sync("worker1", programs.train_there)
+    check(prof.timeline)
+    where = worker_of(prof.timeline)
+    serves = [s for s in prof.timeline.slices if s.kind == "serve" and where[s.track] == "worker1"]
+    groups = [s for s in prof.timeline.slices if s.kind == "group" and where[s.track] == "worker1"]
+    most = sum(s.end - s.start for s in (*serves, *groups) if s.parent < 0) / 1e6
+    (row,) = [line.split() for line in prof.table().splitlines() if line.startswith("worker1")]
+    value, unit = float(row[3]), row[4]
+    assert value * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit] <= most + 0.01
+
+
+def test_bytes_of_gradients_count() -> None:
+    with bh.cluster(2), bh.profile(ops=False) as prof:
+        x = torch.ones(1 << 18, requires_grad=True)
+        with bh.context() as context:
+            bh.backward(context, [bh.rpc_sync("worker1", torch.neg, args=(x,)).sum()])
+    lines = [line for line in prof.table().splitlines() if line.startswith(("worker0", "worker1"))]
+    assert [" 2.0 MiB " in line for line in lines] == [True, True], prof.table()
+
+
+def test_attached_events_are_on_the_clock_of_the_profiler() -> None:
+    with bh.cluster(2):
+        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+        with torch.profiler.profile(experimental_config=every_thread) as prof:
+            time.sleep(0.05)
+            first = bh.profiler.attach(prof)
+            assert bh.profiler.attach(prof) is first
+            with torch.profiler.record_function("region"):
+                bh.rpc_sync("worker1", programs.inner, args=(torch.eye(programs.SIZE),))
+        events = {event.name: event.time_range for event in prof.events()}
+        region = events["region"]
+        (mm,) = [event for event in prof.events() if event.is_remote and event.name.endswith("aten::mm")]
+        assert region.start <= mm.time_range.start <= mm.time_range.end <= region.end
+
+
+def test_shapes_asked_for_later_are_there() -> None:
+    with bh.cluster(2), bh.profile() as outer:
+        x = torch.eye(programs.SIZE)
+        x.mm(x)
+        with bh.profile(record_shapes=True) as inner:
+            x.mm(x)
+    assert [s.args["shapes"] for s in inner.timeline.slices if s.name == "aten::mm"] == [[[programs.SIZE] * 2] * 2]
+    assert count_ops(outer.timeline)["worker0", "aten::mm"] == 2

@@ -104,7 +104,7 @@ class Engine:
         deterministic: bool,
     ) -> None:
         """Run one pass over all workers; return when it is over, raise if it failed."""
-        number = next(self._numbers)
+        number, observer = next(self._numbers), self.worker.observer
         active = [drive.spec.number for drive in list(self.drives.values()) if drive.spec.context == context.id]
         spec = PassSpec(
             context.id,
@@ -117,7 +117,7 @@ class Engine:
             deterministic,
             restricted=inputs is not None,
             oldest=min(active, default=number),
-            profiles=self.worker.observer.sessions() if self.worker.observer is not None else (),
+            profiles=observer.sessions() if observer is not None else (),
         )
         edges = [get_gradient_edge(root) for root in roots]
         run = Run(spec, context, self._send_gradients, roots=edges, inputs=inputs)
@@ -184,7 +184,7 @@ class Engine:
         """Call one of our own functions on a worker; that is not part of any context."""
         token = enter(None)
         try:
-            return self.agent.call_async(worker, function, args, None, timeout).wait()  # type: ignore[no-any-return]
+            return self.agent.call_async(worker, function, args, None, timeout, mode="internal").wait()  # type: ignore[no-any-return]
         finally:
             leave(token)
 
@@ -231,7 +231,8 @@ class Engine:
             return
         token = enter(None)
         try:
-            future = self.agent.call_async(spec.driver, orders_for, (spec.context, spec.number, self.id), None, 0)
+            arguments = spec.context, spec.number, self.id
+            future = self.agent.call_async(spec.driver, orders_for, arguments, None, 0, mode="internal")
         finally:
             leave(token)
         future._when_done(lambda done: self._follow(run, source, done.value))
@@ -255,8 +256,9 @@ class Engine:
         if spec.driver == self.id:
             self._account(spec, tally)
         else:
-            if spec.profiles and self.worker.observer is not None:
-                self.worker.observer.report(spec.profiles, spec.driver, out=True)
+            observer = self.worker.observer if spec.profiles else None
+            if observer is not None:
+                observer.report(spec.profiles, spec.driver, out=True)
             self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(Report(spec, tally))))
 
     def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
@@ -422,9 +424,9 @@ class Engine:
 
     def _on_report(self, channel: Channel, frame: Frame) -> Task | None:
         report = unpack(frame.body, Report)
-        peer = self.agent.peers.of(channel)
-        if report.spec.profiles and self.worker.observer is not None and peer is not None:
-            self.worker.observer.report(report.spec.profiles, peer.record.id, out=False)
+        peer, observer = self.agent.peers.of(channel), self.worker.observer if report.spec.profiles else None
+        if observer is not None and peer is not None:
+            observer.report(report.spec.profiles, peer.record.id, out=False)
         if report.fault is None and report.lost < 0:
             self._account(report.spec, report.tally)
             return None
@@ -540,7 +542,7 @@ class Engine:
             token = enter(None)
             try:
                 for worker in missing - {self.id}:
-                    calls[worker] = self.agent.call_async(worker, summary_of, (drive.spec,), None, 0)
+                    calls[worker] = self.agent.call_async(worker, summary_of, (drive.spec,), None, 0, mode="internal")
             finally:
                 leave(token)
             if self.id in missing:

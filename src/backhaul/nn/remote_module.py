@@ -130,8 +130,10 @@ class RemoteModule(nn.Module):
         """Run the module where it is; returns a future. Hooks of this side are not called."""
         return self._run("forward", *args, **kwargs)
 
+    @graph_break
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._start(owner.run, torch.device(self.device), torch.is_grad_enabled(), method, *args, **kwargs)
+        arguments = torch.device(self.device), torch.is_grad_enabled(), method, *args
+        return self.module_rref._call(owner.run, arguments, kwargs, None, label=f"RemoteModule.{method}")
 
     @graph_break
     def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -18,9 +18,10 @@ def to_chrome(timeline: Timeline) -> bytes:
         if not row.missing
     }
     missing = {row.name: row.missing for row in timeline.workers if row.missing}
+    notes = {row.name: row.note for row in timeline.workers if row.note}
     trace = {
         "displayTimeUnit": "ns",
-        "otherData": {"clocks": clocks, "missing": missing},
+        "otherData": {"clocks": clocks, "missing": missing, "notes": notes},
         "traceEvents": [*_names(timeline), *_slices(timeline), *_flows(timeline)],
     }
     return msgspec.json.encode(trace)

@@ -11,8 +11,10 @@ from backhaul.profiler.model import Call, Slice, Timeline
 REMOTE = "#remote_op: "
 
 
-def to_events(timeline: Timeline) -> EventList:
-    """Operations, calls and passes. What is not of the profiling worker is named by the calls that led to it."""
+def to_events(timeline: Timeline, shift: int = 0) -> EventList:
+    """Operations, calls and passes, ``shift`` nanoseconds later. What is not of the profiling worker is named by the
+    calls that led to it.
+    """
     tracks = {track.id: track for track in timeline.tracks}
     names = {row.id: row.name for row in timeline.workers}
     slices = {each.id: each for each in timeline.slices}
@@ -31,8 +33,8 @@ def to_events(timeline: Timeline) -> EventList:
             name=name,
             trace_name=name,
             thread=each.track,
-            start_us=each.start / 1e3,
-            end_us=each.end / 1e3,
+            start_us=(each.start + shift) / 1e3,
+            end_us=(each.end + shift) / 1e3,
             input_shapes=each.args.get("shapes"),
             stack=[],
             cpu_memory_usage=each.args.get("memory", 0),

@@ -31,7 +31,8 @@ class Kineto:
         >>> kineto.hold((1, 0), shapes=False, memory=False)
         ''
         >>> _ = torch.ones(1) + 1
-        >>> "aten::add" in [op.name for op in kineto.take((1, 0))]
+        >>> ops, problem = kineto.take((1, 0))
+        >>> "aten::add" in [op.name for op in ops]
         True
     """
 
@@ -39,15 +40,18 @@ class Kineto:
         self._lock = threading.Lock()  # guards the rest
         self._running: profile | None = None
         self._options = (False, False)
+        self._problem = ""  # why operations are missing
         self._held: dict[_Key, list[list[OpRecord]]] = {}
 
     def hold(self, key: _Key, *, shapes: bool, memory: bool) -> str:
-        """Record from now on. Returns why that cannot be done, "" if it can.
-
-        ``shapes`` and ``memory`` add to what is recorded for everybody; they take effect when it next starts.
+        """Record from now on. Returns why that cannot be done, "" if it can. ``shapes`` and ``memory`` add to what is
+        recorded for everybody.
         """
         with self._lock:
-            self._options = (self._options[0] or shapes, self._options[1] or memory)
+            options = (self._options[0] or shapes, self._options[1] or memory)
+            if self._running is not None and options != self._options:
+                self._share_out()
+            self._options = options
             if self._running is None:
                 problem = self._start()
                 if problem:
@@ -55,20 +59,27 @@ class Kineto:
             self._held[key] = []
             return ""
 
-    def take(self, key: _Key) -> list[OpRecord]:
-        """Stop recording for ``key``; return all operations of the process since it began to hold."""
+    def take(self, key: _Key) -> tuple[list[OpRecord], str]:
+        """Stop recording for ``key``; return all operations of the process since it began to hold, and what kept others
+        from being recorded, if anything.
+        """
         with self._lock:
             if key not in self._held:
-                return []
-            ops = self._stop()
-            for chunks in self._held.values():
-                chunks.append(ops)
+                return [], ""
+            self._share_out()
             mine = self._held.pop(key)
+            problem, self._problem = self._problem, ""
             if self._held:
-                self._start()
+                self._problem = problem or self._start()
             else:
                 self._options = (False, False)
-            return [op for chunk in mine for op in chunk]
+            return [op for chunk in mine for op in chunk], problem
+
+    def _share_out(self) -> None:
+        """Stop, and hand what was recorded to all who hold."""
+        ops = self._stop()
+        for chunks in self._held.values():
+            chunks.append(ops)
 
     def _start(self) -> str:
         if is_profiled():
@@ -87,6 +98,8 @@ class Kineto:
         running, self._running = self._running, None
         if running is None:
             return []
+        if not is_profiled():
+            self._problem = "another profiler was started in the process, which ended the recording of operations"
         running.stop()
         return operations(running)
 

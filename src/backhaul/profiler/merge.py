@@ -55,7 +55,7 @@ def merge(raw: Raw) -> Timeline:
             home.name = share.threads.get(raw.home, "MainThread")
         _Drawer(raw, share, sheet, ends).draw()
     tracks, slices = sheet.finish()
-    timeline = Timeline(raw.owner, raw.end - raw.begin, _rows(raw, shares), tracks, slices)
+    timeline = Timeline(raw.owner, raw.end - raw.begin, _rows(raw, shares), tracks, slices, home=home.id)
     timeline.arrows = sorted([*ends.messages(), *_reports(raw, shares, timeline)], key=lambda arrow: arrow.start)
     timeline.calls = sorted(ends.finished_calls(), key=lambda call: call.start)
     timeline.path = find_path(timeline, home.id)
@@ -78,7 +78,9 @@ def _is_used(records: Records) -> bool:
 
 
 def _rows(raw: Raw, shares: list[Share]) -> list[WorkerRow]:
-    rows = [WorkerRow(worker, raw.names.get(worker, str(worker)), missing=why) for worker, why in raw.missing.items()]
+    here = {share.worker for share in raw.shares}
+    missing = {worker: why for worker, why in raw.missing.items() if worker not in here}
+    rows = [WorkerRow(worker, raw.names.get(worker, str(worker)), missing=why) for worker, why in missing.items()]
     for share in shares:
         clock = raw.clocks.get(share.worker, Clock())
         rows.append(
@@ -136,6 +138,7 @@ class _Drawer:
         self._sheet = sheet
         self._ends = ends
         self._shift = raw.begin + raw.clocks.get(share.worker, Clock()).offset
+        self._labels = {call.id: call.label for each in raw.shares for call in each.records.calls}
 
     def draw(self) -> None:
         records, worker = self._share.records, self._share.worker
@@ -149,7 +152,11 @@ class _Drawer:
             self._gradient(gradient)
         for wait in records.waits:
             if wait.end > self._shift:  # it may have ended before the profile began
-                self._put("wait", "waits", wait.thread, (wait.start, wait.end))
+                name = "lets a worker join the profile" if wait.joining else "waits"
+                self._put("wait", name, wait.thread, (wait.start, wait.end))
+        for step in records.steps:
+            served = self._labels.get(step.call, "a call")
+            self._put("run", f"{served} goes on", step.thread, (step.start, step.end), step.call)
         for each in records.passes:
             name, span = f"backward of context {split(each.context)[1]}", self._span(each.start, each.end)
             made = self._sheet.float("pass", name, (worker, "passes"), span, each.call or -1)
@@ -201,7 +208,8 @@ class _Drawer:
             )
 
     def _serve(self, record: ServeRecord) -> None:
-        ends, number, label = self._ends, record.call, record.label or "a call"
+        ends, number = self._ends, record.call
+        label = self._labels.get(number) or record.label or "a call"
         ran = record.ran or record.resumed  # never, if it still runs
         at_once = record.thread == record.reply_thread and 0 <= record.resumed - ran < _AT_ONCE
         end = record.replied if at_once else ran
@@ -262,7 +270,7 @@ def _reports(raw: Raw, shares: list[Share], timeline: Timeline) -> Iterator[Arro
     groups: dict[int, list[Slice]] = {}
     passes: dict[int, list[Slice]] = {}
     workers = {track.id: track.worker for track in timeline.tracks}
-    for each in timeline.slices:
+    for each in sorted(timeline.slices, key=lambda each: each.start):
         if each.kind in ("group", "pass"):
             found = groups if each.kind == "group" else passes
             found.setdefault(workers[each.track], []).append(each)
@@ -281,9 +289,7 @@ def _reports(raw: Raw, shares: list[Share], timeline: Timeline) -> Iterator[Arro
 
 
 def _around(slices: list[Slice], time: int) -> Slice | None:
-    """The slice that was open then and began last."""
-    slices.sort(key=lambda each: each.start)
-    for each in reversed(slices[: bisect_right(slices, time, key=lambda each: each.start)]):
-        if each.end >= time:
-            return each
-    return None
+    """The slice that was open then and began last, of some in order."""
+    place = bisect_right(slices, time, key=lambda each: each.start)
+    found = (slices[i] for i in range(place - 1, max(place - 100, -1), -1) if slices[i].end >= time)
+    return next(found, None)

@@ -161,3 +161,4 @@ class Timeline(msgspec.Struct):
     arrows: list[Arrow] = []
     calls: list[Call] = []
     path: list[Segment] = []
+    home: int = -1  # the track of the thread that profiles

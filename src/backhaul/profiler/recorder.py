@@ -7,11 +7,13 @@ is asked to join. What is written down stays where it is until the profiling wor
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import contextvars
 import functools
 import itertools
 import logging
+import operator
 import os
 import socket
 import threading
@@ -34,6 +36,7 @@ from backhaul.profiler.records import (
     ReportRecord,
     ServeRecord,
     Share,
+    StepRecord,
     WaitRecord,
     encode,
 )
@@ -50,8 +53,8 @@ _served: contextvars.ContextVar[tuple[Sessions, int]] = contextvars.ContextVar("
 """The profiles and the call that what runs here is done for."""
 
 _quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("backhaul_unprofiled", default=False)
-_threads: dict[int, tuple[int, threading.Thread]] = {}  # of the process, with the worker that each works for
 _LIMIT = 1_000_000  # records of one kind that a worker keeps for a profile
+_FOREVER = 1 << 63
 _JOINING = 10.0  # seconds that a worker has to join
 
 
@@ -98,6 +101,7 @@ class Recorder:
         self._joining = threading.Lock()  # held until what records operations runs
         self._lock = threading.Lock()  # guards what profiles are open
         self._open: dict[int, _Open] = {}
+        self._threads: dict[int, str] = {}  # those that did something for a profile
         self._own: Sessions = ()
         node.worker.attach(self)
         node.peers.on_lost(self._on_lost)
@@ -124,22 +128,23 @@ class Recorder:
     def leave(self, session: int) -> Share | None:
         """Stop; return what was written down. None if the profile was not known here."""
         with self._lock:
+            threads = self._threads
             left = self._open.pop(session, None)
             self._own = tuple(each for each in self._own if each != session)
             if not self._open:
                 self._worker.observer = None
-                for number, (worker, thread) in list(_threads.items()):
-                    if worker == self.id and not thread.is_alive():
-                        del _threads[number]
+                self._threads = {}
         if left is None:
             return None
-        ops = kineto.process.take((session, self.id))
+        ops, problem = kineto.process.take((session, self.id))
+        left.note = left.note or problem
         records = left.records
+        names = {thread.native_id or 0: thread.name for thread in threading.enumerate()} | threads
         if left.owner == self.id:
-            ops = [op for op in ops if op.device or _threads.get(op.thread, (self.id,))[0] == self.id]
+            others = {number for number, name in names.items() if self._is_of_another(name)}
+            ops = [op for op in ops if op.device or op.thread not in others]
         else:
-            ops = list(_during(ops, records))
-        names = {number: thread.name for number, (_, thread) in list(_threads.items())}
+            ops = list(during(ops, records, set(names)))
         return Share(
             self.id,
             self._worker.name,
@@ -151,6 +156,10 @@ class Recorder:
             ops,
             left.note,
         )
+
+    def _is_of_another(self, thread: str) -> bool:
+        """Whether a thread of that name works for another worker of this process."""
+        return thread.startswith("backhaul-") and not thread.startswith(f"backhaul-{self._worker.name}-")
 
     def failures(self, session: int) -> dict[int, str]:
         """Workers that could not be asked to join, and why."""
@@ -242,7 +251,20 @@ class Recorder:
                 yield
         finally:
             if sessions:
-                self.keep(sessions, "waits", WaitRecord(self._thread(), start, self.now(), _served.get()[1]))
+                self.keep(sessions, "waits", WaitRecord(self._thread(), start, self.now(), _quiet.get()))
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        sessions, call = _served.get()
+        if not call:
+            yield
+            return
+        record = StepRecord(call, self._thread(), self.now(), 0)
+        self.keep(sessions, "steps", record)
+        try:
+            yield
+        finally:
+            record.end = self.now()
 
     @contextlib.contextmanager
     def drive(self, sessions: Sessions, context: int, number: int) -> Iterator[None]:
@@ -318,9 +340,9 @@ class Recorder:
                     found.note = f"only the first {_LIMIT} {kind} were kept"
 
     def _thread(self) -> int:
-        number, thread = threading.get_native_id(), threading.current_thread()
-        if number not in _threads or _threads[number][1] is not thread:  # numbers are used again
-            _threads[number] = self.id, thread
+        number = threading.get_native_id()
+        if number not in self._threads:
+            self._threads[number] = threading.current_thread().name
         return number
 
 
@@ -374,31 +396,52 @@ class _Serve:
         self._record.nbytes = nbytes
 
 
-def _during(ops: list[OpRecord], records: Records) -> Iterator[OpRecord]:
-    """Those that were done for the profile: while a thread served one of its calls or ran one of its groups."""
+_NATIVE = 0  # stands for all threads that are not Python's: those of torch's engine, which runs groups on devices
+
+
+def during(ops: list[OpRecord], records: Records, known: set[int]) -> Iterator[OpRecord]:
+    """Operations that were done for the profile: while a thread served one of its calls, went on with one, or ran one
+    of its groups. ``known`` are the threads of Python; others do what groups have them do.
+    """
     spans: dict[int, list[tuple[int, int]]] = {}
     for serve in records.serves:
-        spans.setdefault(serve.thread, []).append((serve.begun, serve.ran or serve.replied))
-        spans.setdefault(serve.reply_thread, []).append((serve.resumed, serve.replied))
+        ran = serve.ran or serve.resumed
+        at_once = serve.thread == serve.reply_thread and serve.replied
+        spans.setdefault(serve.thread, []).append((serve.begun, serve.replied if at_once else ran))
+        if serve.resumed:
+            spans.setdefault(serve.reply_thread, []).append((serve.resumed, serve.replied))
+    for step in records.steps:
+        spans.setdefault(step.thread, []).append((step.start, step.end))
     for group in records.groups:
         spans.setdefault(group.thread, []).append((group.begun, group.end))
-    for found in spans.values():
-        found.sort()
-    place = dict.fromkeys(spans, 0)
-    for op in sorted(ops, key=lambda op: op.start):
+        spans.setdefault(_NATIVE, []).append((group.begun, group.end))
+    merged = {thread: _merge(found) for thread, found in spans.items()}
+    for op in ops:
         if op.device:
             yield op
             continue
-        mine = spans.get(op.thread, [])
-        while place.get(op.thread, 0) < len(mine) and mine[place[op.thread]][1] < op.start:
-            place[op.thread] += 1
-        if place.get(op.thread, 0) < len(mine) and mine[place[op.thread]][0] <= op.start:
+        mine = merged.get(op.thread if op.thread in known or op.thread in spans else _NATIVE, [])
+        place = bisect.bisect_right(mine, op.start, key=operator.itemgetter(0)) - 1
+        if place >= 0 and op.start <= mine[place][1]:
             yield op
+
+
+def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same stretches of time, without overlaps. What has not ended goes on for ever."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        until = end or _FOREVER
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], until)
+        else:
+            merged.append((start, until))
+    return merged
 
 
 def _threads_of(records: Records, ops: list[OpRecord]) -> set[int]:
     found = {op.thread for op in ops if not op.device}
-    for kind in (records.calls, records.waits, records.passes, records.groups, records.gradients, records.serves):
+    kinds = (records.calls, records.waits, records.steps, records.passes, records.groups, records.gradients)
+    for kind in (*kinds, records.serves):
         found |= {record.thread for record in kind}
     return found | {call.end_thread for call in records.calls} | {serve.reply_thread for serve in records.serves}
 

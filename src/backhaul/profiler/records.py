@@ -48,13 +48,22 @@ class ServeRecord(msgspec.Struct, array_like=True):
     nbytes: int = 0
 
 
+class StepRecord(msgspec.Struct, array_like=True):
+    """A thread went on with a call whose function had returned."""
+
+    call: int
+    thread: int
+    start: int
+    end: int
+
+
 class WaitRecord(msgspec.Struct, array_like=True):
-    """A thread waited."""
+    """A thread waited. ``joining``: for a worker to join the profile."""
 
     thread: int
     start: int
     end: int
-    call: int = 0
+    joining: bool = False
 
 
 class PassRecord(msgspec.Struct, array_like=True):
@@ -117,6 +126,7 @@ class Records(msgspec.Struct):
 
     calls: list[CallRecord] = []
     serves: list[ServeRecord] = []
+    steps: list[StepRecord] = []
     waits: list[WaitRecord] = []
     passes: list[PassRecord] = []
     groups: list[GroupRecord] = []

@@ -31,6 +31,7 @@ from backhaul.worker import Worker, current_worker
 
 log = logging.getLogger("backhaul")
 
+_ATTACHED = "_backhaul_profile"
 _PINGS = 8  # round trips by which a clock is compared
 
 
@@ -88,7 +89,12 @@ class profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            self.stop()
+        except Exception as problem:
+            if error is None:
+                raise
+            log.warning("the profile is lost: %s", problem)  # what ended the block says more
 
     def start(self) -> None:
         """Begin; the same as to enter it."""
@@ -102,7 +108,11 @@ class profile:
         self._home = threading.get_native_id()
         recorder = worker.part(Recorder)
         recorder.join(self._session, recorder.id, recorder.id, self._settings, local_ops=local_ops)
-        recorder.invite_connected(self._session)
+        try:
+            recorder.invite_connected(self._session)
+        except BaseException:  # an interrupt, say
+            recorder.leave(self._session)
+            raise
         self._begin = recorder.now()
 
     def stop(self) -> None:
@@ -234,6 +244,8 @@ def attach(prof: torch.profiler.profile) -> profile:
     core: Any = prof.profiler
     if core is None or not kineto.is_profiled():
         raise BackhaulError("attach() is for a profiler that is running: call it inside of `with torch.profiler...`")
+    if isinstance(getattr(core, _ATTACHED, None), profile):
+        return getattr(core, _ATTACHED)  # type: ignore[no-any-return]
     attached = profile(record_shapes=prof.record_shapes, profile_memory=prof.profile_memory)
     attached._start(local_ops=False)
     leave = core.__exit__
@@ -244,8 +256,10 @@ def attach(prof: torch.profiler.profile) -> profile:
             del core.__exit__
         attached._stop(prof)
         core._ensure_function_events()
-        core._function_events.extend(event for event in attached.events() if event.is_remote)
+        shift = attached._begin - core.kineto_results.trace_start_ns()
+        core._function_events.extend(event for event in to_events(attached.timeline, shift) if event.is_remote)
         return done
 
     core.__exit__ = stop
+    setattr(core, _ATTACHED, attached)
     return attached

@@ -43,7 +43,7 @@ class Sheet:
 
     def float(self, kind: str, name: str, lane: tuple[int, str], span: Span, call: int = -1) -> Slice:
         """A slice on whichever lane of that worker and name has room."""
-        made = Slice(-1, -1, kind, name, span[0], self._end_of(span), call=call)
+        made = Slice(-1, -1, kind, name, max(span[0], 0), max(self._end_of(span), 0), call=call)
         self._floating.setdefault(lane, []).append(made)
         return made
 

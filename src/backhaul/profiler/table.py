@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from backhaul.profiler.model import Call, Timeline
+from backhaul.profiler.model import Call, Slice, Timeline
 
 _TOP = 20  # rows of what was waited for
 
@@ -17,49 +17,63 @@ def to_table(timeline: Timeline) -> str:
 
 def _workers(timeline: Timeline) -> str:
     tracks = {track.id: track.worker for track in timeline.tracks}
+    slices = {each.id: each for each in timeline.slices}
     busy: dict[tuple[int, str], int] = {}
+
+    def add(worker: int, what: str, amount: int) -> None:
+        busy[worker, what] = busy.get((worker, what), 0) + amount
+
+    add(timeline.owner, "compute", timeline.end)  # the profiled thread's own, less what it waited
     for each in timeline.slices:
-        key = tracks[each.track], each.kind
-        busy[key] = busy.get(key, 0) + each.end - each.start
-    waits = _waits_inside(timeline, ("run", "group"))
-    rows = []
+        worker, span = tracks[each.track], each.end - each.start
+        add(worker, each.kind, span)
+        around = [slices[parent].kind for parent in _outwards(each, slices)]
+        works = bool({"run", "group"} & set(around)) or each.track == timeline.home
+        if each.kind in ("run", "group") and not works:
+            add(worker, "compute", span)
+        elif each.kind == "wait" and works and "wait" not in around:
+            add(worker, "compute", -span)
+    for arrow in timeline.arrows:
+        sender = tracks[slices[arrow.source].track]
+        add(sender, "wire", max(arrow.end - arrow.start, 0))
+        add(sender, "sent", arrow.nbytes)
+    rows, notes = [], []
     for row in timeline.workers:
         if row.missing:
             rows.append([row.name, f"missing: {row.missing}"])
             continue
-        made = [call for call in timeline.calls if call.caller == row.id]
-        served = [call for call in timeline.calls if call.callee == row.id and call.far >= 0]
-        compute = busy.get((row.id, "run"), 0) + busy.get((row.id, "group"), 0) - waits.get(row.id, 0)
-        rows.append(
-            [
-                row.name,
-                str(len(made)),
-                str(len(served)),
-                _time(compute),
-                _time(busy.get((row.id, "queue"), 0)),
-                _time(busy.get((row.id, "wait"), 0)),
-                _bytes(sum(call.bytes_out for call in made) + sum(call.bytes_in for call in served)),
-                f"{row.offset / 1e3:+.1f} us, +-{row.error / 1e3:.1f}" if row.error else "the same",
-            ]
-        )
-    return _format(["worker", "calls", "served", "compute", "queue", "waits", "bytes sent", "clock"], rows)
+        made = sum(call.caller == row.id for call in timeline.calls)
+        served = sum(call.callee == row.id and call.far >= 0 for call in timeline.calls)
+        times = [_time(busy.get((row.id, what), 0)) for what in ("compute", "queue", "wire", "wait")]
+        clock = f"{row.offset / 1e3:+.1f} us, +-{row.error / 1e3:.1f}" if row.error else "the same"
+        rows.append([row.name, str(made), str(served), *times, _bytes(busy.get((row.id, "sent"), 0)), clock])
+        if row.note:
+            notes.append(f"{row.name}: {row.note}")
+    head = ["worker", "calls", "served", "compute", "queue", "wire", "waits", "bytes sent", "clock"]
+    return "\n".join([_format(head, rows), *notes])
+
+
+def _outwards(each: Slice, slices: Mapping[int, Slice]) -> Iterator[int]:
+    """The slices around one, from the innermost."""
+    while each.parent >= 0:
+        yield each.parent
+        each = slices[each.parent]
 
 
 def _calls(timeline: Timeline) -> str:
-    waits = _waits_of_calls(timeline)
+    computed = _compute_of_calls(timeline)
     groups: dict[str, list[Call]] = {}
     for call in timeline.calls:
         groups.setdefault(call.name, []).append(call)
     rows = []
-    for name, calls in sorted(groups.items(), key=lambda item: -sum(_span(call) for call in item[1])):
-        compute = sum(max(call.ran - call.decoded, 0) for call in calls if call.decoded >= 0)
-        compute -= sum(waits.get(call.id, 0) for call in calls)
+    for name, calls in sorted(groups.items(), key=lambda item: -sum(_span(call, timeline) for call in item[1])):
+        compute = sum(computed.get(call.id, 0) for call in calls)
         failed = sum(bool(call.failed) for call in calls)
         rows.append(
             [
                 name,
                 str(len(calls)) + (f" ({failed} failed)" if failed else ""),
-                _time(sum(_span(call) for call in calls)),
+                _time(sum(_span(call, timeline) for call in calls)),
                 _time(compute),
                 _time(sum(call.begun - call.arrived for call in calls if call.arrived >= 0)),
                 _time(sum(wire_of(call) for call in calls)),
@@ -91,34 +105,22 @@ def _waited(timeline: Timeline) -> str:
     return _format(["the time went to", "on", "in", "time", "share"], rows, 3) if rows else ""
 
 
-def _span(call: Call) -> int:
-    return call.done - call.start if call.done >= 0 else 0
+def _span(call: Call, timeline: Timeline) -> int:
+    return (call.done if call.done >= 0 else timeline.end) - call.start
 
 
-def _waits_of_calls(timeline: Timeline) -> dict[int, int]:
-    """Call -> what its function spent waiting."""
+def _compute_of_calls(timeline: Timeline) -> dict[int, int]:
+    """Call -> how long its function ran, later steps of it included, less what it waited."""
     slices = {each.id: each for each in timeline.slices}
     found: dict[int, int] = {}
     for each in timeline.slices:
-        if each.kind == "wait" and each.call >= 0 and each.parent >= 0 and slices[each.parent].kind != "wait":
-            found[each.call] = found.get(each.call, 0) + each.end - each.start
-    return found
-
-
-def _waits_inside(timeline: Timeline, kinds: Sequence[str]) -> dict[int, int]:
-    """Worker -> what it spent waiting inside of slices of these kinds, counted twice where they are nested."""
-    slices = {each.id: each for each in timeline.slices}
-    tracks = {track.id: track.worker for track in timeline.tracks}
-    found: dict[int, int] = {}
-    for each in timeline.slices:
-        if each.kind != "wait":
+        if each.call < 0 or each.kind not in ("run", "wait"):
             continue
-        around = slices.get(each.parent)
-        while around is not None and around.kind not in kinds:
-            around = slices.get(around.parent)
-        if around is not None:
-            worker = tracks[each.track]
-            found[worker] = found.get(worker, 0) + each.end - each.start
+        around = [slices[parent].kind for parent in _outwards(each, slices)]
+        if each.kind == "run" and "run" not in around:
+            found[each.call] = found.get(each.call, 0) + each.end - each.start
+        elif each.kind == "wait" and "run" in around and "wait" not in around:
+            found[each.call] = found.get(each.call, 0) - (each.end - each.start)
     return found
 
 

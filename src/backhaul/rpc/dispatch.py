@@ -5,11 +5,13 @@ a coroutine frees its thread until that is done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+import types
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +29,12 @@ from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.faults import encode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Kind, Reply, Request, pack, unpack
-from backhaul.worker import Worker, serving
+from backhaul.worker import Worker, observer_here, serving
 
 log = logging.getLogger("backhaul")
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 ASYNC_MARK = "_backhaul_async_execution"
 
 
@@ -83,7 +86,7 @@ class Dispatcher:
 
         async def run() -> None:
             try:
-                made.set_result(await coroutine)
+                made.set_result(await _stepwise(coroutine))
             except BaseException as error:
                 made.set_exception(error)
 
@@ -187,7 +190,7 @@ class Dispatcher:
 
     async def _reply_with_coroutine(self, answer: _Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
         try:
-            result = await coroutine
+            result = await _stepwise(coroutine)
         except BaseException as error:
             self._reply_fault(answer, error)
         else:
@@ -241,6 +244,23 @@ class Dispatcher:
             with self._lock:
                 self.served += 1
             self._agent.end()
+
+
+@types.coroutine
+def _stepwise(coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Run a coroutine; whoever looks on sees each of its steps."""
+    step: Callable[[], Any] = functools.partial(coroutine.send, None)
+    while True:
+        observer = observer_here()
+        with observer.going_on() if observer is not None else contextlib.nullcontext():
+            try:
+                awaited = step()
+            except StopIteration as over:
+                return over.value  # type: ignore[no-any-return]
+        try:
+            step = functools.partial(coroutine.send, (yield awaited))
+        except BaseException as error:
+            step = functools.partial(coroutine.throw, error)
 
 
 class _Answer:

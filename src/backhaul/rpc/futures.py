@@ -14,7 +14,7 @@ import torch.futures
 
 from backhaul.compiler import graph_break
 from backhaul.runtime import Runtime
-from backhaul.worker import blocking
+from backhaul.worker import blocking, observer_here
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -105,7 +105,7 @@ class Future(torch.futures.Future[T]):
         """Call ``callback(self)`` when done. What it raises is logged, not raised."""
         _check(callback)
         context = contextvars.copy_context()
-        super().add_done_callback(lambda _: context.run(callback, self))
+        super().add_done_callback(lambda _: context.run(_go_on, callback, self))
 
     @graph_break
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
@@ -119,7 +119,7 @@ class Future(torch.futures.Future[T]):
 
         def run(_: Any) -> None:
             try:
-                result = context.run(callback, self)
+                result = context.run(_go_on, callback, self)
             except Exception as error:
                 made.set_exception(error)
             except BaseException as error:  # meant for this thread, but those who wait must not wait for ever
@@ -156,6 +156,14 @@ def _copy_of(error: BaseException) -> BaseException:
         return made if isinstance(made, BaseException) else RuntimeError(str(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _go_on(callback: Callable[[Future[T]], S], done: Future[T]) -> S:
+    observer = observer_here()
+    if observer is None:
+        return callback(done)
+    with observer.going_on():
+        return callback(done)
 
 
 def _check(callback: Any) -> None:

@@ -230,10 +230,11 @@ class RRef(Generic[T]):
     @graph_break
     def remote(self, timeout: float | None = None) -> Any:
         """``rref.remote().method(...)`` calls a method of the value on its owner, where the result stays."""
-        from backhaul.rref.remote import remote
+        from backhaul.rref.remote import make_remote
 
         def call(name: str, args: Any, kwargs: Any) -> RRef[Any]:
-            made: RRef[Any] = remote(self._owner.id, invoke, (self._named(), name, args, kwargs), timeout=timeout)
+            arguments = self._named(), name, args, kwargs
+            made: RRef[Any] = make_remote(self._owner.id, invoke, arguments, timeout=timeout, label=name)
             if made._created is not None:
                 self._keep_until(made._created)
             return made
@@ -246,12 +247,21 @@ class RRef(Generic[T]):
 
     @graph_break
     def _call(
-        self, what: str | Call, args: Any, kwargs: Any, timeout: float | None, mode: str = "rpc_async"
+        self,
+        what: str | Call,
+        args: Any,
+        kwargs: Any,
+        timeout: float | None,
+        mode: str = "rpc_async",
+        *,
+        label: str | None = None,
     ) -> Future[Any]:
-        """Call a method of the value, or a function with the value and the arguments, on the owner."""
+        """Call a method of the value, or a function with the value and the arguments, on the owner. ``mode`` and
+        ``label`` are for people.
+        """
         self._check_created()
         arguments = (self._named(), what, args, kwargs)
-        label = what if isinstance(what, str) else label_of(what)
+        label = label or (what if isinstance(what, str) else label_of(what))
         future = self._rrefs.agent.call_async(self._owner.id, invoke, arguments, None, timeout, label=label, mode=mode)
         self._keep_until(future)
         return future

@@ -181,7 +181,7 @@ class RRefs:
 
         try:
             message = self.id, self.worker.incarnation, letters
-            sent: Future[None] = self.agent.call_async(owner, take_news, message, None, 0)
+            sent: Future[None] = self.agent.call_async(owner, take_news, message, None, 0, mode="internal")
         except BackhaulError as error:  # this worker is being closed
             log.debug("news of references were not sent: %s", error)
         else:

@@ -59,6 +59,19 @@ def remote(
         ...     counter.to_here()
         {'a': 1, 'b': 2}
     """
+    return make_remote(to, func, args, kwargs, timeout)
+
+
+def make_remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    *,
+    label: str | None = None,
+) -> RRef[T]:
+    """``remote``, by another name for people."""
     if not callable(func):
         raise TypeError(f"only a callable can be called, not a {type(func).__name__}")
     rrefs = current_rrefs()
@@ -70,7 +83,7 @@ def remote(
     entry = rrefs.own(number) if fork < 0 else None
     try:
         created = rrefs.agent.call_async(
-            peer.record.id, create, arguments, kwargs, timeout, label=label_of(func), mode="remote"
+            peer.record.id, create, arguments, kwargs, timeout, label=label or label_of(func), mode="remote"
         )
     except BaseException as error:
         if entry is not None:

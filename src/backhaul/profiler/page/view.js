@@ -82,7 +82,9 @@ class View {
       worker.id === timeline.owner
         ? "clock of this profile"
         : `clock ${signed(worker.offset)} ± ${timeText(worker.error, 2)}`;
-    const facts = worker.missing ? [] : [worker.pid ? `pid ${worker.pid}` : "", worker.host, clock].filter(Boolean);
+    const facts = worker.missing
+      ? []
+      : [worker.pid ? `pid ${worker.pid}` : "", worker.host, clock, worker.note].filter(Boolean);
     const toggle = () => {
       band.open = !band.open;
       this.label();
