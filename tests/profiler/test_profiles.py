@@ -476,7 +476,7 @@ def test_bytes_of_gradients_count() -> None:
     with bh.cluster(2), bh.profile(ops=False) as prof:
         x = torch.ones(1 << 18, requires_grad=True)
         with bh.context() as context:
-            bh.backward(context, [bh.rpc_sync("worker1", torch.neg, args=(x,)).sum()])
+            bh.backward(context, [bh.rpc_sync("worker1", torch.neg, args=(x,)).pow(2).sum()])
     lines = [line for line in prof.table().splitlines() if line.startswith(("worker0", "worker1"))]
     assert [" 2.0 MiB " in line for line in lines] == [True, True], prof.table()
 
