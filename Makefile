@@ -58,9 +58,10 @@ browser: ## Install Chromium for the tests of reports, where apt-get can
 	fi; \
 	echo "There is no Chromium: the tests that need it are skipped."
 
-bench: env ## Measure calls side by side with torch.distributed; ARGS go to both benchmarks
+bench: env ## Measure calls and steps side by side with torch.distributed; ARGS go to all benchmarks
 	@$(BIN)/python benchmarks/calls.py $(ARGS)
 	@$(BIN)/python benchmarks/backward.py $(ARGS)
+	@$(BIN)/python benchmarks/steps.py $(ARGS)
 
 reference: env ## Run the reference's own suites against Backhaul; ARGS: parts of names, see tests/reference/run.py
 	@$(BIN)/python -m tests.reference.run $(ARGS)

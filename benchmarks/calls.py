@@ -12,6 +12,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
+import socket
+import statistics
+import time
 
 import torch
 import torch.distributed.rpc as reference
@@ -66,9 +70,44 @@ def rows(quick: bool) -> list[Row]:
         ),
         sized("16-float echo", 16, 200, 8),
         sized("1 MiB echo", 1 << 18, 40, 8),
+        sized("16 MiB echo", 1 << 22, 10, 8),
         sized("64 MiB echo", 1 << 24, 4, 8),
         many(2000),
     ]
+
+
+# What there is to win at most.
+
+
+def raw_echo(count: int = 2000) -> float:
+    """Seconds that a byte needs to another process and back, over a Unix socket, from Python."""
+    here, there = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        while data := there.recv(1):
+            there.send(data)
+            if data == b"e":
+                os._exit(0)
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        here.send(b"x")
+        here.recv(1)
+        times.append(time.perf_counter() - start)
+    here.send(b"e")
+    os.waitpid(child, 0)
+    return statistics.median(times)
+
+
+def copy_speed(count: int = 20) -> float:
+    """Bytes per second that this machine copies, 64 MiB at a time."""
+    source, target = torch.ones(1 << 24), torch.ones(1 << 24)
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return source.nbytes / statistics.median(times)
 
 
 def main() -> None:
@@ -84,6 +123,9 @@ def main() -> None:
         options=bh.Options(transport=options.transport),
     )[0]
     report(f"Calls ({options.transport})", f"calls-{options.transport}", numbers)
+    speed, large = copy_speed(), 2 * (64 << 20) / numbers["64 MiB echo"][0]
+    print(f"A byte over a bare Unix socket and back: {raw_echo() * 1e6:.1f} us")
+    print(f"memcpy: {speed / 2**30:.1f} GiB/s; the 64 MiB echo: {large / 2**30:.1f} GiB/s, {large / speed:.0%} of that")
 
 
 if __name__ == "__main__":

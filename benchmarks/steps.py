@@ -1,0 +1,224 @@
+"""Whole steps over several workers, side by side with ``torch.distributed.autograd``: one run, the same processes,
+alternating.
+
+    make bench
+    .venv/bin/python benchmarks/steps.py --quick
+
+100 parallel calls to 3 workers and one backward; activations of 64 MiB through 3 workers and back; a training step
+of the model of ``make run``, also in one process; and how long 32 workers take to start and stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import pathlib
+import statistics
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed.autograd as reference_autograd
+import torch.distributed.rpc as reference
+from harness import Numbers, Row, free_port, join_reference, report, side_by_side
+
+import backhaul as bh
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+import train_transformer as model
+
+OURS = SimpleNamespace(
+    call=bh.rpc_sync,
+    start=bh.rpc_async,
+    wait=bh.wait_all,
+    context=bh.context,
+    backward=bh.backward,
+    gradients=bh.get_gradients,
+)
+THEIRS = SimpleNamespace(
+    call=reference.rpc_sync,
+    start=reference.rpc_async,
+    wait=torch.futures.wait_all,
+    context=reference_autograd.context,
+    backward=reference_autograd.backward,
+    gradients=reference_autograd.get_gradients,
+)
+WORKERS = ("worker1", "worker2", "worker3")
+held: dict[str, Any] = {}
+
+
+def fan(system: Any) -> None:
+    """100 calls at once to three workers, one backward."""
+    x = torch.ones(16, requires_grad=True)
+    with system.context() as ctx:
+        calls = [system.start(WORKERS[n % 3], torch.mul, args=(x, float(n))) for n in range(100)]
+        system.backward(ctx, [torch.stack(list(system.wait(calls))).sum()])
+
+
+def pass_on(x: torch.Tensor) -> torch.Tensor:
+    """Barely any work on a large activation."""
+    return x * 1.5
+
+
+def activations(system: Any) -> None:
+    """64 MiB through three workers, and gradients of that size back."""
+    x = torch.ones(1 << 24, requires_grad=True)
+    with system.context() as ctx:
+        y = x
+        for name in WORKERS:
+            y = system.call(name, pass_on, args=(y,))
+        system.backward(ctx, [(y * y).sum()])
+
+
+def build(kind: str, letters: int, seed: int) -> None:
+    """This worker's part of the model."""
+    held["part"] = model.make_part(kind, letters, seed)
+    held["optimizer"] = torch.optim.AdamW(held["part"].parameters(), lr=1e-4)
+
+
+def forward(*args: torch.Tensor) -> torch.Tensor:
+    """Run it."""
+    return held["part"](*args)
+
+
+def apply(gradients: Any, context: int) -> None:
+    """Step its optimizer."""
+    found = gradients(context)
+    for parameter in held["part"].parameters():
+        parameter.grad = found.get(parameter)
+    held["optimizer"].step()
+
+
+def apply_ours(context: int) -> None:
+    """``apply`` for Backhaul."""
+    apply(bh.get_gradients, context)
+
+
+def apply_theirs(context: int) -> None:
+    """``apply`` for the reference."""
+    apply(reference_autograd.get_gradients, context)
+
+
+def train(system: Any, step: Any, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    """One training step of the model over three workers."""
+    with system.context() as ctx:
+        x = tokens
+        for name in WORKERS[:-1]:
+            x = system.call(name, forward, args=(x,))
+        loss = system.call(WORKERS[-1], forward, args=(x, targets))
+        system.backward(ctx, [loss])
+        number = ctx.id if isinstance(ctx, bh.ContextHandle) else ctx
+        system.wait([system.start(name, step, args=(number,)) for name in WORKERS])
+
+
+def rows(quick: bool) -> list[Row]:
+    """All rows."""
+    scale = 4 if quick else 1
+    corpus = model.Corpus(model.make_text(200))
+    letters, batch = len(corpus.letters), corpus.batch(0)
+    for seed, (name, kind) in enumerate(zip(WORKERS, ("embedding", "body", "head"), strict=True)):
+        bh.rpc_sync(name, build, args=(kind, letters, seed))
+
+    def row(name: str, function: Any, calls: int) -> Row:
+        count = max(calls // scale, 2)
+        return Row(name, functools.partial(function, OURS), functools.partial(function, THEIRS), count, 6)
+
+    return [
+        row("100 parallel calls to 3 workers, one backward", fan, 8),
+        row("64 MiB activations through 3 workers and back", activations, 2),
+        Row(
+            "training step of make run's model",
+            lambda: train(OURS, apply_ours, *batch),
+            lambda: train(THEIRS, apply_theirs, *batch),
+            max(20 // scale, 2),
+            6,
+        ),
+    ]
+
+
+def in_one_process(steps: int) -> float:
+    """A training step of the same model without workers, in seconds."""
+    corpus = model.Corpus(model.make_text(200))
+    tokens, targets = corpus.batch(0)
+    parts = [model.make_part(kind, len(corpus.letters), n) for n, kind in enumerate(("embedding", "body", "head"))]
+    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-4)
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        x = tokens
+        for part in parts[:-1]:
+            x = part(x)
+        parts[-1](x, targets).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[steps // 4 :])
+
+
+# Start and stop, in processes that have imported everything.
+
+
+def greet() -> None:
+    """A call that says that a worker is there."""
+
+
+def live(system: str, place: tuple[int, int, int], together: Any, times: Any) -> None:
+    """One worker's life: become a cluster with the others, greet the first, end it."""
+    rank, count, port = place
+    together.wait()
+    start = time.perf_counter()
+    if system == "ours":
+        store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        bh.init(f"worker{rank}", rank=rank, world_size=count, store=store)
+        bh.rpc_sync("worker0", greet)
+        bh.shutdown()
+    else:
+        join_reference(f"worker{rank}", rank, count, port)
+        reference.rpc_sync("worker0", greet)
+        reference.shutdown()
+    times.put(time.perf_counter() - start)
+
+
+def lives(count: int, rounds: int) -> tuple[float, float]:
+    """How long the slowest of ``count`` workers takes to start, greet and stop: medians of ours and theirs."""
+    found: dict[str, list[float]] = {"ours": [], "theirs": []}
+    fork = multiprocessing.get_context("fork")  # nothing runs in this process yet
+    for _ in range(rounds):
+        for system, times in found.items():
+            together, queue, port = fork.Barrier(count), fork.Queue(), free_port()
+            processes = [
+                fork.Process(target=live, args=(system, (rank, count, port), together, queue)) for rank in range(count)
+            ]
+            for process in processes:
+                process.start()
+            times.append(max(queue.get(timeout=120) for _ in processes))
+            for process in processes:
+                process.join()
+    return statistics.median(found["ours"]), statistics.median(found["theirs"])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--transport", choices=("auto", "unix", "tcp"), default="auto")
+    options = parser.parse_args()
+    count = 8 if options.quick else 32
+    started = lives(count, 1 if options.quick else 3)
+    numbers: Numbers = bh.launch(
+        side_by_side,
+        4,
+        args=(functools.partial(rows, options.quick), free_port(), 64),
+        options=bh.Options(transport=options.transport),
+    )[0]
+    numbers[f"start and stop of {count} workers"] = started
+    report(f"Steps ({options.transport})", f"steps-{options.transport}", numbers)
+    alone = in_one_process(40)
+    print(f"The training step in one process: {alone * 1e3:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
