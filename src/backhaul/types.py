@@ -54,6 +54,9 @@ class Options:
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
             ``file:///path``. Not used where ``init`` is given a store.
         max_frame_bytes: Largest message this worker accepts.
+        shm_bytes: How much shared memory this worker makes at most, for large tensors that it sends to others on its
+            host; what finds no place there goes through the socket. 0 switches it off. Default: an eighth of the
+            memory, at most 2 GiB.
         connect_timeout: How long a first call may take to reach its peer.
         rendezvous_timeout: How long ``init`` waits for the others.
         backward_timeout: How long a backward pass may take; 0 means any time.
@@ -67,6 +70,7 @@ class Options:
     secret: str | bytes | None = None
     init_method: str | None = None
     max_frame_bytes: int = 8 << 30
+    shm_bytes: int | None = None
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
@@ -84,6 +88,8 @@ class Options:
             raise ValueError("bind is an address for TCP, but transport is 'unix'")
         if self.max_frame_bytes < 1 << 16:
             raise ValueError(f"max_frame_bytes must be at least 65536, got {self.max_frame_bytes}")
+        if self.shm_bytes is not None and self.shm_bytes < 0:
+            raise ValueError(f"shm_bytes must not be negative, got {self.shm_bytes}")
 
     def __repr__(self) -> str:
         shown = (f for f in self.__slots__ if f != "secret")

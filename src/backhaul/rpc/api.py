@@ -76,6 +76,7 @@ def init(
         unix=options.transport != "tcp",
         bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
         limit=options.max_frame_bytes,
+        shm_bytes=options.shm_bytes,
     )
     own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
     try:
@@ -193,7 +194,9 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 
 @graph_break
 def get_debug_info() -> dict[str, int]:
-    """Counters of the current worker: calls pending and served, bytes sent, contexts, backward passes it drives."""
+    """Counters of the current worker: calls pending and served, bytes sent, shared memory it has made and how many slots
+    of that others use, contexts, backward passes it drives.
+    """
     return {name: count() for name, count in current_worker().counters.items()}
 
 

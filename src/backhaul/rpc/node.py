@@ -44,6 +44,8 @@ class Node:
         worker.counters["num_pending_calls"] = lambda: len(self.agent.pending)
         worker.counters["num_calls_served"] = lambda: self.dispatcher.served
         worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent
+        worker.counters["shm_bytes"] = lambda: worker.endpoint.shm_bytes
+        worker.counters["shm_lent"] = lambda: worker.endpoint.shm_lent
 
     def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False) -> None:
         """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made."""

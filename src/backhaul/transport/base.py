@@ -116,6 +116,16 @@ class Endpoint(abc.ABC):
     addresses: tuple[str, ...]
     """Where others reach this end, best first."""
 
+    @property
+    def shm_bytes(self) -> int:
+        """How much shared memory this end has made, to put in there what it sends."""
+        return 0
+
+    @property
+    def shm_lent(self) -> int:
+        """How many slots of it the peers use."""
+        return 0
+
     @abc.abstractmethod
     def connect(self, address: str, *, timeout: float) -> Channel:
         """Open a channel to the endpoint that listens at ``address``.

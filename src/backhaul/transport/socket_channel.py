@@ -1,4 +1,6 @@
-"""A connected, authenticated socket as a channel: how it is read, and how many threads write to it."""
+"""A connected, authenticated socket as a channel: how it is read, how many threads write to it, and what goes through
+shared memory instead.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,16 @@ import logging
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from backhaul.errors import ProtocolError
+from backhaul.transport import shm
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost, Received
+from backhaul.transport.slots import Budget
 from backhaul.wire.frames import Frame, FrameReader
 from backhaul.wire.memory import Buffer, Recycler
 
@@ -32,6 +37,7 @@ class Watcher(Protocol):
 
     limit: int
     recycler: Recycler
+    shared: Budget
 
     def watch(self, fd: int, action: Callable[[], None], mask: int) -> None:
         """Call ``action`` once when ``fd`` is ready; ``arm`` for more."""
@@ -45,6 +51,9 @@ class Watcher(Protocol):
     def flush_soon(self, channel: SocketChannel) -> None:
         """Call the channel's ``flush`` in about a millisecond."""
 
+    def trim_later(self) -> None:
+        """Call every channel's ``trim`` in some seconds."""
+
 
 class SocketChannel(Channel):
     """A connected, authenticated socket."""
@@ -54,7 +63,9 @@ class SocketChannel(Channel):
         self._endpoint = endpoint
         self._sock = sock
         self._fd = sock.fileno()
-        self._reader = FrameReader(endpoint.limit, endpoint.recycler)
+        self._lender, self._borrower = _share(sock, endpoint.shared)
+        slots = None if self._borrower is None else self
+        self._reader = FrameReader(endpoint.limit, endpoint.recycler, slots)
         self._held = threading.Lock()  # held by whoever reads, until it resumes
         self._poller = select.poll()  # for receive; used by the holder
         self._poller.register(self._fd, select.POLLIN)
@@ -67,6 +78,18 @@ class SocketChannel(Channel):
         self._closing = False  # closed by this side; ends when the queue is written
         self._writable = False  # a poller was told so while another thread wrote: that one goes on with the queue
         self._out_fd = -1  # a second descriptor of the socket, to be told when it is writable
+        self._written = 0  # bytes
+        self._control = 0  # those of them that were control frames
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """How many bytes have gone out, through shared memory too."""
+        return self._written - self._control + (0 if self._lender is None else self._lender.bytes_lent)
+
+    @property
+    def slots_lent(self) -> int:
+        """How many slots of shared memory the peer has."""
+        return 0 if self._lender is None else self._lender.lent
 
     # Reading: by the one thread that holds the channel.
 
@@ -117,6 +140,23 @@ class SocketChannel(Channel):
         except OSError as error:
             return self._lose(os.strerror(error.errno or 0))
 
+    def resolve(self, place: int, size: int) -> Buffer:
+        """See ``frames.Slots``."""
+        assert self._borrower is not None
+        return self._borrower.borrow(place, size)
+
+    def control(self, kind: int, number: int, body: bytes) -> None:
+        """See ``frames.Slots``."""
+        assert self._borrower is not None
+        if kind == shm.OFFER:
+            self._tell(self._borrower.offered(number, body))
+        elif kind == shm.RETIRE:
+            self._borrower.retired(number)
+        elif kind == shm.ANSWER and self._lender is not None:
+            self._lender.answered(number, body)
+        else:
+            raise ProtocolError(f"unexpected control frame of kind {kind}")
+
     def resume(self) -> None:
         # In this order: armed first, a poller could find the channel still held and drop its event.
         self._held.release()
@@ -137,6 +177,10 @@ class SocketChannel(Channel):
                 os.close(self._out_fd)
                 self._out_fd = -1
             self._sock.close()
+        if self._lender is not None:
+            self._lender.close()
+        if self._borrower is not None:
+            self._borrower.close()
 
     def _end(self, reason: str) -> None:
         if self._ended is None:
@@ -157,9 +201,17 @@ class SocketChannel(Channel):
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
         if self._ended is not None or self._closing:
             raise ChannelClosedError(f"the channel to {self.peer} is closed: {self._ended}")
+        lender = self._lender
+        if lender is None or not frame.buffers:
+            self._send(frame.parts(), timeout)
+            return
+        self._send(frame.parts(lender.lend(frame.buffers)), timeout)
+        if lender.news:
+            self._tell_news()
+
+    def _send(self, parts: list[Buffer], timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        parts = frame.parts()
-        small = len(parts) <= _MAX_PARTS and frame.nbytes <= _COALESCE
+        small = len(parts) <= _MAX_PARTS and sum(map(len, parts)) <= _COALESCE
         if self._writing.acquire(blocking=False):
             pass
         elif (small and self._queued < _MAX_QUEUED) or not self._writing.acquire(
@@ -194,6 +246,27 @@ class SocketChannel(Channel):
             raise ChannelClosedError(f"the channel to {self.peer} is closed: {self._ended}")
         if self._enqueue(b"".join(frame.parts())):
             self._endpoint.flush_soon(self)
+
+    def _tell(self, control: bytes) -> None:
+        """Send a control frame, without waiting."""
+        with contextlib.suppress(ChannelClosedError):
+            self._send([control], 0)
+        with self._counting:
+            self._control += len(control)
+
+    def _tell_news(self) -> None:
+        assert self._lender is not None
+        with contextlib.suppress(IndexError):  # another thread took it
+            while self._lender.news:
+                self._tell(self._lender.news.popleft())
+        self._endpoint.trim_later()
+
+    def trim(self) -> None:
+        """Give shared memory back that is not used."""
+        if self._lender is not None and self._ended is None:
+            again = self._lender.trim()
+            if self._lender.news or again:
+                self._tell_news()
 
     def flush(self) -> None:
         self._flush_queue()
@@ -251,7 +324,7 @@ class SocketChannel(Channel):
                     continue
                 self._stall(b"".join(batch + list(parts[first + len(batch) :])))
                 return
-            self.bytes_sent += count
+            self._written += count
             count += skip
             while first < len(parts) and count >= len(parts[first]):
                 count -= len(parts[first])
@@ -284,3 +357,13 @@ class SocketChannel(Channel):
         """The socket takes more: go on with a stalled queue."""
         self._writable = True
         self._flush_queue()
+
+
+def _share(sock: socket.socket, budget: Budget) -> tuple[shm.Lender | None, shm.Borrower | None]:
+    """The two ends of the channel's shared memory, where both processes are this host's and this user's."""
+    if sock.family != socket.AF_UNIX:
+        return None, None
+    process, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if not budget.limit or user != os.geteuid() or not shm.available():
+        return None, shm.Borrower(0)
+    return shm.Lender(budget), shm.Borrower(process)

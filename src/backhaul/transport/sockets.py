@@ -20,6 +20,8 @@ from backhaul.errors import AuthenticationError
 from backhaul.transport import addresses
 from backhaul.transport.base import Channel, ConnectTimeoutError, Endpoint, Event
 from backhaul.transport.handshake import ClientHandshake, ServerHandshake
+from backhaul.transport.shm import default_ceiling
+from backhaul.transport.slots import Budget
 from backhaul.transport.socket_channel import SocketChannel
 from backhaul.transport.timer import Timer
 from backhaul.wire.memory import Recycler
@@ -29,6 +31,7 @@ log = logging.getLogger("backhaul")
 _ONE_SHOT = select.EPOLLONESHOT
 _SOCKET_BUFFER = 4 << 20
 _SOON = 0.001  # seconds
+_TRIM = 5.0  # seconds from one look at unused shared memory to the next
 _HANDSHAKE_TIMEOUT = 10.0
 _MAX_HANDSHAKES = 256
 _BATCH = 16  # connections accepted at once, so that those which have come are heard before others crowd them out
@@ -83,11 +86,21 @@ class SocketEndpoint(Endpoint):
         unix: Whether to listen on an abstract Unix socket.
         bind: Host to listen on by TCP, or None.
         limit: Largest frame to accept.
+        shm_bytes: How much shared memory to use at most; 0 for none. Default: see ``shm.default_ceiling``.
     """
 
-    def __init__(self, *, secret: bytes, unix: bool = True, bind: str | None = None, limit: int = 8 << 30) -> None:
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        unix: bool = True,
+        bind: str | None = None,
+        limit: int = 8 << 30,
+        shm_bytes: int | None = None,
+    ) -> None:
         self.secret = secret
         self.limit = limit
+        self.shared = Budget(default_ceiling() if shm_bytes is None else shm_bytes)
         self.recycler = Recycler()
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -95,6 +108,9 @@ class SocketEndpoint(Endpoint):
         self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
         self._timer = Timer()
         self._epoll.register(self._timer.fd, select.EPOLLIN | select.EPOLLET)
+        self._trimmer = Timer()
+        self._epoll.register(self._trimmer.fd, select.EPOLLIN | select.EPOLLET)
+        self._trimming = False  # the trimmer is set
         self._lock = threading.Lock()  # guards the tables below
         self._actions: dict[int, Callable[[], None]] = {}  # descriptor -> what to call when it is ready
         self._channels: dict[int, SocketChannel] = {}
@@ -173,6 +189,8 @@ class SocketEndpoint(Endpoint):
             action()
         if ready[0][0] == self._timer.fd:
             self.flush()
+        elif ready[0][0] == self._trimmer.fd:
+            self._trim()
         return None
 
     def flush(self) -> None:
@@ -193,6 +211,29 @@ class SocketEndpoint(Endpoint):
     def flush_soon(self, channel: SocketChannel) -> None:
         self._unflushed.add(channel)
         self.wake_soon()
+
+    @property
+    def shm_bytes(self) -> int:
+        return self.shared.used
+
+    @property
+    def shm_lent(self) -> int:
+        with self._lock:
+            channels = list(self._channels.values())
+        return sum(channel.slots_lent for channel in channels)
+
+    def trim_later(self) -> None:
+        with self._lock:
+            if not self._closed and not self._trimming:
+                self._trimming = True
+                self._trimmer.start(_TRIM)
+
+    def _trim(self) -> None:
+        with self._lock:
+            self._trimming = False
+            channels = list(self._channels.values())
+        for channel in channels:
+            channel.trim()
 
     # Connections.
 
@@ -324,6 +365,7 @@ class SocketEndpoint(Endpoint):
         with self._lock:
             os.close(self._wake_fd)
             self._timer.close()
+            self._trimmer.close()
 
 
 def _show_peer(sock: socket.socket, where: object) -> str:

@@ -1,12 +1,16 @@
 """Frames: what a channel carries. Header, table of buffer lengths, body, raw buffers.
 
     header  32 bytes   magic, version, kind, flags, number of buffers, body length, number, payload length
-    table   8 bytes per buffer: its length
+    table   8 bytes per buffer: its length; in a frame with slots 8 more for each: its place, 0 if it is in the payload
     body    a message, see ``messages``
-    payload the buffers, one behind the other
+    payload the buffers, one behind the other, but for those that lie in slots
 
 Pure: no sockets, no threads. ``FrameReader`` turns bytes into frames and allocates nothing whose size it
 has not checked; large buffers are received straight into the memory they stay in.
+
+[Note: slots] Between processes of one host a buffer may lie in memory that both see. Its place then stands for its
+bytes; all lengths, limits and sizes are those of the same frame without slots. What a place means the channel knows
+(``transport.shm``), and its two ends agree on it by *control* frames, which no layer above gets to see.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from backhaul.errors import ProtocolError
 from backhaul.wire.memory import Buffer, Recycler
@@ -24,6 +28,18 @@ VERSION = 1
 HEADER = struct.Struct("<4sBBHIIQQ")
 MAX_BUFFERS = 1 << 20
 MAX_BODY = (1 << 32) - 1
+_SLOTS, _CONTROL = 1, 2  # flags
+_MAX_CONTROL = 64
+
+
+class Slots(Protocol):
+    """What a reader has to be given to take frames with slots."""
+
+    def resolve(self, place: int, size: int) -> Buffer:
+        """The ``size`` bytes at ``place``. Raises ``ProtocolError`` if there are none."""
+
+    def control(self, kind: int, number: int, body: bytes) -> None:
+        """A control frame came."""
 
 
 class Frame:
@@ -59,14 +75,21 @@ class Frame:
             size += 8 + len(buffer)
         return size
 
-    def parts(self) -> list[Buffer]:
-        """The wire form, as pieces to be written in order."""
+    def parts(self, places: Sequence[int] | None = None) -> list[Buffer]:
+        """The wire form, as pieces to be written in order. ``places``: which buffers lie in slots, see [Note: slots]."""
         if not self.buffers:
             return [HEADER.pack(MAGIC, VERSION, self.kind, 0, 0, len(self.body), self.number, 0) + self.body]
         lengths = [len(buffer) for buffer in self.buffers]
-        header = HEADER.pack(MAGIC, VERSION, self.kind, 0, len(lengths), len(self.body), self.number, sum(lengths))
-        head = header + struct.pack(f"<{len(lengths)}Q", *lengths) + self.body
-        return [head, *(buffer for buffer in self.buffers if len(buffer))]
+        count, flags = len(lengths), 0 if places is None else _SLOTS
+        header = HEADER.pack(MAGIC, VERSION, self.kind, flags, count, len(self.body), self.number, sum(lengths))
+        if places is None:
+            head = header + struct.pack(f"<{count}Q", *lengths) + self.body
+            return [head, *(buffer for buffer in self.buffers if len(buffer))]
+        head = header + struct.pack(f"<{2 * count}Q", *lengths, *places) + self.body
+        return [
+            head,
+            *(buffer for buffer, place in zip(self.buffers, places, strict=True) if len(buffer) and not place),
+        ]
 
     def copied(self, recycler: Recycler) -> Frame:
         """The same frame on memory of its own, as if it had been received."""
@@ -76,6 +99,11 @@ class Frame:
             memoryview(copy).cast("B")[:] = memoryview(buffer).cast("B")
             buffers.append(copy)
         return Frame(self.kind, self.number, bytes(self.body), buffers)
+
+
+def control_frame(kind: int, number: int, body: bytes = b"") -> bytes:
+    """The wire form of a control frame, see [Note: slots]."""
+    return HEADER.pack(MAGIC, VERSION, kind, _CONTROL, 0, len(body), number, 0) + body
 
 
 class FrameReader:
@@ -92,9 +120,10 @@ class FrameReader:
 
     SCRATCH = 1 << 16
 
-    def __init__(self, limit: int, recycler: Recycler | None = None) -> None:
+    def __init__(self, limit: int, recycler: Recycler | None = None, slots: Slots | None = None) -> None:
         self._limit = limit
         self._recycler = recycler or Recycler()
+        self._slots = slots
         self._scratch = memoryview(bytearray(self.SCRATCH))
         self._start = 0
         self._end = 0
@@ -107,10 +136,13 @@ class FrameReader:
         self._number = 0
         self._pieces: collections.deque[int] | None = None  # sizes of table (if any), body, buffers still to come
         self._payload = 0
+        self._flags = 0
         self._has_table = False
         self._body: Buffer = b""
         self._body_read = False
         self._buffers: list[Buffer] = []
+        self._places: tuple[int, ...] = ()  # of a frame with slots, whose buffers there are in ``_slotted``
+        self._slotted: list[Buffer] = []
 
     @property
     def midway(self) -> bool:
@@ -169,18 +201,27 @@ class FrameReader:
         if version != VERSION:
             raise ProtocolError(f"frame of version {version}; this worker speaks version {VERSION}")
         if flags:
-            raise ProtocolError(f"unknown frame flags {flags:#06x}")
+            self._check_flags(flags, count, body)
         size = HEADER.size + 8 * count + body + payload
         if size > self._limit:
             raise ProtocolError(f"frame of {size} bytes exceeds the limit of {self._limit} (max_frame_bytes)")
         if count > MAX_BUFFERS or (count == 0 and payload):
             raise ProtocolError(f"impossible frame: {count} buffers with {payload} bytes")
         self._start += HEADER.size
-        self._kind, self._number, self._payload = kind, number, payload
+        self._kind, self._number, self._payload, self._flags = kind, number, payload, flags
         self._has_table = count > 0
-        self._pieces = collections.deque((8 * count, body) if count else (body,))
+        table = 16 * count if flags & _SLOTS else 8 * count
+        self._pieces = collections.deque((table, body) if count else (body,))
         self._body_read = False
         self._buffers = []
+
+    def _check_flags(self, flags: int, count: int, body: int) -> None:
+        if flags not in (_SLOTS, _CONTROL) or self._slots is None:
+            raise ProtocolError(f"unknown frame flags {flags:#06x}")
+        if flags == _CONTROL and (count or body > _MAX_CONTROL):
+            raise ProtocolError(f"impossible control frame: {count} buffers, {body} bytes")
+        if flags == _SLOTS and not count:
+            raise ProtocolError("a frame with slots but no buffers")
 
     def _accept(self, piece: Buffer, frames: list[Frame]) -> None:
         assert self._pieces is not None
@@ -188,9 +229,11 @@ class FrameReader:
         if self._has_table:
             self._has_table = False
             lengths = struct.unpack(f"<{len(piece) // 8}Q", piece)
+            if self._flags:
+                lengths, self._places = lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :]
             if sum(lengths) != self._payload:
                 raise ProtocolError(f"buffer lengths add up to {sum(lengths)}, the header says {self._payload}")
-            self._pieces.extend(lengths)
+            self._pieces.extend(self._resolve(lengths) if self._flags else lengths)
         elif not self._body_read:
             self._body = piece
             self._body_read = True
@@ -198,5 +241,29 @@ class FrameReader:
             self._buffers.append(piece)
         if not self._pieces:
             self._pieces = None
-            frames.append(Frame(self._kind, self._number, self._body, self._buffers))
+            if self._flags:
+                self._finish_flagged(frames)
+            else:
+                frames.append(Frame(self._kind, self._number, self._body, self._buffers))
             self._body, self._buffers = b"", []
+
+    def _resolve(self, lengths: Sequence[int]) -> list[int]:
+        """Get the buffers that lie in slots; return the lengths of the others."""
+        assert self._slots is not None
+        inline = []
+        for length, place in zip(lengths, self._places, strict=True):
+            if place:
+                self._slotted.append(self._slots.resolve(place, length))
+            else:
+                inline.append(length)
+        return inline
+
+    def _finish_flagged(self, frames: list[Frame]) -> None:
+        if self._flags == _CONTROL:
+            assert self._slots is not None
+            self._slots.control(self._kind, self._number, bytes(self._body))
+            return
+        inline, slotted = iter(self._buffers), iter(self._slotted)
+        buffers = [next(slotted if place else inline) for place in self._places]
+        self._slotted = []
+        frames.append(Frame(self._kind, self._number, self._body, buffers))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import mmap
 import weakref
 from typing import Any
@@ -36,14 +37,14 @@ class Recycler:
         """A block of ``size`` bytes with undefined content."""
         if size < _SMALL:
             return bytearray(size)
-        rounded = _round(size)
+        rounded = round_up(size)
         try:
             memory = self._free[rounded].pop()
         except (KeyError, IndexError):
             memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if rounded >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        block = (ctypes.c_ubyte * size).from_buffer(memory)
+        block = block_type(size).from_buffer(memory)
         lease = _Lease(block, self._take_back)
         lease.memory = memory
         self._leases[id(lease)] = lease
@@ -74,7 +75,13 @@ class _Lease(weakref.ref[Any]):
     memory: mmap.mmap
 
 
-def _round(size: int) -> int:
+@functools.lru_cache(256)
+def block_type(size: int) -> type[ctypes.Array[Any]]:
+    """Blocks of ``size`` bytes. Making a type costs 8 us, and messages of one size come often."""
+    return ctypes.c_ubyte * size
+
+
+def round_up(size: int) -> int:
     """Up to a quarter of the next lower power of two, so that sizes that vary a little share blocks."""
     step = 1 << max(size.bit_length() - 3, 12)
     return (size + step - 1) // step * step
