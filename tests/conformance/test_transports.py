@@ -46,6 +46,25 @@ class TestUnix(TransportConformance):
         return functools.partial(SocketEndpoint, secret=SECRET)
 
 
+class TestUnixWithoutSharedMemory(TransportConformance):
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self) -> EndpointFactory:
+        return functools.partial(SocketEndpoint, secret=SECRET, shm_bytes=0)
+
+
+class TestUnixWithAllInSharedMemory(TransportConformance):
+    """As far as there are slots: of each size the first buffers go inline."""
+
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self, monkeypatch: pytest.MonkeyPatch) -> EndpointFactory:
+        monkeypatch.setattr("backhaul.transport.shm.THRESHOLD", 1)
+        return functools.partial(SocketEndpoint, secret=SECRET)
+
+
 class TestTcp(TransportConformance):
     can_hold = True
 

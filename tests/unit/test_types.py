@@ -32,6 +32,8 @@ def test_the_defaults_are_allowed() -> None:
         {"transport": "auto", "bind": "0.0.0.0"},
         {"secret": b"bytes"},
         {"max_frame_bytes": 1 << 16},
+        {"shm_bytes": 0},
+        {"shm_bytes": 1 << 40},
         {"init_method": "tcp://host:1234"},
     ],
 )
@@ -56,6 +58,7 @@ def test_what_is_given_is_kept(given: dict[str, Any]) -> None:
         ("transport", ""),
         ("transport", None),
         ("max_frame_bytes", 0),
+        ("shm_bytes", -1),
         ("max_frame_bytes", (1 << 16) - 1),
     ],
 )

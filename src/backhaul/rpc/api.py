@@ -194,8 +194,8 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 
 @graph_break
 def get_debug_info() -> dict[str, int]:
-    """Counters of the current worker: calls pending and served, bytes sent, shared memory it has made and how many slots
-    of that others use, contexts, backward passes it drives.
+    """Counters of the current worker: calls pending and served, bytes sent, shared memory it has made and how many
+    slots of that others use, contexts, backward passes it drives.
     """
     return {name: count() for name, count in current_worker().counters.items()}
 

@@ -14,9 +14,9 @@ the channel is lost the sender lets go of its own mapping, and what the receiver
 
 [Note: order] States are single bytes, written with plain stores. The sender writes a slot, then names it in a system
 call; the receiver's reads follow another: both are barriers. The receiver clears the state when the last owner of the
-slot's memory is gone. That owner was counted down atomically, with acquire and release order, by whichever thread let go
-of it, so all use of the memory comes before the store, on weakly ordered machines too; and the sender's writes depend on
-what it read in the state, so none is made before.
+slot's memory is gone. That owner was counted down atomically, with acquire and release order, by whichever thread let
+go of it, so all use of the memory comes before the store, on weakly ordered machines too; and the sender's writes
+depend on what it read in the state, so none is made before.
 
 [Note: fork] A forked child would see the parent's slots being used again. Before it goes on it therefore gets copies of
 all borrowed slots in their place, which are its own like any other memory. The parent waits for that, and returns no
@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from backhaul.errors import ProtocolError
-from backhaul.transport.slots import FREE, LENT, MAX_SLOTS, Budget, Pool, Segment
+from backhaul.transport.slots import FREE, LENT, MAX_SLOTS, RESERVE, Budget, Pool, Segment
 from backhaul.wire.frames import control_frame
 from backhaul.wire.memory import Buffer, block_type
 
@@ -219,6 +219,11 @@ class Lender:
         if body not in (b"\0", b"\1") or number not in self._descriptors:
             raise ProtocolError(f"an answer to no offer: segment {number}")
         self._answers.append((number, body == b"\1"))
+        if self._lock.acquire(blocking=False):  # else the next that is lent sees to it
+            try:
+                self._note_answers()
+            finally:
+                self._lock.release()
 
     def _note_answers(self) -> None:
         while self._answers:
@@ -239,7 +244,8 @@ class Lender:
             return True
         try:
             self._note_answers()
-            for segment in self._pool.drop_unused(time.monotonic()):
+            reserve = RESERVE if self._budget.used < self._budget.limit // 2 else 0  # others may need it
+            for segment in self._pool.drop_unused(time.monotonic(), reserve=reserve):
                 self.news.append(control_frame(RETIRE, segment.number))
                 self._budget.give_back(_PAGE + segment.nbytes)
             return not self._closed and self._pool.may_shrink

@@ -19,7 +19,7 @@ MAX_SLOTS = 64  # of a segment
 _SEGMENT = 4 << 20  # segments are about this large, unless one slot is larger
 _SLACK = 2  # a slot may be so many times larger than what is put there
 _LINGER = 10.0  # seconds that an unused segment stays
-_RESERVE = 16 << 20  # so much stays of unused segments, the smallest ones
+RESERVE = 16 << 20  # so much stays of unused segments, the smallest ones
 _MAX_MISSES = 1 << 10  # sizes to remember
 
 
@@ -150,15 +150,15 @@ class Pool:
     @property
     def may_shrink(self) -> bool:
         """Whether there is more than what would stay for good."""
-        return sum(segment.nbytes for segment in self._segments.values()) > _RESERVE
+        return sum(segment.nbytes for segment in self._segments.values()) > RESERVE
 
-    def drop_unused(self, now: float) -> list[Segment]:
+    def drop_unused(self, now: float, *, reserve: int = RESERVE) -> list[Segment]:
         """Forget segments that nobody has used for a while, but for a small reserve; return them."""
         unused = [s for s in self._segments.values() if s.ready and s.used + _LINGER <= now and not s.lent]
         kept, dropped = 0, []
         for segment in sorted(unused, key=lambda segment: segment.nbytes):
             kept += segment.nbytes
-            if kept > _RESERVE:
+            if kept > reserve:
                 self.drop(segment)
                 dropped.append(segment)
         return dropped

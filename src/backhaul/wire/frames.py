@@ -76,7 +76,7 @@ class Frame:
         return size
 
     def parts(self, places: Sequence[int] | None = None) -> list[Buffer]:
-        """The wire form, as pieces to be written in order. ``places``: which buffers lie in slots, see [Note: slots]."""
+        """The wire form, as pieces to be written in order. ``places``: which are in slots, see [Note: slots]."""
         if not self.buffers:
             return [HEADER.pack(MAGIC, VERSION, self.kind, 0, 0, len(self.body), self.number, 0) + self.body]
         lengths = [len(buffer) for buffer in self.buffers]
