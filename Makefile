@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test lint types browser bench reference format clean
+.PHONY: help env run test lint types browser bench memory reference format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -62,6 +62,9 @@ bench: env ## Measure calls and steps side by side with torch.distributed; ARGS 
 	@$(BIN)/python benchmarks/calls.py $(ARGS)
 	@$(BIN)/python benchmarks/backward.py $(ARGS)
 	@$(BIN)/python benchmarks/steps.py $(ARGS)
+
+memory: env ## Show that memory stays flat over large echoes; ARGS go to benchmarks/memory.py
+	@$(BIN)/python benchmarks/memory.py $(ARGS)
 
 reference: env ## Run the reference's own suites against Backhaul; ARGS: parts of names, see tests/reference/run.py
 	@$(BIN)/python -m tests.reference.run $(ARGS)

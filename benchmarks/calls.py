@@ -69,6 +69,7 @@ def rows(quick: bool) -> list[Row]:
             8,
         ),
         sized("16-float echo", 16, 200, 8),
+        sized("64 KiB echo", 1 << 14, 100, 8),
         sized("1 MiB echo", 1 << 18, 40, 8),
         sized("16 MiB echo", 1 << 22, 10, 8),
         sized("64 MiB echo", 1 << 24, 4, 8),

@@ -181,6 +181,7 @@ class SocketChannel(Channel):
             self._lender.close()
         if self._borrower is not None:
             self._borrower.close()
+            self._reader.close()
 
     def _end(self, reason: str) -> None:
         if self._ended is None:

@@ -149,6 +149,11 @@ class FrameReader:
         """Whether part of a frame has been read."""
         return self._pieces is not None or self._end > self._start
 
+    def close(self) -> None:
+        """No more bytes will come: let go of slots, those of a frame that is not complete too."""
+        self._slots = None
+        self._slotted = []
+
     def writable(self) -> memoryview:
         """Memory for the next bytes; never empty."""
         if self._large is not None:
