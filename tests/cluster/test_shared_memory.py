@@ -4,6 +4,7 @@ soon.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pathlib
@@ -22,6 +23,7 @@ from torch.distributed import FileStore
 
 import backhaul as bh
 from backhaul.transport.shm import THRESHOLD
+from backhaul.transport.sockets import SocketEndpoint
 
 from .processes import DIED, run_processes
 from .remote_functions import PATIENCE, identity
@@ -215,6 +217,20 @@ def test_memory_stays_flat() -> None:
     assert here < 24 * MIB
     assert there < 24 * MIB
     assert shared <= 8 * 17 * MIB
+
+
+def test_memory_that_is_not_used_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody sends anything any more."""
+    monkeypatch.setattr("backhaul.transport.sockets._TRIM", 0.01)
+    monkeypatch.setattr("backhaul.transport.slots._LINGER", 0.05)
+    with bh.cluster(2, endpoints=functools.partial(SocketEndpoint, secret=b"the tests' own")) as workers:
+        warm(32 * MIB)
+        held = bh.rpc_sync("worker1", identity, args=(noise(32 * MIB),))
+        until(lambda: workers[0].endpoint.shm_bytes == 0)
+        del held
+        until(lambda: workers[1].endpoint.shm_bytes == 0)
+        until(lambda: mapped() == 0)
+        warm(32 * MIB)  # and can be had again
 
 
 # Gradients.

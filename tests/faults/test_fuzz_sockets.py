@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import pickle
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +19,9 @@ from backhaul.errors import AuthenticationError
 from backhaul.rpc.node import Node
 from backhaul.testing.transport_kit import PATIENCE, Aside, Pollers
 from backhaul.transport.handshake import MAGIC, VERSION, ClientHandshake, ServerHandshake
+from backhaul.transport.shm import ANSWER, OFFER, RETIRE
 from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.frames import HEADER, Frame
+from backhaul.wire.frames import HEADER, Frame, control_frame
 from backhaul.wire.frames import MAGIC as FRAME_MAGIC
 from backhaul.wire.messages import Count, Hello, Kind, Payload, Refuse, Request, Tally, pack
 
@@ -224,7 +226,7 @@ HUGE = (1 << 64) - 1
 IMPOSSIBLE = {
     "no magic": header(magic=b"HTTP"),
     "another version": header(version=2),
-    "unknown flags": header(flags=1),
+    "unknown flags": header(flags=4),
     "a body beyond the limit": header(body=LIMIT),
     "the largest body": header(body=(1 << 32) - 1),
     "a payload beyond the limit": header(count=1, payload=LIMIT),
@@ -240,6 +242,18 @@ IMPOSSIBLE = {
     "lengths that add up only in 64 bits": header(count=2, payload=100)
     + HUGE.to_bytes(8, "little")
     + (101).to_bytes(8, "little"),
+    "slots without buffers": header(flags=1),
+    "slots in a control frame": header(flags=3),
+    "a place in no segment": header(flags=1, count=1, payload=100) + struct.pack("<QQ", 100, 1 << 32),
+    "the last of all places": header(flags=1, count=1, payload=100) + struct.pack("<QQ", 100, HUGE),
+    "a control frame with buffers": header(flags=2, count=1, payload=100),
+    "a control frame that is long": header(flags=2, body=65),
+    "an unknown control frame": control_frame(9, 1),
+    "an empty offer": control_frame(OFFER, 1),
+    "an offer of no slots": control_frame(OFFER, 1, struct.pack("<iIQ16s", 0, 0, 4096, b"")),
+    "an offer of the largest slots": control_frame(OFFER, 1, struct.pack("<iIQ16s", 0, 64, HUGE - 4095, b"")),
+    "an answer to no offer": control_frame(ANSWER, 1, b"\1"),
+    "the end of no segment": control_frame(RETIRE, 1),
 }
 
 
@@ -267,7 +281,7 @@ VALID = wire(
     Frame(Kind.REPLY, 12, b"nothing", [bytes(300), b"", bytes(70_000)]),
     request(3),
     Frame(Kind.REQUEST, 4, b"", [b"tensor"] * 3),
-)
+) + control_frame(OFFER, 1, struct.pack("<iIQ16s", 0, 2, 4096, b"no segment"))
 
 
 @st.composite
