@@ -36,9 +36,9 @@ def launch(function: Callable[..., Any], workers: int, *args: Any, **options: An
     return bh.launch(function, workers, args=args, timeout=PATIENCE, start_method="forkserver", **options)
 
 
-def noise(size: int, seed: int = 0) -> torch.Tensor:
-    """So many bytes, as floats that are their own."""
-    return torch.randn(size // 4, generator=torch.Generator().manual_seed(seed))
+def content(size: int, seed: int = 0) -> torch.Tensor:
+    """So many bytes, as floats of their own."""
+    return torch.arange(size // 4, dtype=torch.float32).sub_(1000.0 * (seed + 1))
 
 
 def await_free(worker: str | None = None) -> None:
@@ -60,7 +60,7 @@ def counters(worker: str | None = None) -> dict[str, int]:
 def warm(size: int, to: str = "worker1") -> None:
     """Send often enough for slots of that size, in both directions."""
     for _ in range(4):
-        bh.rpc_sync(to, identity, args=(noise(size),))
+        bh.rpc_sync(to, identity, args=(content(size),))
 
 
 def memory_files() -> list[str]:
@@ -116,22 +116,29 @@ def zero(value: torch.Tensor) -> torch.Tensor:
 def exchange(used: bool) -> None:
     if bh.get_worker_info().id:
         return
-    for size in (4, THRESHOLD - 4, THRESHOLD, THRESHOLD + 4, 100 * KIB, MIB, MIB + 4, 5 * MIB, 40 * MIB):
+    for size in (4, THRESHOLD - 4, THRESHOLD, THRESHOLD + 4, 100 * KIB, MIB, MIB + 4, 5 * MIB, 33 * MIB):
         for seed in range(4 if size < 8 * MIB else 3):
-            value = noise(size, seed)
+            value = content(size, seed)
             came = bh.rpc_sync("worker1", identity, args=(value,))
             assert torch.equal(came, value), (size, seed)
     assert bool(counters()["shm_bytes"]) == bool(counters("worker1")["shm_bytes"]) == used
     for seed in range(4):
-        array, loose = noise(MIB, seed).numpy(), bytearray(noise(MIB, seed).numpy().tobytes())
-        values = [noise(THRESHOLD, seed), array, noise(2 * MIB, seed), loose, noise(16, seed), torch.ones(300, 300).t()]
+        array, loose = content(MIB, seed).numpy(), bytearray(content(MIB, seed).numpy().tobytes())
+        values = [
+            content(THRESHOLD, seed),
+            array,
+            content(2 * MIB, seed),
+            loose,
+            content(16, seed),
+            torch.ones(300, 300).t(),
+        ]
         came = bh.rpc_sync("worker1", identity, args=(values,))
         for one, other in zip(came, values, strict=True):
             same = torch.equal(one, other) if isinstance(one, torch.Tensor) else numpy.array_equal(one, other)
             assert same, (seed, type(one))
-    value = noise(MIB)
+    value = content(MIB)
     came = bh.rpc_sync("worker1", zero, args=(value,))
-    assert torch.equal(value, noise(MIB))
+    assert torch.equal(value, content(MIB))
     assert not came.any()
     came += 1  # writable, and not seen by anyone else
     again = bh.rpc_sync("worker1", identity, args=(value,))
@@ -156,19 +163,19 @@ def keep_many() -> None:
     if bh.get_worker_info().id:
         return
     warm(100 * KIB)
-    sent = [noise(100 * KIB, seed) for seed in range(200)]
+    sent = [content(100 * KIB, seed) for seed in range(200)]
     for seed, value in enumerate(sent):
         bh.rpc_sync("worker1", keep, args=(seed, value))
     for value in sent:
         value.zero_()
     assert counters()["shm_lent"] > 100
-    expected = float(sum(noise(100 * KIB, seed).double().sum() for seed in range(200)))
+    expected = float(sum(content(100 * KIB, seed).double().sum() for seed in range(200)))
     assert bh.rpc_sync("worker1", total_of_kept) == expected
     bh.rpc_sync("worker1", drop_in_disorder)
     await_free()
     made = counters()["shm_bytes"]
     for seed in range(200):  # the same memory again
-        bh.rpc_sync("worker1", keep, args=(seed, noise(100 * KIB, seed)))
+        bh.rpc_sync("worker1", keep, args=(seed, content(100 * KIB, seed)))
     assert counters()["shm_bytes"] <= made + 8 * MIB
     assert bh.rpc_sync("worker1", total_of_kept) == expected
 
@@ -181,10 +188,10 @@ def fill_up() -> None:
     if bh.get_worker_info().id:
         return
     for seed in range(30):
-        bh.rpc_sync("worker1", keep, args=(seed, noise(MIB, seed)))
+        bh.rpc_sync("worker1", keep, args=(seed, content(MIB, seed)))
     assert 0 < counters()["shm_bytes"] <= 10 * MIB
     assert 0 < counters()["shm_lent"] < 10
-    assert bh.rpc_sync("worker1", total_of_kept) == float(sum(noise(MIB, seed).double().sum() for seed in range(30)))
+    assert bh.rpc_sync("worker1", total_of_kept) == float(sum(content(MIB, seed).double().sum() for seed in range(30)))
 
 
 def test_beyond_the_ceiling_tensors_go_through_the_socket() -> None:
@@ -195,7 +202,7 @@ def echo_for_long() -> tuple[int, int, int]:
     """How much more memory 60 echoes took than the 10 before them, here and there, and the shared memory."""
     if bh.get_worker_info().id:
         return 0, 0, 0
-    value = noise(16 * MIB)
+    value = content(16 * MIB)
     for _ in range(10):
         bh.rpc_sync("worker1", identity, args=(value,))
     before = private_memory(), bh.rpc_sync("worker1", private_memory)
@@ -225,7 +232,7 @@ def test_memory_that_is_not_used_is_given_back(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("backhaul.transport.slots._LINGER", 0.05)
     with bh.cluster(2, endpoints=functools.partial(SocketEndpoint, secret=b"the tests' own")) as workers:
         warm(32 * MIB)
-        held = bh.rpc_sync("worker1", identity, args=(noise(32 * MIB),))
+        held = bh.rpc_sync("worker1", identity, args=(content(32 * MIB),))
         until(lambda: workers[0].endpoint.shm_bytes == 0)
         del held
         until(lambda: workers[1].endpoint.shm_bytes == 0)
@@ -248,7 +255,7 @@ def train() -> None:
     if bh.get_worker_info().id:
         return
     for _ in range(4):
-        x, weight = noise(MIB, 1).requires_grad_(), noise(MIB, 2).requires_grad_()
+        x, weight = content(MIB, 1).requires_grad_(), content(MIB, 2).requires_grad_()
         with bh.context() as context:
             loss = bh.rpc_sync("worker1", through, args=("worker2", x, weight)).pow(2).sum()
             bh.backward(context, [loss])
@@ -279,7 +286,7 @@ def join(rank: int, path: str, options: bh.Options | None = None) -> FileStore:
 def talk_to_one_without(rank: int, path: str, without: int) -> None:
     join(rank, path, OFF if rank == without else None)
     for seed in range(4):
-        value = noise(MIB, seed)
+        value = content(MIB, seed)
         assert torch.equal(bh.rpc_sync(1 - rank, identity, args=(value,)), value)
     until(lambda: counters()["shm_bytes"] == 0)
     assert memory_files() == []
@@ -295,7 +302,7 @@ def talk_to(name: str) -> None:
     """Until it is gone."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        bh.rpc_sync(name, identity, args=(noise(MIB),))
+        bh.rpc_sync(name, identity, args=(content(MIB),))
 
 
 def end_with_tensors(rank: int, path: str, how: str) -> str:
@@ -304,7 +311,7 @@ def end_with_tensors(rank: int, path: str, how: str) -> str:
     if rank == 0:
         warm(MIB)
         for seed in range(5):
-            bh.rpc_sync("worker1", keep, args=(seed, noise(MIB, seed)))
+            bh.rpc_sync("worker1", keep, args=(seed, content(MIB, seed)))
         assert counters()["shm_lent"] >= 3
         store.set("sent", "")
         if how == "killed":
@@ -318,7 +325,7 @@ def end_with_tensors(rank: int, path: str, how: str) -> str:
     assert memory_files() == []
     if rank == 1:
         assert mapped() > 3 * MIB
-        assert all(torch.equal(_kept[seed], noise(MIB, seed)) for seed in range(5))
+        assert all(torch.equal(_kept[seed], content(MIB, seed)) for seed in range(5))
         _kept[0].zero_()
         _kept.clear()
     gc.collect()
@@ -340,7 +347,7 @@ def lose_the_receiver(rank: int, path: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     warm(MIB)
     for seed in range(5):
-        bh.rpc_sync("worker1", keep, args=(seed, noise(MIB, seed)))
+        bh.rpc_sync("worker1", keep, args=(seed, content(MIB, seed)))
     assert counters()["shm_lent"] >= 3
     store.set("go", "")
     with pytest.raises(bh.BackhaulError):
