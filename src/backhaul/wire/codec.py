@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
 from backhaul.wire.callables import name_of, resolve
@@ -219,6 +220,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_subclass(self, value: torch.Tensor) -> Any:
         kind = type(value)
+        if kind is FakeTensor:
+            raise SerializationError(
+                "fake tensors have no data: the compiler, or whoever made them, uses them to trace"
+            )
         if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__:
             return NotImplemented  # it has its own idea
         if hasattr(value, "__tensor_flatten__"):

@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from backhaul.errors import ProtocolError, SerializationError
 from backhaul.wire.codec import decode, encode
@@ -1000,3 +1001,13 @@ def test_decoding_runs_in_the_place_of_the_reader_only() -> None:
     numbers.append(2)
     assert torch.equal(second, torch.zeros(3))
     assert others == [1]
+
+
+def test_fake_tensors_are_refused_at_once() -> None:
+    with FakeTensorMode():
+        value = torch.ones(3)
+    with pytest.raises(
+        SerializationError, match=r"x\[0\] \(a FakeTensor\) cannot be sent: fake tensors have no data"
+    ) as caught:
+        encode([[value]], names=["x"])
+    assert caught.value.path == "x[0]"
