@@ -5,7 +5,7 @@ takes seconds to import.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,17 +27,33 @@ def _find_skip() -> Callable[[Any], None]:
 _skip = _find_skip()
 
 
-def graph_break(function: F) -> F:
+_REASON = "it talks to other workers, which is not an operation of a graph; backhaul.remote_op makes calls that are"
+
+
+@overload
+def graph_break(function: F) -> F: ...
+@overload
+def graph_break(function: str) -> Callable[[F], F]: ...
+
+
+def graph_break(function: F | str) -> F | Callable[[F], F]:
     """Mark a function that ends the graph: a compiled function that calls it is compiled in two parts, before the call
     and after it, and the call itself runs as it is.
 
     The same as ``torch.compiler.disable``, without what that wraps around each call: the mark is all that tracing looks
     for, and frames are skipped by their code.
+
+    Args:
+        function: The function, or why the next one is to be marked: what the compiler says where it may not break.
     """
+    if isinstance(function, str):
+        return lambda marked: _mark(marked, function)
+    return _mark(function, _REASON)
+
+
+def _mark(function: F, reason: str) -> F:
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = (
-        "it talks to other workers, which is not an operation of a graph; backhaul.remote_op makes calls that are"
-    )
+    marked._torchdynamo_disable_msg = reason
     _skip(marked.__code__)
     return function

@@ -57,6 +57,57 @@ def calling(x: Tensor) -> Tensor:
     return bh.rpc_sync("worker2", with_layer, args=(x.sin(),)).cos()
 
 
+def receiving(x: Tensor) -> Tensor:
+    """Changes what it has received."""
+    scale = bh.rpc_sync("worker2", torch.ones, args=(3, 4)).add_(1).mul_(2)
+    return x * scale
+
+
+normalize = torch.nn.BatchNorm1d(4, dtype=torch.float64)
+calls = torch.zeros(1, dtype=torch.int64)
+averages = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+
+
+def normalized(x: Tensor) -> Tensor:
+    return normalize(x)
+
+
+def counting(x: Tensor) -> Tensor:
+    calls[0] += 1
+    return x.sin()
+
+
+def averaging(x: Tensor) -> Tensor:
+    return torch.nn.functional.batch_norm(x, *averages, training=True)
+
+
+def busy(x: Tensor) -> Tensor:
+    """Changes what it has made, in every way."""
+    made = torch.tensor([1.0, 2.0], dtype=torch.float64).mul_(2)
+    other = torch.empty(2, dtype=torch.float64)
+    torch.sin(made, out=other)
+    torch._foreach_add_([made, other], 1)
+    made[1:] = other[0]
+    made.data.add_(1)
+    torch.from_numpy(made.detach().numpy()).sub_(1).sub_(1)
+    hidden = torch.nn.BatchNorm1d(4, affine=False, dtype=torch.float64)(x)
+    hidden = hidden + 1
+    hidden[0] = 0
+    return hidden.relu_() * made.sum() * other[1]
+
+
+def scaled_by_sum(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def by_sign(x: Tensor) -> Tensor:
+    return x.sin() if x.sum() > 0 else x.cos()
+
+
+def squared(x: Tensor) -> Tensor:
+    return x @ x
+
+
 def like(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 

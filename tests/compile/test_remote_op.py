@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import shutil
 import threading
 import weakref
@@ -415,6 +416,19 @@ def test_functions_that_call_other_workers(order: int) -> None:
     torch.testing.assert_close([a - b for a, b in zip(after, before, strict=True)], list(wanted[1:]))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_functions_that_call_other_workers(backend: str) -> None:
+    there = bh.remote_op(functions.calling, to="worker1", fake=functions.like)
+    compiled = torch.compile(lambda x: there(x * 2).sum(), backend=backend, fullgraph=True)
+    x = tensor(3, 4)
+    wanted = plain_gradients(lambda x: functions.with_layer((x * 2).sin()).cos().sum(), x)
+    with bh.context() as ctx:
+        compiled(x).backward()
+        found = bh.rpc_sync("worker2", functions.gradients_of_layer, args=(ctx,))
+        torch.testing.assert_close(torch.func.grad(lambda x: there(x * 2).sum())(x.detach()), wanted[0])
+    torch.testing.assert_close([x.grad, *found], list(wanted))
+
+
 def test_no_gradient_is_lost_without_a_word() -> None:
     there = bh.remote_op(functions.with_layer, to="worker1")
     x = tensor(3, 4)
@@ -492,7 +506,106 @@ def test_a_fake_of_ones_own() -> None:
     torch.testing.assert_close(gradients(compiled, x), gradients(lambda x: functions.chosen(x * 2) * 3, x))
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (functions.calling, "it calls other workers, and fake tensors cannot be sent"),
+        (functions.scaled_by_sum, "its result depends on what is in a tensor"),
+        (functions.by_sign, "what it does depends on what is in a tensor"),
+        (functions.failing, "KeyError: 'no such thing'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_functions_that_cannot_run_on_fakes(
+    function: Callable[[Tensor], Tensor], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = torch.compile(bh.remote_op(function, to="worker1"), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"{function.__name__} cannot run on fake tensors.*{reason}.*by `fake=`"):
+        compiled(tensor(3, 4))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_fakes_of_functions_that_look_into_tensors() -> None:
+    x = tensor(3, 4)
+    for function in (functions.scaled_by_sum, functions.by_sign):
+        there = bh.remote_op(function, to="worker1", fake=functions.like)
+        compiled = torch.compile(lambda x, there=there: there(x * 2), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(gradients(compiled, x), gradients(lambda x, f=function: f(x * 2), x))
+
+
+# Tensors that the function changes.
+
+
+@pytest.mark.parametrize(
+    ("function", "changed"),
+    [
+        (functions.normalized, functions.normalize.num_batches_tracked),
+        (functions.counting, functions.calls),
+        (functions.averaging, functions.averages[0]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_not_its_own_is_changed_once_at_most(function: Callable[[Tensor], Tensor], changed: Tensor) -> None:
+    there = bh.remote_op(function, to="worker1", fake=functions.like)
+    x = tensor(3, 4)
+    with bh.context():
+        loss = there(x).sum()
+        before = changed.clone()
+        with pytest.raises(ValueError, match=rf"{function.__name__} changes tensors of worker 'worker1'.*second time"):
+            loss.backward()
+        assert torch.equal(changed, before)
+    with torch.no_grad():
+        there(x)
+    assert not torch.equal(changed, before)
+
+
+@pytest.mark.parametrize("function", [functions.normalized, functions.counting])
+def test_tracing_changes_nothing(function: Callable[[Tensor], Tensor]) -> None:
+    compiled = torch.compile(bh.remote_op(function, to="worker1"), backend="aot_eager", fullgraph=True)
+    state = [functions.calls, *functions.normalize.buffers()]
+    before = [value.clone() for value in state]
+    with pytest.raises(Exception, match=r"changes tensors that are not its own.*by `fake=`"):
+        compiled(tensor(3, 4))
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
+def test_what_is_its_own_may_change() -> None:
+    x = tensor(3, 4)
+    for function in (functions.busy, functions.receiving):
+        there = bh.remote_op(function, to="worker1", fake=functions.like)
+        plain = functions.busy if function is functions.busy else (lambda x: x * 4)
+        torch.testing.assert_close(
+            gradients(lambda x, op=there: op(x) * x, x), gradients(lambda x, f=plain: f(x) * x, x)
+        )
+
+
 # What goes wrong.
+
+
+def test_making_operators_inside_of_graphs() -> None:
+    def program(x: Tensor) -> Tensor:
+        return bh.remote_op(functions.counting, to="worker1", fake=functions.like)(x * 2)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it makes an operator, which is to be done once, outside"):
+        torch.compile(program, backend="eager", fullgraph=True)(tensor(3))
+    x = tensor(3)
+    torch.testing.assert_close(torch.compile(program, backend="eager")(x), (x * 2).sin())
+
+
+def test_autocast_stays_here() -> None:
+    there = bh.remote_op(functions.squared, to="worker1")
+    x = torch.ones(3, 3)
+    found: list[torch.dtype] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        (result,) = graph.graph.find_nodes(op="output")[0].args[0]
+        found.append(result.meta["example_value"].dtype)
+        return graph
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert there(x).dtype is torch.float32
+        assert torch.compile(there, backend=backend, fullgraph=True)(x).dtype is torch.float32
+    assert found == [torch.float32]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

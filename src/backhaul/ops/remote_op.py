@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import marshal
 import re
 import threading
@@ -17,12 +18,15 @@ from torch._guards import detect_fake_mode
 
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.recording import current_scope, enter, leave
+from backhaul.compiler import graph_break
+from backhaul.errors import BackhaulError, SerializationError
 from backhaul.ops import served
 from backhaul.ops.levels import Level
 from backhaul.ops.operators import Implementation, Operators
 from backhaul.ops.served import Call
 from backhaul.ops.signature import Args, Signature, Template, call, values_of
 from backhaul.ops.ticket import Ticket, blank
+from backhaul.ops.writes import ForeignWriteError, NoForeignWrites
 from backhaul.rpc.node import Node
 from backhaul.types import WorkerInfo
 from backhaul.wire.callables import label_of, name_of
@@ -35,6 +39,9 @@ _names: set[str] = set()
 _making = threading.Lock()  # guards _made and _names
 
 
+@graph_break(
+    "it makes an operator, which is to be done once, outside of compiled functions; what it returns is called inside"
+)
 def remote_op(
     fn: Function, to: str | int | WorkerInfo, *, fake: Function | None = None, timeout: float | None = None
 ) -> RemoteOp:
@@ -53,7 +60,7 @@ def remote_op(
             its annotations say so. Travels as for ``rpc_sync``.
         to: Name, id or ``WorkerInfo`` of the worker that runs it.
         fake: What to run on fake tensors, to learn the shapes of the results; default: ``fn``. For functions that use
-            what only their worker has.
+            what only their worker has, call other workers, or depend on what is in a tensor.
         timeout: Seconds that each call may take; 0: any time; None: the worker's default.
 
     Raises:
@@ -114,9 +121,25 @@ class RemoteOp:
         return self._call(served.run, args, grad, scope.context.id if scope is not None else 0)
 
     def _fake(self, args: Args) -> list[torch.Tensor]:
-        with torch.no_grad(), _real_tensors_too(args):
-            outputs = call(self._on_fakes, self._signature.named, args)
-        return [*(output.detach().clone() for output in outputs), blank()]
+        mode: Any = detect_fake_mode(values_of(args))
+        known = _pending(mode)
+        try:
+            with torch.no_grad(), _real_tensors_too(mode):
+                with NoForeignWrites(values_of(args), again=False):
+                    outputs = call(self._on_fakes, self._signature.named, args)
+                found = [*(output.detach().clone() for output in outputs), blank()]
+        except Exception as error:
+            raise self._cannot_be_faked(_reason(error)) from error
+        if unknown := _pending(mode) - known - _sizes_of(found):
+            raise self._cannot_be_faked(f"its result depends on what is in a tensor ({', '.join(map(str, unknown))})")
+        return found
+
+    def _cannot_be_faked(self, why: str) -> BackhaulError:
+        return BackhaulError(
+            f"{label_of(self._on_fakes)} cannot run on fake tensors, as it has to while a graph is traced: {why}; give "
+            "remote_op a function that can by `fake=`: one that returns tensors of the same shapes and dtypes as "
+            f"{label_of(self._function)}"
+        )
 
     def _pull(
         self, args: Args, ticket: torch.Tensor, seeds: Sequence[torch.Tensor], levels: Sequence[Level]
@@ -176,9 +199,8 @@ def _new_name(function: Function, to: str | int) -> str:
 
 
 @contextlib.contextmanager
-def _real_tensors_too(args: Args) -> Iterator[None]:
+def _real_tensors_too(mode: Any) -> Iterator[None]:
     """While inside, fake tensors may meet real ones: the function's parameters, if they are here too."""
-    mode: Any = detect_fake_mode(values_of(args))
     if mode is None:
         yield
         return
@@ -187,3 +209,24 @@ def _real_tensors_too(args: Args) -> Iterator[None]:
         yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+def _pending(mode: Any) -> set[Any]:
+    """Symbols for numbers that depend on what is in tensors, and that the compiler has yet to find in results."""
+    return set(getattr(getattr(mode, "shape_env", None), "pending_fresh_unbacked_symbols", ()))
+
+
+def _sizes_of(tensors: Sequence[torch.Tensor]) -> set[Any]:
+    """Symbols in the shapes of tensors."""
+    numbers = itertools.chain.from_iterable((*t.shape, *t.stride(), t.storage_offset()) for t in tensors)
+    return {symbol for n in numbers if isinstance(n, torch.SymInt) for symbol in n.node.expr.free_symbols}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, SerializationError):
+        return f"it calls other workers, and fake tensors cannot be sent ({error})"
+    if type(error).__name__ in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
+        return f"what it does depends on what is in a tensor ({str(error).partition(chr(10))[0]})"
+    if isinstance(error, ForeignWriteError):
+        return f"it changes tensors that are not its own, which only its worker's run may do ({error})"
+    return f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -20,6 +21,7 @@ from backhaul.ops.levels import Level
 from backhaul.ops.operators import Grad
 from backhaul.ops.signature import Args, Template, call, values_of
 from backhaul.ops.ticket import Ticket, checksum
+from backhaul.ops.writes import WATCHES, ForeignWriteError, NoForeignWrites
 from backhaul.wire.callables import label_of, resolve
 from backhaul.worker import current_worker
 
@@ -124,13 +126,13 @@ class _Pull:
     def _run_again(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         random = self._ticket.random
         if random is None:
-            outputs = self._given.run(values)
+            outputs = self._run_watched(values)
         else:
             with _replaying:
                 now = torch.get_rng_state()
                 torch.set_rng_state(random)
                 try:
-                    outputs = self._given.run(values)
+                    outputs = self._run_watched(values)
                 finally:
                     torch.set_rng_state(now)
         if self._ticket.check != checksum(outputs):
@@ -141,6 +143,20 @@ class _Pull:
                 worker=current_worker().name,
             )
         return outputs
+
+    def _run_watched(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the function where it can change nothing that it has changed the first time."""
+        try:
+            with NoForeignWrites(values, again=True) if WATCHES else contextlib.nullcontext():
+                return self._given.run(values)
+        except ForeignWriteError as error:
+            worker = current_worker().name
+            raise ValueError(
+                f"{label_of(self._given.function)} changes tensors of worker '{worker}' that are not its own, and "
+                f"would do so a second time when it is run again for its gradient ({error}); a remote_op has to return "
+                "what it computes: use rpc_sync, RemoteModule or torch.no_grad(), or put modules such as BatchNorm "
+                "into evaluation mode"
+            ) from None
 
     def _differentiate(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wanted: Sequence[torch.Tensor], *, last: bool
