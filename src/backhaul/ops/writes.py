@@ -31,8 +31,11 @@ class NoForeignWrites(TorchDispatchMode):
 
     def __init__(self, own: Iterable[torch.Tensor], *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = {place for tensor in own if (place := _place(tensor)) is not None}
+        self._own: set[int] = set()  # memory, by its place
         self._again = again
+        self._take(list(own))
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -44,15 +47,27 @@ class NoForeignWrites(TorchDispatchMode):
     ) -> Any:
         named = kwargs or {}
         effect = _effect(func)
-        written = list(effect.written(args, named)) if effect.places else []
+        if not effect.places:  # nearly all of them
+            result = func(*args, **named)
+            if effect.fresh:
+                self._take(result)
+            return result
+        written = list(effect.written(args, named))
         for tensor in written:
             if _place(tensor) not in self._own and (effect.training is not None or not self._maybe_new(tensor)):
                 kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise ForeignWriteError(f"{func} would change a {kind} that it has neither made nor been given")
         result = func(*args, **named)
-        made = _tensors(result) if effect.fresh else iter(())
-        self._own.update(place for tensor in (*made, *written) if (place := _place(tensor)) is not None)
+        self._take(written)
+        if effect.fresh:
+            self._take(result)
         return result
+
+    def _take(self, made: Any) -> None:
+        for tensor in (made,) if isinstance(made, torch.Tensor) else _tensors(made):
+            place = _place(tensor)
+            if place is not None:
+                self._own.add(place)
 
     def _maybe_new(self, tensor: torch.Tensor) -> bool:
         if _place(tensor) is None or tensor.is_inference():
@@ -89,7 +104,9 @@ WATCHES = hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 @functools.cache
 def _effect(func: Any) -> _Effect:
-    schema = func._schema
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # of higher order: what it runs is seen by itself
+        return _Effect((), True)
     spots = {argument.name: (place, argument.name) for place, argument in enumerate(schema.arguments)}
     if schema.name in _UNTOLD:
         return _Effect((spots["running_mean"], spots["running_var"]), True, spots["training"])

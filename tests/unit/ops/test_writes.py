@@ -53,3 +53,4 @@ def test_reading_and_memory_from_elsewhere(again: bool) -> None:
         torch.ones(3, 3).to_sparse().mul_(2)
         with torch.inference_mode():
             (other + 1).add_(1)
+        torch.ops.higher_order.cond(other.sum() > 0, torch.sin, torch.cos, (other,))
