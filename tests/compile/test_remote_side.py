@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import backhaul as bh
-
-from . import functions
 
 BACKENDS = ["eager", "aot_eager"]
 
@@ -180,19 +178,3 @@ def test_a_compiled_function_as_an_operator() -> None:
     torch.testing.assert_close(gradients(there), gradients(network))
     around = torch.compile(lambda x, weight: there(x * 2, weight), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(around), gradients(lambda x, weight: network(x * 2, weight)))
-
-
-# Processes.
-
-
-def step(backend: str) -> Sequence[Tensor] | None:
-    if bh.get_worker_info().id:
-        return None
-    call = functools.partial(bh.rpc_sync, "worker1", run_compiled)
-    return gradients_over(lambda x, weight: call(args=(backend, functions.head(x, weight), weight)))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_between_processes(backend: str) -> None:
-    found, _ = bh.launch(step, 2, args=(backend,), timeout=100, start_method="forkserver")
-    torch.testing.assert_close(found, gradients(lambda x, weight: network(functions.head(x, weight), weight)))
