@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import backhaul as bh
+from backhaul.autograd.recording import enter, leave
 
 from . import functions
 from .functions import blend, script
@@ -210,6 +211,111 @@ def who(to: str) -> str:
     assert first == second
     assert there == to
     return second
+
+
+# What becomes current on a thread that a script has forked to.
+
+
+def own_context(a: Tensor, b: Tensor) -> list[Tensor]:
+    with bh.context() as ctx:
+        loss = sum(functions.after_wait("worker1", a, b), a * 0).sum()
+        bh.backward(ctx, [loss])
+        grads = bh.get_gradients(ctx)
+        return [grads[a], grads[b]]
+
+
+def own_worker(name: str) -> list[str]:
+    (worker,) = [worker for worker in bh.worker.running_workers() if worker.name == name]
+    with worker:
+        return [script(who)("worker1"), whoami(0)]
+
+
+def own_nothing(a: Tensor) -> list[int]:
+    """How many messages are recorded at each point."""
+    counts = []
+    token = enter(None)
+    functions.forked("worker1", "worker2", a, a)
+    counts.append(recorded())
+    leave(token)
+    functions.sync("worker1", a, a)
+    return [*counts, recorded()]
+
+
+ignored_context = torch.jit.ignore(own_context)
+ignored_worker = torch.jit.ignore(own_worker)
+ignored_nothing = torch.jit.ignore(own_nothing)
+
+
+@script
+def call_context(a: Tensor, b: Tensor) -> list[Tensor]:
+    return ignored_context(a, b)
+
+
+@script
+def call_worker(name: str) -> list[str]:
+    return ignored_worker(name)
+
+
+@script
+def call_nothing(a: Tensor) -> list[int]:
+    return ignored_nothing(a)
+
+
+@script
+def fork_context(a: Tensor, b: Tensor) -> list[Tensor]:
+    return torch.jit.fork(call_context, a, b).wait()
+
+
+@script
+def fork_worker(name: str) -> list[str]:
+    return torch.jit.fork(call_worker, name).wait()
+
+
+@script
+def fork_nothing(a: Tensor) -> list[int]:
+    return torch.jit.fork(call_nothing, a).wait()
+
+
+@script
+def fork_ask(_: int) -> str:
+    return torch.jit.fork(ask, 0).wait()
+
+
+def test_a_context_entered_on_a_forked_thread(leaves: Leaves) -> None:
+    """It is current there, and where a script that is called in it goes on."""
+    first = blend(*leaves)
+    second = blend(leaves[1], first)
+    wanted = torch.autograd.grad((first + second + blend(second, leaves[0])).sum(), leaves)
+    for _ in range(10):
+        torch.testing.assert_close(tuple(fork_context(*leaves)), wanted)
+
+
+@pytest.mark.parametrize("name", ["worker0", "worker2"])
+def test_a_worker_entered_on_a_forked_thread(name: str) -> None:
+    for _ in range(10):
+        assert fork_worker(name) == [name, name]
+        assert fork_ask(0) == "worker0"
+
+
+def test_no_context_on_a_forked_thread(leaves: Leaves) -> None:
+    """As for calls that Backhaul makes for itself."""
+    with bh.context():
+        assert fork_nothing(leaves[0]) == [0, 2]
+
+
+def test_a_script_without_calls_in_turns_with_another_task(workers: list[bh.Worker]) -> None:
+    """What is current is that of the task that calls, not what was last made current on the thread."""
+
+    async def act_as(worker: bh.Worker) -> None:
+        with worker:
+            for _ in range(3):
+                await asyncio.sleep(0)
+                assert fork_ask(0) == worker.name
+
+    async def run() -> None:
+        await asyncio.gather(*map(act_as, workers))
+
+    asyncio.run(run())
 
 
 # Operators.

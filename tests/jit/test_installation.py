@@ -175,13 +175,29 @@ def test_the_reference_stays_the_reference(run: Run) -> None:
 
 
 def test_nothing_hangs_on_threads_when_all_is_over() -> None:
-    """What scripts leave on a thread keeps neither workers nor contexts."""
+    """What is current for a script is not for what follows it on the same thread."""
     with bh.cluster(2), bh.context():
         functions.after_wait("worker1", torch.ones(1), torch.ones(1, requires_grad=True))
-        carried = compiler.stashed("backhaul")
-        assert carried.worker() is not None
-        assert carried.scope() is not None
-    assert carried.scope() is None
+        assert compiler.stashed("backhaul") is None
+        with pytest.raises(torch.jit.Error, match="too many"):
+            functions.fail(torch.ones(2))
+        assert compiler.stashed("backhaul") is None
+
+
+def test_other_scripts_are_what_they_are_without_it(run: Run, tmp_path: Path) -> None:
+    """They can be saved here and loaded where there is no Backhaul."""
+
+    def double(a: torch.Tensor) -> torch.Tensor:
+        return a * 2
+
+    class Forks(torch.nn.Module):
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            return torch.jit.fork(double, a).wait()
+
+    made = script(Forks())
+    assert "backhaul" not in str(made.graph)
+    made.save(str(tmp_path / "forks.pt"))
+    assert run(f"import torch; print(torch.jit.load({str(tmp_path / 'forks.pt')!r})(torch.ones(1)).item())") == "2.0\n"
 
 
 def test_public_names() -> None:

@@ -49,6 +49,11 @@ class Scope:
         return (*self._place, next(self._numbers))
 
 
+_NOWHERE = Scope.__new__(Scope)
+"""Current where none is to be, not even one that is carried."""
+_NOWHERE.worker = None  # type: ignore[assignment]
+
+
 def current_scope(worker: Worker) -> Scope | None:
     """The scope that is current here, if it is one of ``worker``'s."""
     scope = _scope.get()
@@ -58,8 +63,8 @@ def current_scope(worker: Worker) -> Scope | None:
 
 
 def enter(scope: Scope | None) -> contextvars.Token[Scope | None]:
-    """Make a scope current in this context of execution."""
-    return _scope.set(scope)
+    """Make a scope current in this context of execution; None: make it that there is none."""
+    return _scope.set(_NOWHERE if scope is None else scope)
 
 
 def leave(token: contextvars.Token[Scope | None]) -> None:

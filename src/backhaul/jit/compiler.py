@@ -2,7 +2,8 @@
 
 Tried with torch 2.13.0. The compiler lets a package take part in four places: what names mean in a function that is
 compiled (``get_closure``), what annotations mean (``try_ann_to_type``), which Python functions are operators (the table
-of builtins), and what is called with everything it has compiled (emit hooks). All can be left again.
+of builtins), and what is called with everything it has compiled (emit hooks). All can be left again. The interpreter
+offers one: the method that calls a script from Python.
 """
 
 from __future__ import annotations
@@ -183,6 +184,20 @@ def stash(key: str, value: object) -> None:
 def stashed(key: str) -> Any:
     """What ``stash`` kept; None if there is nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def wrap_calls(call: Callable[..., Any]) -> None:
+    """Let ``call(invoke, script, *args, **kwargs)`` make all calls from Python to scripted functions and methods."""
+    for kind in (types_of.ScriptFunction, types_of.ScriptMethod):
+        kind.__call__ = _wrapped(kind.__call__, call)
+
+
+def _wrapped(invoke: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return call(invoke, self, *args, **kwargs)
+
+    __call__.__doc__ = invoke.__doc__
+    return __call__
 
 
 @contextlib.contextmanager

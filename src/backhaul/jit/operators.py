@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from backhaul.autograd import api as autograd
-from backhaul.jit import compiler, references, threads
+from backhaul.jit import compiler, references
 from backhaul.jit.names import Names
 from backhaul.jit.references import classes, itself
 from backhaul.jit.results import key_of, typed
@@ -30,7 +30,6 @@ def _call(  # noqa: PLR0917 (in the order of the operators)
     make: Callable[..., Any], to: Any, function: str, args: Any, kwargs: Any, timeout: float
 ) -> tuple[Any, compiler.Type]:
     """Make a call; returns what came of it and the type of its result."""
-    threads.carry()
     found = compiler.find_function(function)
     if found is None:
         raise RuntimeError(f"there is no scripted function {function} here any more")
@@ -86,4 +85,3 @@ _define("owner_name(Any reference) -> str", references.owner_name)
 _define("confirmed_by_owner(Any reference) -> bool", references.confirmed_by_owner)
 _define("get_gradients(int context) -> Dict(Tensor, Tensor)", get_gradients)
 _define("dist_backward(int context, Tensor[] roots, bool retain_graph=False) -> ()", backward)
-_define("carry() -> ()", threads.carry)

@@ -11,7 +11,7 @@ import threading
 import typing
 from typing import Any, NamedTuple, TypeAlias
 
-from backhaul.jit import compiler, threads
+from backhaul.jit import compiler
 from backhaul.jit.compiler import types_of
 from backhaul.jit.results import key_of, typed
 from backhaul.rref.handle import RRef
@@ -74,7 +74,6 @@ def refuse() -> str:
 
 def to_here(held: Any, timeout: float, kind: str) -> Any:
     """A future of the value, for script."""
-    threads.carry()
     asked = itself(held)._ask(None if timeout < 0 else timeout)
     current_worker().endpoint.flush()  # whoever waits for this in script does not tell the worker
     return typed(asked, kind)
@@ -82,7 +81,6 @@ def to_here(held: Any, timeout: float, kind: str) -> Any:
 
 def local_value(held: Any, kind: str) -> Any:
     """Likewise, on its owner."""
-    threads.carry()
     if not held.is_owner():
         raise RuntimeError(f"Can't call RRef.local_value() on a non-owner RRef: {held!r}")
     return typed(itself(held)._ask(0), kind)

@@ -7,12 +7,11 @@ from backhaul.jit.compiler import types_of
 from backhaul.jit.names import FORMS, Names
 
 _METHODS = ("to_here", "local_value", "is_owner", "owner", "owner_name", "confirmed_by_owner")
-_FORKS = ("prim::fork", "aten::wait")
 _KEYWORDS = types_of.DictType(types_of.StringType.get(), types_of.AnyType.get())
 
 
 def rewrite(graph: compiler.Graph, names: Names) -> None:
-    """Make a graph's calls Backhaul's, where they are, and let what is current follow it to other threads."""
+    """Make a graph's calls Backhaul's, where they are. Graphs without any stay as they are."""
     ours = False
     for form in FORMS:
         for node in graph.findAllNodes(f"prim::{'rpc_' * (form == 'remote')}{form}", True):
@@ -25,8 +24,6 @@ def rewrite(graph: compiler.Graph, names: Names) -> None:
             for node in graph.findAllNodes(f"aten::{method}", True):
                 if isinstance(node.inputsAt(0).type(), types_of.RRefType):
                     _replace_method(graph, node, method)
-    if any(graph.findAllNodes(kind, True) for kind in _FORKS):
-        graph.prependNode(graph.create("backhaul::carry", 0))
 
 
 def _replace_call(graph: compiler.Graph, node: compiler.Node, form: str, api: str) -> None:

@@ -1,61 +1,80 @@
 """Which worker and which context are current where context variables do not reach.
 
 ``torch.jit.fork`` runs code on other threads, and after a ``wait`` a script may go on on another one. Context variables
-do not follow there; ATen's thread-local state does. So what is current is put there whenever a script is about to fork
-or to wait, and looked up there on threads on which it was not put.
+do not follow there; ATen's thread-local state does. So what is current is put there while Python calls a script, and
+looked up there on other threads. It comes second: where something was made current on a thread itself, that is.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from backhaul import worker as workers
 from backhaul.autograd import recording
 from backhaul.jit import compiler
 from backhaul.worker import Worker
 
+T = TypeVar("T")
+
 _KEY = "backhaul"
 
 
-class Carried(NamedTuple):
-    """What was current on a thread. Weakly: the state of a thread may outlive it by far."""
+class Put(NamedTuple, Generic[T]):
+    """What a context variable held on a thread. Weakly: the state of threads may outlive it by far."""
 
     thread: int
-    worker: weakref.ref[Worker] | None
-    scope: weakref.ref[recording.Scope] | None
+    value: weakref.ref[Any]
+
+    def elsewhere(self) -> bool:
+        """Whether that was another thread. On the same one, context variables know better."""
+        return self.thread != threading.get_ident()
 
 
-def carry() -> None:
-    """Let what is current here be current on all threads that this strand of execution moves to."""
-    if _elsewhere() is None:
-        worker, scope = workers._current.get(), recording._scope.get()
-        carried = Carried(
-            threading.get_ident(),
-            None if worker is None else weakref.ref(worker),
-            None if scope is None else weakref.ref(scope),
-        )
-        compiler.stash(_KEY, carried)
+class Carried(NamedTuple):
+    """What is current for a strand of execution."""
+
+    worker: Put[Worker] | None
+    scope: Put[recording.Scope] | None
 
 
-def _elsewhere() -> Carried | None:
-    """What was carried here from another thread. On the thread itself, context variables know better."""
-    carried: Carried | None = compiler.stashed(_KEY)
-    return None if carried is None or carried.thread == threading.get_ident() else carried
+def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a script. What is current here is current on all threads that it moves to, until it returns."""
+    outer: Carried | None = compiler.stashed(_KEY)
+    worker, scope = workers._current.get(), recording._scope.get()
+    inherited = outer or Carried(None, None)
+    compiler.stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
+    try:
+        return invoke(script, *args, **kwargs)
+    finally:
+        compiler.stash(_KEY, outer)
+
+
+def _put(own: T | None, inherited: Put[T] | None) -> Put[T] | None:
+    if own is not None:
+        return Put(threading.get_ident(), weakref.ref(own))
+    return inherited if inherited is not None and inherited.elsewhere() else None
 
 
 def _worker() -> Worker | None:
-    carried = _elsewhere()
-    return None if carried is None or carried.worker is None else carried.worker()
+    carried: Carried | None = compiler.stashed(_KEY)
+    return None if carried is None else _value(carried.worker)
 
 
 def _scope() -> recording.Scope | None:
-    carried = _elsewhere()
-    return None if carried is None or carried.scope is None else carried.scope()
+    carried: Carried | None = compiler.stashed(_KEY)
+    return None if carried is None else _value(carried.scope)
+
+
+def _value(put: Put[T] | None) -> T | None:
+    return put.value() if put is not None and put.elsewhere() else None
 
 
 def install() -> None:
-    """Look there too."""
-    workers.carried = _worker
-    recording.carried = _scope
+    """Carry what is current into scripts and look there too. This stays: what was scripted has to go on working."""
+    if workers.carried is None:
+        compiler.wrap_calls(call)
+        workers.carried = _worker
+        recording.carried = _scope
