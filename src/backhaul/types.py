@@ -43,8 +43,9 @@ class Options:
 
     Attributes:
         timeout: Default timeout of a call; 0 means none.
-        threads: How many handlers run at once. Handlers that wait for Backhaul do not count, and a request
-            that has waited long for a place runs anyway, so this can slow calls down but never block them.
+        threads: How many handlers run at once. Handlers that wait for Backhaul do not count, nor do scripted ones that
+            wait in script, and a request that has waited long for a place runs anyway, so this can slow calls down
+            but never block them.
         transport: ``"auto"`` listens on a Unix socket, and on TCP too where ``bind`` is given; ``"unix"`` and
             ``"tcp"`` listen on that alone.
         bind: Host or IP address for TCP to listen on; loopback unless given. Beyond loopback a ``secret``

@@ -13,7 +13,7 @@ from backhaul import rpc_async as start
 from backhaul.rpc import api as inner
 
 from . import functions
-from .functions import blend, script
+from .functions import blend, script, three
 
 A, B = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 4.0])
 WAYS = {"sync": functions.sync, "later": functions.later, "far": functions.far}
@@ -282,3 +282,47 @@ def test_timeouts() -> None:
         hold.gate.set_result(None)
     assert waiting.wait() == 1
     assert call("worker1", 30.0) == 1
+
+
+# Threads.
+
+
+def counts_here(_: int) -> bool:
+    """Whether what runs here counts against the limit of its worker's threads."""
+    return bh.current_worker().crew.inside
+
+
+ignored_counts = torch.jit.ignore(counts_here)
+
+
+@script
+def counts(_: int) -> bool:
+    return ignored_counts(_)
+
+
+@script
+def counts_with_wait(to: str) -> bool:
+    found = ignored_counts(0)
+    bh.rpc_async(to, three, ()).wait()
+    return found
+
+
+class Waits(torch.nn.Module):
+    """Likewise, as a method."""
+
+    def forward(self, a: Tensor) -> bool:
+        found = ignored_counts(0)
+        torch.jit.fork(counts, 0).wait()
+        return found
+
+
+def make_waits() -> Any:
+    return script(Waits())
+
+
+def test_handlers_that_wait_in_script_do_not_count() -> None:
+    """The interpreter waits without a word to the worker."""
+    assert bh.rpc_sync("worker1", counts, (0,))
+    assert not bh.rpc_sync("worker1", counts_with_wait, ("worker2",))
+    assert not bh.remote("worker1", make_waits).rpc_sync().forward(torch.ones(1))
+    assert bh.rpc_sync("worker1", counts, (0,))

@@ -200,6 +200,13 @@ def _wrapped(invoke: Callable[..., Any], call: Callable[..., Any]) -> Callable[.
     return __call__
 
 
+def name_of(script: Any) -> str:
+    """What tells a scripted function or method from all others."""
+    if isinstance(script, types_of.ScriptFunction):
+        return str(script.qualified_name)
+    return f"{script.raw_owner._type().qualified_name()}.{script.name}"
+
+
 @contextlib.contextmanager
 def inserting(graph: Graph, node: Node) -> Iterator[None]:
     """Put new nodes in front of one."""

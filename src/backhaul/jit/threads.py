@@ -40,6 +40,9 @@ class Carried(NamedTuple):
     scope: Put[recording.Scope] | None
 
 
+_waits: dict[str, bool] = {}  # see _may_wait, by the name of the script
+
+
 def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a script. What is current here is current on all threads that it moves to, until it returns."""
     outer: Carried | None = compiler.stashed(_KEY)
@@ -47,7 +50,10 @@ def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> 
     inherited = outer or Carried(None, None)
     compiler.stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
     try:
-        return invoke(script, *args, **kwargs)
+        if worker is None or not worker.crew.inside or not _may_wait(script):
+            return invoke(script, *args, **kwargs)
+        with worker.crew.blocking():  # the interpreter does not say when it does
+            return invoke(script, *args, **kwargs)
     finally:
         compiler.stash(_KEY, outer)
 
@@ -56,6 +62,17 @@ def _put(own: T | None, inherited: Put[T] | None) -> Put[T] | None:
     if own is not None:
         return Put(threading.get_ident(), weakref.ref(own))
     return inherited if inherited is not None and inherited.elsewhere() else None
+
+
+def _may_wait(script: Any) -> bool:
+    """Whether the thread that calls a script may have to wait in the interpreter."""
+    name = compiler.name_of(script)
+    found = _waits.get(name)
+    if found is None:
+        graph = script.inlined_graph
+        found = any(graph.findAllNodes(kind, True) for kind in ("aten::wait", "prim::CallMethod"))
+        _waits[name] = found
+    return found
 
 
 def _worker() -> Worker | None:
