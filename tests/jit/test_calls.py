@@ -13,6 +13,7 @@ from backhaul import rpc_async as start
 from backhaul.rpc import api as inner
 
 from . import functions
+from .conftest import PATIENCE
 from .functions import blend, script, three
 
 A, B = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 4.0])
@@ -326,3 +327,31 @@ def test_handlers_that_wait_in_script_do_not_count() -> None:
     assert not bh.rpc_sync("worker1", counts_with_wait, ("worker2",))
     assert not bh.remote("worker1", make_waits).rpc_sync().forward(torch.ones(1))
     assert bh.rpc_sync("worker1", counts, (0,))
+
+
+def block(a: Tensor) -> Tensor:
+    """Python on a thread of the interpreter's, which it holds until there is an answer."""
+    rref = bh.remote("worker2", blend, (a, a))
+    brought = bh.rpc_sync("worker1", functions.bring, (rref, a), timeout=PATIENCE)
+    return brought + bh.rpc_sync("worker1", functions.far, ("worker2", a, a), timeout=PATIENCE)
+
+
+ignored_block = torch.jit.ignore(block)
+
+
+@script
+def call_block(a: Tensor) -> Tensor:
+    return ignored_block(a)
+
+
+@script
+def fork_blocks(a: Tensor, n: int) -> list[Tensor]:
+    futures = [torch.jit.fork(call_block, a) for _ in range(n)]
+    return [future.wait() for future in futures]
+
+
+def test_scripts_called_while_python_holds_all_threads_of_the_interpreter() -> None:
+    """Those that wait for one thing after the other need none of them."""
+    wanted = blend(A, A) * A + blend(A, A)
+    for made in fork_blocks(A, torch.get_num_interop_threads() + 1):
+        torch.testing.assert_close(made, wanted)

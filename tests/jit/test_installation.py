@@ -108,7 +108,7 @@ def test_hooks_of_others_are_called_too() -> None:
         def fresh(a: torch.Tensor) -> torch.Tensor:
             return bh.rpc_sync("worker1", blend, (a, a))
 
-        assert "backhaul::rpc_async" in str(script(fresh).graph)
+        assert "backhaul::rpc_sync" in str(script(fresh).graph)
         assert "fresh" in seen
     finally:
         backhaul.jit.uninstall()

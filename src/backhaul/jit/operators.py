@@ -10,8 +10,8 @@ import torch
 from backhaul.autograd import api as autograd
 from backhaul.jit import compiler, references
 from backhaul.jit.names import Names
-from backhaul.jit.references import classes, itself
-from backhaul.jit.results import key_of, typed
+from backhaul.jit.references import itself
+from backhaul.jit.results import key_of, settled, typed
 from backhaul.rpc.futures import Future
 from backhaul.worker import current_worker
 
@@ -51,6 +51,12 @@ def _check_keywords(schema: Any, kwargs: Mapping[str, Any]) -> None:
             raise RuntimeError(f"Unknown keyword argument '{name}' for {schema.name}. Schema: {schema}")
 
 
+def rpc_sync(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (likewise)
+    """Calls; a future for ``results.converter``."""
+    future, _ = _call(names.apis[api].start, to, function, args, kwargs, timeout)
+    return settled(future)
+
+
 def rpc_async(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (likewise)
     """Calls; a future."""
     future, kind = _call(names.apis[api].start, to, function, args, kwargs, timeout)
@@ -59,10 +65,10 @@ def rpc_async(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout:
 
 def remote(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (likewise)
     """Calls; a future, done already, of a reference to the result, which stays there."""
-    made, kind = _call(names.apis[api].remote, to, function, args, kwargs, timeout)
+    made, _ = _call(names.apis[api].remote, to, function, args, kwargs, timeout)
     future: Future[Any] = Future()
     future.set_result(made)
-    return typed(future, key_of(classes.class_of(kind)))
+    return settled(future)
 
 
 def backward(context: int, roots: list[torch.Tensor], retain_graph: bool = False) -> None:
@@ -76,10 +82,11 @@ def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
 
 
 _CALL = "(str api, Any to, str function, Any args, Any kwargs, float timeout)"
+_define(f"rpc_sync{_CALL} -> Future(Any)", rpc_sync)
 _define(f"rpc_async{_CALL} -> Future(Any)", rpc_async)
 _define(f"remote{_CALL} -> Future(Any)", remote)
-_define("to_here(Any reference, float timeout, str kind) -> Future(Any)", references.to_here)
-_define("local_value(Any reference, str kind) -> Future(Any)", references.local_value)
+_define("to_here(Any reference, float timeout) -> Future(Any)", references.to_here)
+_define("local_value(Any reference) -> Future(Any)", references.local_value)
 _define("is_owner(Any reference) -> bool", references.is_owner)
 _define("owner_name(Any reference) -> str", references.owner_name)
 _define("confirmed_by_owner(Any reference) -> bool", references.confirmed_by_owner)

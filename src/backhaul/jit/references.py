@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from backhaul.jit import compiler
 from backhaul.jit.compiler import types_of
-from backhaul.jit.results import key_of, typed
+from backhaul.jit.results import settled, take, taking
 from backhaul.rref.handle import RRef
 from backhaul.wire.codec import reducers
 from backhaul.worker import current_worker
@@ -33,10 +33,10 @@ class Reference:
         self._itself = _itself
 
     def to_here(self, timeout: float = -1.0) -> Kind:
-        return fetch(self._itself, timeout).wait()
+        return take(to_here(self._itself, timeout).wait())
 
     def local_value(self) -> Kind:
-        return local(self._itself).wait()
+        return take(local_value(self._itself).wait())
 
     def is_owner(self) -> bool:
         return is_owner(self._itself)
@@ -57,33 +57,23 @@ class Reference:
         refuse()
 
 
-def fetch(held: Any, timeout: float) -> Any:
-    """Stands for what ``_compile`` makes for each kind."""
-    raise NotImplementedError
-
-
-def local(held: Any) -> Any:
-    """Likewise."""
-    raise NotImplementedError
-
-
 def refuse() -> str:
     """References travel in calls, where they are counted."""
     raise RuntimeError("RRef jit pickling is only allowed inside RPC calls")
 
 
-def to_here(held: Any, timeout: float, kind: str) -> Any:
-    """A future of the value, for script."""
+def to_here(held: Any, timeout: float) -> Any:
+    """A future of the value, for ``results.converter``."""
     asked = itself(held)._ask(None if timeout < 0 else timeout)
     current_worker().endpoint.flush()  # whoever waits for this in script does not tell the worker
-    return typed(asked, kind)
+    return settled(asked)
 
 
-def local_value(held: Any, kind: str) -> Any:
+def local_value(held: Any) -> Any:
     """Likewise, on its owner."""
     if not held.is_owner():
         raise RuntimeError(f"Can't call RRef.local_value() on a non-owner RRef: {held!r}")
-    return typed(itself(held)._ask(0), kind)
+    return settled(itself(held)._ask(0))
 
 
 def is_owner(held: Any) -> bool:
@@ -164,22 +154,14 @@ class References:
 
 def _compile(kind: compiler.Type, name: str) -> Any:
     held = types_of.PyObjectType.get()
-    future = types_of.FutureType(kind)
-
-    key = key_of(kind)
-
-    def fetch(held: Any, timeout: float) -> Any:
-        return to_here(held, timeout, key)
-
-    def local(held: Any) -> Any:
-        return local_value(held, key)
-
+    future = types_of.FutureType(types_of.AnyType.get())
     meanings = {
         "Held": held,
         "Kind": kind,
         "Owner": Owner,
-        "fetch": compiler.ignored(fetch, **{"held": held, "timeout": float, "return": future}),
-        "local": compiler.ignored(local, **{"held": held, "return": future}),
+        "take": taking(kind),
+        "to_here": compiler.ignored(to_here, **{"held": held, "timeout": float, "return": future}),
+        "local_value": compiler.ignored(local_value, **{"held": held, "return": future}),
         "refuse": compiler.ignored(refuse, **{"return": str}),
         "is_owner": compiler.ignored(is_owner, **{"held": held, "return": bool}),
         "owner": compiler.ignored(owner, **{"held": held, "return": Owner}),

@@ -1,8 +1,12 @@
 """Values that come from Python and are waited for in script.
 
 The compiler knows which type a value has, and the interpreter needs it to have that type: a future made in Python
-holds a Python object, which no operator takes. So a script that waits gets a future of the interpreter's own: that of a
-fork which waits for the Python one (this holds up no thread) and then converts what came.
+holds a Python object, which no operator takes. Where a script waits for it at once, what came is converted behind the
+wait. Where it gets a future to wait for, that is one of the interpreter's own: of a fork which waits for the Python one
+(this holds up no thread) and then converts.
+
+Forks, and scripts that go on after a wait, need a thread of the interpreter's, which may all be held up by Python code
+that scripts call. So a thread that called the script itself waits here, and the script goes on on it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.futures
 
-from backhaul.jit import compiler
+from backhaul.jit import compiler, threads
+from backhaul.rpc.futures import Future
 
 Kind: TypeAlias = Any  # stands for a type of the compiler's
 
@@ -35,8 +40,13 @@ def take(outcome: Any) -> Any:
     return outcome.take()
 
 
-def deliver(gate: torch.futures.Future[Any]) -> Kind:
+def convert(outcome: Any) -> Kind:
     """Scripted for each kind of value."""
+    return take(outcome)
+
+
+def deliver(gate: torch.futures.Future[Any]) -> Kind:
+    """Likewise."""
     return take(gate.wait())
 
 
@@ -45,9 +55,10 @@ def start(gate: torch.futures.Future[Any]) -> torch.futures.Future[Kind]:
     return torch.jit.fork(deliver, gate)  # type: ignore[no-any-return]
 
 
-_lock = threading.RLock()  # guards both tables, while something is compiled too
+_lock = threading.RLock()  # guards the tables, while something is compiled too
 _kinds: dict[str, compiler.Type] = {}
 _starters: dict[str, Any] = {}
+_converters: dict[str, Any] = {}
 
 
 def key_of(kind: compiler.Type) -> str:
@@ -65,15 +76,43 @@ def _starter(key: str) -> Any:
         return found
 
 
+def taking(kind: compiler.Type) -> Any:
+    """What ``take`` is in scripts, for one kind of value."""
+    return compiler.ignored(take, **{"outcome": Any, "return": kind})
+
+
+def converter(kind: compiler.Type) -> compiler.Graph:
+    """A graph that makes a value of what ``settled`` gives."""
+    key = key_of(kind)
+    with _lock:
+        found = _converters.get(key)
+        if found is None:
+            made = compiler.instantiate(convert, {"Kind": kind, "take": taking(kind)})  # type: ignore[arg-type]
+            found = _converters[key] = made
+        return found.graph
+
+
 def _compile(kind: compiler.Type) -> Any:
-    meanings = {"Kind": kind, "take": compiler.ignored(take, **{"outcome": Any, "return": kind})}
+    meanings = {"Kind": kind, "take": taking(kind)}
     delivering = compiler.instantiate(deliver, meanings)  # type: ignore[arg-type]
     return compiler.instantiate(start, {**meanings, "deliver": delivering})  # type: ignore[arg-type]
 
 
 def typed(future: torch.futures.Future[Any], key: str) -> torch.futures.Future[Any]:
     """A future for script that ends as ``future`` does, with a value of the type named."""
-    gate: torch.futures.Future[Any] = torch.futures.Future()
-    future.add_done_callback(lambda done: gate.set_result(_Outcome(done)))
-    made: torch.futures.Future[Any] = _starter(key)(gate)
+    made: torch.futures.Future[Any] = _starter(key)(_gate(future))
     return made
+
+
+def settled(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    """A future for a script that waits for it at once, of what ``take`` takes. It is done, where a thread may wait."""
+    gate = _gate(future)
+    if threads.called_here():
+        gate.wait()
+    return gate
+
+
+def _gate(future: torch.futures.Future[Any]) -> Future[Any]:
+    gate: Future[Any] = Future()
+    future.add_done_callback(lambda done: gate.set_result(_Outcome(done)))
+    return gate

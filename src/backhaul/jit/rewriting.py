@@ -5,9 +5,11 @@ from __future__ import annotations
 from backhaul.jit import compiler, results
 from backhaul.jit.compiler import types_of
 from backhaul.jit.names import FORMS, Names
+from backhaul.jit.references import classes
 
 _METHODS = ("to_here", "local_value", "is_owner", "owner", "owner_name", "confirmed_by_owner")
-_KEYWORDS = types_of.DictType(types_of.StringType.get(), types_of.AnyType.get())
+_ANY = types_of.AnyType.get()
+_KEYWORDS = types_of.DictType(types_of.StringType.get(), _ANY)
 
 
 def rewrite(graph: compiler.Graph, names: Names) -> None:
@@ -38,11 +40,10 @@ def _replace_call(graph: compiler.Graph, node: compiler.Node, form: str, api: st
             rest.append(graph.insertConstant(-1.0))
         inputs = [graph.insertConstant(api), to, function, *rest]
         kind = node.output().type()
-        operator = "remote" if form == "remote" else "rpc_async"
-        future = kind if form == "rpc_async" else types_of.FutureType(kind)
-        made = _insert(graph, node, f"backhaul::{operator}", inputs, future)
-        if form != "rpc_async":
-            made = _insert(graph, node, "aten::wait", [made], kind)
+        if form == "rpc_async":
+            made = _insert(graph, node, "backhaul::rpc_async", inputs, kind)
+        else:
+            made = _insert_settled(graph, node, form, inputs, kind)
     node.output().replaceAllUsesWith(made)
     node.destroy()
 
@@ -53,14 +54,25 @@ def _replace_method(graph: compiler.Graph, node: compiler.Node, method: str) -> 
         reference, *rest = node.inputs()  # to_here has its timeout always
         kind = node.output().type()
         if method in ("to_here", "local_value"):
-            inputs = [reference, *rest, graph.insertConstant(results.key_of(kind))]
-            future = _insert(graph, node, f"backhaul::{method}", inputs, types_of.FutureType(kind))
-            made = _insert(graph, node, "aten::wait", [future], kind)
+            made = _insert_settled(graph, node, method, [reference, *rest], kind)
         else:
             operator = "owner_name" if method == "owner" else method  # the name serves as well
             made = _insert(graph, node, f"backhaul::{operator}", [reference], kind)
     node.output().replaceAllUsesWith(made)
     node.destroy()
+
+
+def _insert_settled(
+    graph: compiler.Graph, place: compiler.Node, operator: str, inputs: list[compiler.Value], made: compiler.Type
+) -> compiler.Value:
+    """An operator, the wait for its future, and what makes a value of what comes; see ``results``."""
+    future = _insert(graph, place, f"backhaul::{operator}", inputs, types_of.FutureType(_ANY))
+    outcome = _insert(graph, place, "aten::wait", [future], _ANY)
+    ours = isinstance(made, types_of.RRefType)
+    kind = classes.class_of(made.getElementType()) if ours else made
+    (value,) = graph.insertGraph(results.converter(kind), [outcome])
+    value.node().copyMetadata(place)
+    return _insert(graph, place, "prim::unchecked_cast", [value], made) if ours else value
 
 
 def _insert(

@@ -20,6 +20,7 @@ from backhaul.worker import Worker
 T = TypeVar("T")
 
 _KEY = "backhaul"
+_SETTLED = {f"backhaul::{name}" for name in ("rpc_sync", "remote", "to_here", "local_value")}
 
 
 class Put(NamedTuple, Generic[T]):
@@ -40,7 +41,19 @@ class Carried(NamedTuple):
     scope: Put[recording.Scope] | None
 
 
+class _Here(threading.local):
+    calls = 0  # from Python into script that have not returned to this thread
+
+
+_here = _Here()
 _waits: dict[str, bool] = {}  # see _may_wait, by the name of the script
+
+
+def called_here() -> bool:
+    """Whether this thread has called the script that it runs, so that it has to wait for its end in any case. Other
+    threads are those of the interpreter, which has few.
+    """
+    return _here.calls > 0
 
 
 def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,12 +62,14 @@ def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> 
     worker, scope = workers._current.get(), recording._scope.get()
     inherited = outer or Carried(None, None)
     compiler.stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
+    _here.calls += 1
     try:
         if worker is None or not worker.crew.inside or not _may_wait(script):
             return invoke(script, *args, **kwargs)
         with worker.crew.blocking():  # the interpreter does not say when it does
             return invoke(script, *args, **kwargs)
     finally:
+        _here.calls -= 1
         compiler.stash(_KEY, outer)
 
 
@@ -65,12 +80,13 @@ def _put(own: T | None, inherited: Put[T] | None) -> Put[T] | None:
 
 
 def _may_wait(script: Any) -> bool:
-    """Whether the thread that calls a script may have to wait in the interpreter."""
+    """Whether the thread that calls a script may have to wait in the interpreter. Most of our operators wait before."""
     name = compiler.name_of(script)
     found = _waits.get(name)
     if found is None:
         graph = script.inlined_graph
-        found = any(graph.findAllNodes(kind, True) for kind in ("aten::wait", "prim::CallMethod"))
+        waited = {node.inputsAt(0).node().kind() for node in graph.findAllNodes("aten::wait", True)}
+        found = not waited <= _SETTLED or bool(graph.findAllNodes("prim::CallMethod", True))
         _waits[name] = found
     return found
 
