@@ -285,6 +285,56 @@ def test_timeouts() -> None:
     assert call("worker1", 30.0) == 1
 
 
+# What the compiler is not to be asked for.
+
+
+class Holder:
+    """A script class, if it is compiled."""
+
+    def __init__(self, a: Tensor) -> None:
+        self.a = a
+
+    def call(self) -> Tensor:
+        return bh.rpc_sync("worker1", blend, (self.a, self.a))
+
+
+def use_holder(a: Tensor) -> Tensor:
+    return Holder(a).call()
+
+
+@pytest.mark.parametrize("what", [Holder, use_holder])
+def test_calls_in_script_classes(what: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"rpc_sync cannot be called here: .* not in methods of script classes"):
+        script(what)
+
+
+def test_contexts_in_script() -> None:
+    def enters(a: Tensor) -> Tensor:
+        with bh.context():
+            return bh.rpc_sync("worker1", blend, (a, a))
+
+    with pytest.raises(RuntimeError, match=r"a context cannot be entered in script: .* pass its id in"):
+        script(enters)
+
+
+def test_contexts_beside_script() -> None:
+    def enters(a: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            with bh.context():
+                return a
+        return bh.rpc_sync("worker1", blend, (a, a))
+
+    assert torch.equal(script(enters)(A), blend(A, A))
+
+
+def test_references_to_nobody_knows_what() -> None:
+    def bring(rref: bh.RRef) -> Tensor:  # type: ignore[type-arg]
+        return rref.to_here()
+
+    with pytest.raises(Exception, match=r"write RRef\[T\](.|\n)*rref: bh.RRef"):
+        script(bring)
+
+
 # Threads.
 
 

@@ -1,5 +1,7 @@
 """Scripted modules that live on other workers."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,3 +66,10 @@ def test_one_that_has_not_the_interface() -> None:
 
 def make_other() -> torch.jit.ScriptModule:
     return script(torch.nn.Flatten())
+
+
+@pytest.mark.parametrize("other", [Plain, int, Plain.forward])
+def test_what_is_no_interface(other: Any) -> None:
+    rref = bh.remote("worker1", functions.make_layer)
+    with pytest.raises(TypeError, match=r"is not a torch\.jit\.interface"):
+        backhaul.jit.remote_module(rref, other)

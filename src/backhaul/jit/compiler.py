@@ -21,6 +21,7 @@ import torch.jit._builtins
 import torch.jit._script
 import torch.jit._state
 import torch.jit.annotations
+import torch.jit.frontend
 from torch import _jit_internal
 from torch._sources import fake_range
 
@@ -35,6 +36,7 @@ Value: TypeAlias = Any
 Type: TypeAlias = Any
 types_of: Any = torch._C
 _script: Any = torch.jit._script
+_frontend: Any = torch.jit.frontend
 
 
 class Patches:
@@ -59,7 +61,9 @@ class Patches:
 
         def get_closure(function: Any) -> dict[str, Any]:
             found = self._closure(function)
-            return captured(function, found) if self._active else found
+            # The hooks do not see the methods of script classes, so calls there have to be met as what they are.
+            in_class = sys._getframe(1).f_code is _jit_internal.createResolutionCallbackForClassMethods.__code__
+            return captured(function, found) if self._active and not in_class else found
 
         def try_ann_to_type(annotation: Any, loc: Any, rcb: Any = None) -> Any:
             if isinstance(annotation, types_of.Type):
@@ -117,6 +121,16 @@ def set_operator(function: Callable[..., Any], operator: str | None) -> None:
 def type_of(annotation: Any, loc: Any = None) -> Any:
     """The type that an annotation means, at a place in a source."""
     return torch.jit.annotations.ann_to_type(annotation, loc or fake_range())
+
+
+def error(loc: Any, message: str) -> Exception:
+    """An error at a place in a source."""
+    return _frontend.FrontendError(loc or fake_range(), message)  # type: ignore[no-any-return]
+
+
+def is_interface(value: Any) -> bool:
+    """Whether something was made by ``torch.jit.interface``."""
+    return isinstance(value, type) and "__torch_script_interface__" in vars(value)
 
 
 def find_function(name: str) -> Any:

@@ -6,7 +6,7 @@ import atexit
 import functools
 import threading
 
-from backhaul.autograd.api import backward, get_gradients
+from backhaul.autograd.api import backward, context, get_gradients
 from backhaul.jit import compiler, threads
 from backhaul.jit.names import Api
 from backhaul.jit.operators import names
@@ -25,6 +25,7 @@ NATIVE = Api(
     remote,
     rpc_async,
     ((backward, "backhaul::dist_backward"), (get_gradients, "backhaul::get_gradients")),
+    (context,),
 )
 
 

@@ -56,7 +56,11 @@ def remote_module(module: RRef[Any], interface: type) -> torch.nn.Module:
         module: Refers to a scripted module.
         interface: A ``torch.jit.interface`` that the module has; it has to be importable on that module's worker.
 
+    Raises:
+        TypeError: That is none.
     """
+    if not compiler.is_interface(interface):
+        raise TypeError(f"{interface!r} is not a torch.jit.interface")
     made = _class_for(interface)()
     rpc_sync(module.owner(), prepare, (interface,))
     vars(made)["module_rref"] = module

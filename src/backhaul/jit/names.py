@@ -19,6 +19,15 @@ from backhaul.jit import compiler
 
 FORMS = ("rpc_sync", "rpc_async", "remote")
 
+NOT_HERE = (
+    "{} cannot be called here: calls are found in functions and in modules made with torch.jit.script, not in methods "
+    "of script classes and of the old torch.jit.ScriptModule; make the call in a scripted function and call that"
+)
+NO_CONTEXTS = (
+    "a context cannot be entered in script: enter it in Python, around the call of the script, and pass its id in "
+    "where it is needed"
+)
+
 _PLACE = re.compile(r'File "(.+?)", line (\d+)')
 
 
@@ -33,6 +42,7 @@ class Api:
         remote: Likewise; what script runs, too.
         start: What script runs for the other two, with the arguments of ``rpc_async``.
         operators: Functions that are operators in script, each with its name.
+        contexts: What makes a context, which cannot be done in script.
     """
 
     name: str
@@ -41,6 +51,7 @@ class Api:
     remote: Callable[..., Any]
     start: Callable[..., Any]
     operators: tuple[tuple[Callable[..., Any], str], ...] = ()
+    contexts: tuple[Any, ...] = ()
 
 
 class Names:
@@ -49,6 +60,7 @@ class Names:
     def __init__(self) -> None:
         self.apis: dict[str, Api] = {}
         self._forms: dict[int, tuple[Api, str]] = {}
+        self._contexts: set[int] = set()
         self._lock = threading.Lock()  # guards _places
         self._places: dict[str, dict[tuple[int, int], Api]] = {}  # file -> first and last line of a function
 
@@ -57,9 +69,14 @@ class Names:
         self.apis[api.name] = api
         for form in FORMS:
             self._forms[id(getattr(api, form))] = api, form
+        self._contexts.update(map(id, api.contexts))
 
     def captured(self, function: Any, found: dict[str, Any]) -> dict[str, Any]:
         """The names that a function refers to, as the compiler is to see them."""
+        if function is _context:
+            raise RuntimeError(NO_CONTEXTS)
+        if id(function) in self._forms:  # the compiler met it where it was not shown another
+            raise RuntimeError(NOT_HERE.format(function.__name__))
         code = function.__code__
         names = _names_in(code)
         used: set[str] = set()
@@ -81,6 +98,8 @@ class Names:
         if found is not None:
             used.add(found[0].name)
             return compiler.special_form(found[1])
+        if id(value) in self._contexts:
+            return _context  # not refused yet: it may be in a branch that is not compiled
         if not isinstance(value, types.ModuleType):
             return value
         inner: set[str] = set()
@@ -88,7 +107,7 @@ class Names:
         shown = {
             name: self._show(vars(value)[name], set(names) - {name}, inner) for name in names if name in vars(value)
         }
-        if not inner:
+        if not any(shown[name] is not vars(value)[name] for name in shown):
             return value
         used |= inner
         copy = types.ModuleType(value.__name__)
@@ -106,6 +125,11 @@ class Names:
                 return max(around, key=lambda item: item[0][0])[1]
         stands_in = self._forms.get(id(compiler.special_form("rpc_async")))
         return None if stands_in is None else stands_in[0]
+
+
+def _context() -> int:
+    """Shown in the place of what makes a context."""
+    return 0
 
 
 def _parts_of(code: types.CodeType) -> list[types.CodeType]:

@@ -136,6 +136,8 @@ class References:
     def annotated(self, annotation: Any, loc: Any) -> Any:
         """The type for an annotation ``RRef[T]``; None if it is something else."""
         origin = typing.get_origin(annotation)
+        if isinstance(annotation, type) and issubclass(annotation, RRef):
+            raise compiler.error(loc, f"write {annotation.__name__}[T], where T is the type of the value")
         if not (isinstance(origin, type) and issubclass(origin, RRef)):
             return None
         return self.class_of(compiler.type_of(typing.get_args(annotation)[0], loc))

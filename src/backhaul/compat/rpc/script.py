@@ -18,5 +18,6 @@ add(
             (autograd.backward, "backhaul::dist_backward"),
             (autograd.get_gradients, "backhaul::get_gradients"),
         ),
+        (autograd.context,),
     )
 )
