@@ -41,6 +41,9 @@ class Carried(NamedTuple):
     scope: Put[recording.Scope] | None
 
 
+_NOTHING = Carried(None, None)
+
+
 class _Here(threading.local):
     calls = 0  # from Python into script that have not returned to this thread
 
@@ -60,17 +63,20 @@ def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> 
     """Call a script. What is current here is current on all threads that it moves to, until it returns."""
     outer: Carried | None = compiler.stashed(_KEY)
     worker, scope = workers._current.get(), recording._scope.get()
-    inherited = outer or Carried(None, None)
-    compiler.stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
+    carries = worker is not None or scope is not None or outer is not None
+    if carries:
+        inherited = outer or _NOTHING
+        compiler.stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
     _here.calls += 1
     try:
         if worker is None or not worker.crew.inside or not _may_wait(script):
             return invoke(script, *args, **kwargs)
-        with worker.crew.blocking():  # the interpreter does not say when it does
+        with worker.crew.blocking():  # the interpreter does not say when it waits
             return invoke(script, *args, **kwargs)
     finally:
         _here.calls -= 1
-        compiler.stash(_KEY, outer)
+        if carries:
+            compiler.stash(_KEY, outer)
 
 
 def _put(own: T | None, inherited: Put[T] | None) -> Put[T] | None:
