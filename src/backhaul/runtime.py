@@ -14,17 +14,26 @@ from collections.abc import Callable
 class Gate:
     """Opens once and stays open; any number of threads may wait. Thread-safe."""
 
-    __slots__ = ("_lock", "_opened")
+    __slots__ = ("_lock", "_opened", "bell")
 
     def __init__(self) -> None:
         # Held while the gate is shut; a bare lock is the cheapest thing a thread can sleep on.
         self._lock = threading.Lock()
         self._lock.acquire()
         self._opened = False
+        self.bell: Callable[[], None] | None = None  # called when it opens, for who waits for other things as well
+
+    @property
+    def opened(self) -> bool:
+        """Whether it is open."""
+        return self._opened
 
     def open(self) -> None:
         """Let all present and future waiters through. Opening twice does no harm."""
         self._opened = True
+        bell = self.bell
+        if bell is not None:
+            bell()
         try:
             self._lock.release()
         except RuntimeError:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,8 +21,10 @@ from backhaul.compiler import graph_break
 from backhaul.crew import Crew, Task
 from backhaul.errors import NotInitializedError, ProtocolError
 from backhaul.observe import Observer
-from backhaul.runtime import Runtime
+from backhaul.runtime import Gate, Runtime
 from backhaul.transport.base import Channel, Endpoint, Event, Lost
+from backhaul.transport.bell import Bell
+from backhaul.transport.luck import Luck
 from backhaul.types import Options, WorkerInfo
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Recycler
@@ -88,6 +90,8 @@ class Worker:
         self._handlers: dict[int, FrameHandler] = {}
         self._on_close: list[Callable[[], None]] = []
         self._on_lost: list[Callable[[Channel, str], None]] = []
+        self._luck = Luck()  # of those who attend
+        self._bells: list[Bell] = []  # to be used again
         self._context = contextvars.Context()
         self._context.run(_current.set, self)
         with _alive_lock:
@@ -162,6 +166,35 @@ class Worker:
         channel.close()
         return None
 
+    def attend(self, channels: Collection[Channel], gate: Gate, timeout: float | None, inbox: Collection[Task]) -> bool:
+        """Read channels that the calling thread holds until the gate opens or something is in the inbox; False if the
+        time is over before. Lets go of the channels.
+        """
+        held = set(channels)
+        deadline = None if timeout is None else self.runtime.now() + timeout
+        bell = self._bells.pop() if self._bells else Bell(self._luck)
+        gate.bell = bell.ring
+        try:
+            while not gate.opened and not inbox:
+                left = None if deadline is None else deadline - self.runtime.now()
+                if left is not None and left <= 0:
+                    return False
+                for channel in bell.listen(held, left):
+                    event = channel.take()
+                    if event is None:
+                        continue
+                    for task in self.accept(event):
+                        self.crew.submit(task)
+                    if isinstance(event, Lost):
+                        held.discard(channel)
+            return True
+        finally:
+            gate.bell = None
+            for channel in held:
+                channel.resume()
+            bell.hush()
+            self._bells.append(bell)
+
     def run(self, function: Callable[..., P], *args: Any) -> P:
         """Call ``function`` with this worker current, in a fresh copy of its context variables."""
         return self._context.copy().run(function, *args)
@@ -188,6 +221,8 @@ class Worker:
         if stuck:
             log.warning("%s closed while handlers still ran on %s", self.name, ", ".join(stuck))
         self.endpoint.close()
+        while self._bells:
+            self._bells.pop().close()
 
     # Which worker is current.
 

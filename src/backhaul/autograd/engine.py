@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -33,6 +34,7 @@ from backhaul.errors import (
 from backhaul.observe import GradientKey
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
+from backhaul.runtime import Gate
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.faults import decode_fault, encode_fault
@@ -50,7 +52,7 @@ _ASKING = 1.0  # seconds that a worker has to say what it knows of a pass that i
 class Drive:
     """A pass, at its driver."""
 
-    def __init__(self, spec: PassSpec, run: Run, gate: Any) -> None:
+    def __init__(self, spec: PassSpec, run: Run, gate: Gate) -> None:
         self.spec = spec
         self.run = run
         self.gate = gate
@@ -60,6 +62,8 @@ class Drive:
         self.lost: dict[int, str] = {}  # workers lost since the pass began, and why
         self.planning = threading.Lock()  # held while the plan is made
         self.plan: Plan | None = None
+        self.attendant = 0  # the thread that reads for the pass while it waits for its end
+        self.inbox: collections.deque[Task] = collections.deque()  # what it has to do
 
 
 class Engine:
@@ -133,8 +137,7 @@ class Engine:
                     self._enter_source(run, ROOTS, seeds)
                     self._tell(spec)
                 with self.worker.blocking():
-                    left = None if deadline is None else deadline - self.worker.runtime.now()
-                    over = drive.gate.wait(left)
+                    over = self._attend(drive, deadline)
                 if not over:
                     raise self._too_late(drive, timeout)
                 if drive.error is not None:
@@ -146,6 +149,27 @@ class Engine:
             self.drives.pop((spec.context, spec.number), None)
             with context.lock:
                 context.runs.pop((self.id, spec.number), None)
+
+    def _attend(self, drive: Drive, deadline: float | None) -> bool:
+        """Wait for the end of a pass; whether it came. What comes from the workers that gradients went to is read, and
+        gradients for this pass are dealt with, by this very thread: that saves hand-offs.
+        """
+        while not drive.gate.opened:
+            left = None if deadline is None else deadline - self.worker.runtime.now()
+            channels = [self.agent.peers.find(worker).channel for worker in list(drive.run.sent_to)]
+            held = [channel for channel in channels if channel is not None and channel.hold()]
+            if not held:
+                return drive.gate.wait(left)
+            drive.attendant = threading.get_ident()
+            try:
+                in_time = self.worker.attend(held, drive.gate, left, drive.inbox)
+            finally:
+                drive.attendant = 0
+            while drive.inbox:
+                drive.inbox.popleft()()
+            if not in_time:
+                break
+        return drive.gate.opened
 
     def _too_late(self, drive: Drive, timeout: float) -> BackwardTimeoutError:
         self._ask_around(drive)
@@ -332,7 +356,7 @@ class Engine:
 
     # Frames.
 
-    def _on_gradient(self, channel: Channel, frame: Frame) -> Task:
+    def _on_gradient(self, channel: Channel, frame: Frame) -> Task | None:
         gradient = unpack(frame.body, Gradient)
         self._reports.begin(gradient.spec)
         if gradient.tally is None:
@@ -343,8 +367,14 @@ class Engine:
             self._reports.add(gradient.spec, gradient.tally)
         observer = self.worker.observer if gradient.spec.profiles else None
         if observer is not None:
-            return functools.partial(self.worker.run, self._take_observed, channel, gradient, frame, observer.now())
-        return functools.partial(self.worker.run, self._take_gradient, channel, gradient, frame)
+            task = functools.partial(self.worker.run, self._take_observed, channel, gradient, frame, observer.now())
+        else:
+            task = functools.partial(self.worker.run, self._take_gradient, channel, gradient, frame)
+        drive = self.drives.get((gradient.spec.context, gradient.spec.number))
+        if drive is not None and drive.spec.driver == self.id and drive.attendant == threading.get_ident():
+            drive.inbox.append(task)
+            return None
+        return task
 
     def _take_observed(self, channel: Channel, gradient: Gradient, frame: Frame, arrived: int) -> None:
         peer = self.agent.peers.of(channel)

@@ -101,6 +101,15 @@ class Channel(abc.ABC):
         """
         raise NotImplementedError("this channel cannot be held")
 
+    @property
+    def descriptor(self) -> int:
+        """Readable when ``take`` may have something; of channels that can be held."""
+        raise NotImplementedError("this channel cannot be held")
+
+    def take(self) -> Event | None:
+        """As ``receive``, but None if there is nothing now."""
+        raise NotImplementedError("this channel cannot be held")
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close both directions.

@@ -20,6 +20,7 @@ from typing import Protocol
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost, Received
+from backhaul.transport.luck import LOOKS, Luck
 from backhaul.transport.slots import Budget
 from backhaul.wire.frames import Frame, FrameReader
 from backhaul.wire.memory import Buffer, Recycler
@@ -36,6 +37,7 @@ class Watcher(Protocol):
     """What a channel needs of its endpoint. Descriptors are watched for one event at a time."""
 
     limit: int
+    wakes: int  # how often somebody wanted a polling thread to look up
     recycler: Recycler
     shared: Budget
 
@@ -69,6 +71,7 @@ class SocketChannel(Channel):
         self._held = threading.Lock()  # held by whoever reads, until it resumes
         self._poller = select.poll()  # for receive; used by the holder
         self._poller.register(self._fd, select.POLLIN)
+        self._luck = Luck()
         self._ended: str | None = None  # why the channel is over; set once
         self._writing = threading.Lock()  # held by whoever writes to the socket; guards _stalled
         self._queue: collections.deque[bytes] = collections.deque()
@@ -110,6 +113,11 @@ class SocketChannel(Channel):
 
     def receive(self, timeout: float | None) -> Event | None:
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._luck.begin()
+        if self._luck.expecting:
+            event = self._look()
+            if event is not None:
+                return event
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if not self._poller.poll(None if left is None else min(left, _LONGEST) * 1000):
@@ -119,6 +127,29 @@ class SocketChannel(Channel):
             event = self._read()
             if event is not None:
                 return event
+
+    def linger(self) -> Event | None:
+        """The thread that read the channel last has nothing else to do: see whether more comes. If so, the channel is
+        held as after ``read``.
+        """
+        if not self._luck.expecting or not self.hold():
+            return None
+        event = self._look()
+        if event is None:
+            self.resume()
+        return event
+
+    def _look(self) -> Event | None:
+        """What comes within a moment, see [Note: looking]."""
+        poll, wakes = self._poller.poll, self._endpoint.wakes
+        for _ in range(LOOKS):
+            if poll(0):
+                event = self._read()
+                if event is not None:
+                    return event
+            elif self._endpoint.wakes != wakes:
+                break
+        return None
 
     def _read(self) -> Event | None:
         """Frames, or that the channel is lost, or None if there is nothing whole to be had now."""
@@ -131,6 +162,7 @@ class SocketChannel(Channel):
                     return self._lose(f"closed by the peer{midway}")
                 frames = reader.fed(count)
                 if frames:
+                    self._luck.end()
                     return Received(self, frames)
         except BlockingIOError:
             return None
@@ -157,7 +189,15 @@ class SocketChannel(Channel):
         else:
             raise ProtocolError(f"unexpected control frame of kind {kind}")
 
+    @property
+    def descriptor(self) -> int:
+        return self._fd
+
+    def take(self) -> Event | None:
+        return self._read()
+
     def resume(self) -> None:
+        self._luck.begin()
         # In this order: armed first, a poller could find the channel still held and drop its event.
         self._held.release()
         self._endpoint.arm(self._fd, select.EPOLLIN)

@@ -28,6 +28,7 @@ from backhaul.wire.memory import Recycler
 
 log = logging.getLogger("backhaul")
 
+_BRIEF = 0.002  # seconds; who polls for no longer than that has other things to do
 _ONE_SHOT = select.EPOLLONESHOT
 _SOCKET_BUFFER = 4 << 20
 _SOON = 0.001  # seconds
@@ -106,6 +107,8 @@ class SocketEndpoint(Endpoint):
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Edge-triggered and never read: each write wakes one poller.
         self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
+        self._here = threading.local()  # .last: the channel that this thread read last
+        self.wakes = 0
         self._timer = Timer()
         self._epoll.register(self._timer.fd, select.EPOLLIN | select.EPOLLET)
         self._trimmer = Timer()
@@ -178,11 +181,18 @@ class SocketEndpoint(Endpoint):
         if self._deaf:
             self._listen_again()
             timeout = _DEAF if timeout is None else min(timeout, _DEAF)
+        last: SocketChannel | None = getattr(self._here, "last", None)
+        if last is not None and (timeout is None or timeout > _BRIEF):
+            event = last.linger()
+            if event is not None:
+                return event
+            self._here.last = None
         ready = self._epoll.poll(timeout if timeout is None else min(timeout, _LONGEST), 1)
         if not ready:
             return None
         channel = self._channels.get(ready[0][0])
         if channel is not None:
+            self._here.last = channel
             return channel.read()
         action = self._actions.get(ready[0][0])
         if action is not None:
@@ -199,6 +209,7 @@ class SocketEndpoint(Endpoint):
                 self._unflushed.pop().flush()
 
     def wake(self) -> None:
+        self.wakes += 1  # for those who look without sleeping; a lost count does no harm
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
