@@ -114,6 +114,7 @@ class Crew:
         self._here.running = False
         with self._lock:
             self._running -= 1
+            self._endpoint.quiet = not self._running
             waiting = bool(self._tasks)
         if waiting:
             self._endpoint.wake()
@@ -122,6 +123,7 @@ class Crew:
         self._here.running = True
         with self._lock:
             self._running += 1
+            self._endpoint.quiet = False
 
     def close(self, timeout: float) -> list[str]:
         """Stop after the tasks that run now; return the names of threads that did not end in time.
@@ -172,6 +174,7 @@ class Crew:
             cost = time.thread_time() - start
             with self._lock:
                 self._running -= 1
+                self._endpoint.quiet = not self._running
                 self._polling += 1
                 self._long += ((cost > _LONG) - self._long) / 8
                 self._progress = self._runtime.now()
@@ -198,6 +201,7 @@ class Crew:
                     task = self._tasks.popleft()
                     self._progress = self._progress if self._running else now
                     self._running += 1
+                    self._endpoint.quiet = False
                     cover = self._polling == 1
                     self._alive += cover
                     self._polling -= not cover  # the thread we add takes our place

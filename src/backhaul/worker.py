@@ -179,7 +179,7 @@ class Worker:
                 left = None if deadline is None else deadline - self.runtime.now()
                 if left is not None and left <= 0:
                     return False
-                for channel in bell.listen(held, left):
+                for channel in bell.listen(held, left, look=self.endpoint.quiet):
                     event = channel.take()
                     if event is None:
                         continue

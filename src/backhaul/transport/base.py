@@ -125,6 +125,9 @@ class Endpoint(abc.ABC):
     addresses: tuple[str, ...]
     """Where others reach this end, best first."""
 
+    quiet: bool = True
+    """Whether nothing runs but what waits for messages; set by who polls. See ``luck``."""
+
     @property
     def shm_bytes(self) -> int:
         """How much shared memory this end has made, to put in there what it sends."""

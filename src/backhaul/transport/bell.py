@@ -24,19 +24,23 @@ class Bell:
         """End ``listen``, or the next one, at once."""
         os.eventfd_write(self._fd, 1)
 
-    def listen(self, channels: Collection[Channel], timeout: float | None) -> list[Channel]:
-        """Wait for channels that can be read; none if the bell rang, or the time is over."""
+    def listen(self, channels: Collection[Channel], timeout: float | None, *, look: bool) -> list[Channel]:
+        """Wait for channels that can be read; none if the bell rang, or the time is over. With ``look`` the thread may
+        look before it sleeps.
+        """
         poller = select.poll()
         by_fd = {channel.descriptor: channel for channel in channels}
         for fd in (self._fd, *by_fd):
             poller.register(fd, select.POLLIN)
         self._luck.begin()
         ready: list[tuple[int, int]] = []
-        for _ in range(LOOKS if self._luck.expecting else 0):
-            ready = poller.poll(0)
-            if ready:
-                break
-        else:
+        if look and self._luck.expecting:
+            for _ in range(LOOKS):
+                ready = poller.poll(0)
+                if ready:
+                    break
+            self._luck.looked()
+        if not ready:
             ready = poller.poll(None if timeout is None else min(timeout, _LONGEST) * 1000)
         self._luck.end()
         return [by_fd[fd] for fd, _ in ready if fd in by_fd]

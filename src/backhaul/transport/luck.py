@@ -2,7 +2,8 @@
 
 [Note: looking] A processor that goes to sleep takes tens of microseconds to wake up and is slow for a while after; most
 replies come sooner than that. So a thread that waits for a message looks for it some times before it sleeps, if
-messages came soon of late: where they are rare, or where others need the processor to send them, it does not.
+messages came soon of late, nothing else is to be done in its process, which would want the interpreter, and nobody
+took the processor away when it last did.
 """
 
 from __future__ import annotations
@@ -13,24 +14,38 @@ import time
 LOOKS = 300 if len(os.sched_getaffinity(0)) > 1 else 0
 """How many times to look; each takes about a microsecond."""
 
+_TAKEN = 0.00004  # seconds that we would have noticed to be without the processor
+_RESPECT = 100  # waits for which we leave it to others then
 _SOON = 0.0005  # seconds; what comes within this time would come sooner if nobody slept
 
 
 class Luck:
     """Remembers how soon messages came. Used by one thread at a time."""
 
-    __slots__ = ("_share", "_since", "_waits")
+    __slots__ = ("_pause", "_processor", "_share", "_since", "_start", "_waits")
 
     def __init__(self) -> None:
         self._share = 1.0  # which part of the messages came soon, of late
         self._since = 0.0
         self._waits = 0
+        self._pause = 0  # not to look before so many waits
+        self._start = self._processor = 0.0
 
     @property
     def expecting(self) -> bool:
         """Whether to look; every now and then one does, to see whether times have changed."""
         self._waits += 1
-        return LOOKS > 0 and (self._share > 0.25 or not self._waits & 31)
+        if LOOKS > 0 and self._waits > self._pause and (self._share > 0.25 or not self._waits & 31):
+            self._processor = time.thread_time()
+            self._start = time.perf_counter()
+            return True
+        return False
+
+    def looked(self) -> None:
+        """Whoever looked has found something or not. If somebody else had the processor meanwhile, they are scarce."""
+        wall = time.perf_counter() - self._start
+        if wall - (time.thread_time() - self._processor) > _TAKEN:
+            self._pause = self._waits + _RESPECT
 
     def begin(self) -> None:
         """A wait for a message begins."""

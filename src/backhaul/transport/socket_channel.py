@@ -37,6 +37,7 @@ class Watcher(Protocol):
     """What a channel needs of its endpoint. Descriptors are watched for one event at a time."""
 
     limit: int
+    quiet: bool  # see ``Endpoint``
     wakes: int  # how often somebody wanted a polling thread to look up
     recycler: Recycler
     shared: Budget
@@ -132,7 +133,7 @@ class SocketChannel(Channel):
         """The thread that read the channel last has nothing else to do: see whether more comes. If so, the channel is
         held as after ``read``.
         """
-        if not self._luck.expecting or not self.hold():
+        if not self._endpoint.quiet or not self._luck.expecting or not self.hold():
             return None
         event = self._look()
         if event is None:
@@ -141,15 +142,16 @@ class SocketChannel(Channel):
 
     def _look(self) -> Event | None:
         """What comes within a moment, see [Note: looking]."""
-        poll, wakes = self._poller.poll, self._endpoint.wakes
+        poll, endpoint = self._poller.poll, self._endpoint
+        wakes = endpoint.wakes
+        event = None
         for _ in range(LOOKS):
-            if poll(0):
-                event = self._read()
-                if event is not None:
-                    return event
-            elif self._endpoint.wakes != wakes:
+            if not endpoint.quiet or endpoint.wakes != wakes:
                 break
-        return None
+            if poll(0) and (event := self._read()) is not None:
+                break
+        self._luck.looked()
+        return event
 
     def _read(self) -> Event | None:
         """Frames, or that the channel is lost, or None if there is nothing whole to be had now."""

@@ -1,0 +1,123 @@
+"""When a thread looks for a message before it sleeps, and a bell that ends a wait for channels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from backhaul.transport import luck as module
+from backhaul.transport.base import Received
+from backhaul.transport.bell import Bell
+from backhaul.transport.luck import Luck
+from backhaul.transport.sockets import SocketEndpoint
+from backhaul.wire.frames import Frame
+
+
+class Clocks:
+    """Time that passes as a test says, and processor time."""
+
+    def __init__(self) -> None:
+        self.wall = 100.0
+        self.processor = 7.0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.processor
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    made = Clocks()
+    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(module, "LOOKS", 300)
+    return made
+
+
+def wait(luck: Luck, clocks: Clocks, seconds: float, *, taken: float = 0.0) -> bool:
+    """One wait that took so long, ``taken`` of it without the processor; whether the thread looked."""
+    luck.begin()
+    looks = luck.expecting
+    clocks.wall += seconds
+    clocks.processor += seconds - taken
+    if looks:
+        luck.looked()
+    luck.end()
+    return looks
+
+
+def test_looks_while_messages_come_soon(clocks: Clocks) -> None:
+    luck = Luck()
+    assert all(wait(luck, clocks, 0.0001) for _ in range(50))
+
+
+def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
+    luck = Luck()
+    for _ in range(50):
+        wait(luck, clocks, 0.01)
+    rare = [wait(luck, clocks, 0.01) for _ in range(320)]
+    assert sum(rare) == 10, "now and then it looks all the same"
+    for _ in range(3):
+        wait(luck, clocks, 0.0001)
+    assert all(wait(luck, clocks, 0.0001) for _ in range(50))
+
+
+def test_leaves_the_processor_to_others_for_a_while(clocks: Clocks) -> None:
+    luck = Luck()
+    assert wait(luck, clocks, 0.0002, taken=0.0001)
+    assert not any(wait(luck, clocks, 0.0001) for _ in range(99))
+    assert any(wait(luck, clocks, 0.0001) for _ in range(3))
+
+
+def test_never_looks_on_one_processor(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKS", 0)
+    luck = Luck()
+    assert not any(wait(luck, clocks, 0.0001) for _ in range(100))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SocketEndpoint, SocketEndpoint]]:
+    pair = SocketEndpoint(secret=b"s"), SocketEndpoint(secret=b"s")
+    yield pair
+    for end in pair:
+        end.close()
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_a_bell_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, SocketEndpoint], look: bool) -> None:
+    here, there = ends
+    connected = threading.Event()
+
+    def let_in() -> None:
+        while not connected.is_set():
+            there.poll(0.01)
+
+    poller = threading.Thread(target=let_in)
+    poller.start()
+    channel = here.connect(there.addresses[0], timeout=5.0)
+    connected.set()
+    poller.join()
+    assert channel.hold()
+    bell = Bell(Luck())
+    assert bell.listen([channel], 0.001, look=look) == []
+    threading.Timer(0.01, bell.ring).start()
+    assert bell.listen([channel], None, look=look) == []
+    bell.hush()
+    assert bell.listen([channel], 0.001, look=look) == []
+    channel.send(Frame(40, 1, b"hello"))
+    received = None
+    while received is None:
+        received = there.poll(5.0)
+    assert isinstance(received, Received)
+    received.channel.send(Frame(41, 1, b"and back"))
+    received.channel.resume()
+    assert bell.listen([channel], None, look=look) == [channel]
+    event = channel.take()
+    assert isinstance(event, Received)
+    assert [bytes(frame.body) for frame in event.frames] == [b"and back"]
+    assert channel.take() is None
+    channel.resume()
+    bell.close()
