@@ -81,7 +81,9 @@ class View {
     const clock =
       worker.id === timeline.owner
         ? "clock of this profile"
-        : `clock ${signed(worker.offset)} ± ${timeText(worker.error, 2)}`;
+        : !worker.error
+          ? "the same clock"
+          : `clock ${signed(worker.offset)} ± ${timeText(worker.error, 2)}`;
     const facts = worker.missing
       ? []
       : [worker.pid ? `pid ${worker.pid}` : "", worker.host, clock, worker.note].filter(Boolean);
