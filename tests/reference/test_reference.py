@@ -11,7 +11,7 @@ import pytest
 
 from tests.reference import run
 
-COUNT = 60
+COUNT = 120
 SLOW = 1.5  # seconds; those that take longer are left to the whole
 
 pytestmark = pytest.mark.timeout(400)

@@ -405,9 +405,7 @@ def during(ops: list[OpRecord], records: Records, known: set[int]) -> Iterator[O
     """
     spans: dict[int, list[tuple[int, int]]] = {}
     for serve in records.serves:
-        ran = serve.ran or serve.resumed
-        at_once = serve.thread == serve.reply_thread and serve.replied
-        spans.setdefault(serve.thread, []).append((serve.begun, serve.replied if at_once else ran))
+        spans.setdefault(serve.thread, []).append((serve.begun, serve.ran or serve.resumed))
         if serve.resumed:
             spans.setdefault(serve.reply_thread, []).append((serve.resumed, serve.replied))
     for step in records.steps:
