@@ -1,0 +1,164 @@
+"""How much Python a small call runs: opcodes and calls of each function, on both sides. Unlike times these do not
+depend on what else the machine does, so they show what a change of the hot path gained.
+
+    .venv/bin/python benchmarks/opcodes.py hop --top 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+import backhaul as bh
+
+Function = tuple[str, str]
+"""Its file and its name."""
+
+Counts = tuple[dict[Function, int], dict[Function, int]]
+"""Calls and opcodes."""
+
+_counting = False
+_calls: collections.Counter[Function] = collections.Counter()
+_opcodes: collections.Counter[Function] = collections.Counter()
+weight = torch.full((16,), 0.99, requires_grad=True)
+
+
+def _trace(frame: FrameType, event: str, argument: Any) -> Any:
+    if not _counting:
+        return None
+    code = frame.f_code
+    key = code.co_filename, code.co_name
+    if event == "call":
+        _calls[key] += 1
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+    elif event == "opcode":
+        _opcodes[key] += 1
+    return _trace
+
+
+def begin() -> None:
+    """Count from now on."""
+    global _counting
+    _counting = True
+
+
+def end() -> Counts:
+    """Count no more; what was counted."""
+    global _counting
+    _counting = False
+    found = dict(_calls), dict(_opcodes)
+    _calls.clear()
+    _opcodes.clear()
+    return found
+
+
+def multiply(x: torch.Tensor) -> torch.Tensor:
+    """The smallest thing worth a gradient."""
+    return x * weight
+
+
+def hop(x: torch.Tensor, left: int, to: str, back: str) -> torch.Tensor:
+    """One hop of a chain."""
+    y = x * weight
+    return y if left == 1 else bh.rpc_sync(to, hop, args=(y, left - 1, back, to))
+
+
+def empty() -> None:
+    """A call without anything."""
+    bh.rpc_sync("worker1", time.time)
+
+
+def echo() -> None:
+    """A call with a small tensor."""
+    bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),))
+
+
+def forward(backward: bool = False) -> None:
+    """One hop in a context of its own."""
+    x = torch.ones(16, requires_grad=True)
+    with bh.context() as ctx:
+        loss = bh.rpc_sync("worker1", multiply, args=(x,)).sum()
+        if backward:
+            bh.backward(ctx, [loss])
+
+
+def one_hop() -> None:
+    """Forward, backward and release."""
+    forward(True)
+
+
+def chain() -> None:
+    """Sixteen hops between the two workers and back."""
+    x = torch.ones(16, requires_grad=True)
+    with bh.context() as ctx:
+        loss = bh.rpc_sync("worker1", hop, args=(x, 16, "worker0", "worker1")).sum()
+        bh.backward(ctx, [loss])
+
+
+def burst() -> None:
+    """A hundred calls at once, without gradients."""
+    x = torch.ones(16)
+    bh.wait_all([bh.rpc_async("worker1", torch.neg, args=(x,)) for _ in range(100)])
+
+
+def fan() -> None:
+    """A hundred calls at once, and one backward."""
+    x = torch.ones(16, requires_grad=True)
+    with bh.context() as ctx:
+        calls = [bh.rpc_async("worker1", torch.mul, args=(x, float(n))) for n in range(100)]
+        bh.backward(ctx, [torch.stack(bh.wait_all(calls)).sum()])
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "empty": empty,
+    "echo": echo,
+    "forward": forward,
+    "hop": one_hop,
+    "chain": chain,
+    "burst": burst,
+    "fan": fan,
+}
+
+
+def main(case: str, repeat: int) -> list[Counts]:
+    """What both workers run."""
+    if bh.get_worker_info().id:
+        return []
+    for _ in range(repeat // 4 + 1):
+        CASES[case]()
+    bh.rpc_sync("worker1", begin)
+    begin()
+    for _ in range(repeat):
+        CASES[case]()
+    return [end(), bh.rpc_sync("worker1", end)]
+
+
+def show(found: list[Counts], repeat: int, top: int) -> None:
+    """Print the functions with the most opcodes."""
+    for worker, (calls, opcodes) in enumerate(found):
+        print(f"worker{worker}: {sum(opcodes.values()) / repeat:.0f} opcodes, {sum(calls.values()) / repeat:.0f} calls")
+        for (file, name), count in sorted(opcodes.items(), key=lambda item: -item[1])[:top]:
+            where = os.sep.join(file.split(os.sep)[-2:])
+            print(f"  {count / repeat:8.1f} opcodes {calls.get((file, name), 0) / repeat:6.2f} calls  {where}: {name}")
+
+
+threading.settrace(_trace)
+sys.settrace(_trace)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("case", choices=tuple(CASES))
+    parser.add_argument("--top", type=int, default=20, help="functions to show")
+    parser.add_argument("--repeat", type=int, default=100)
+    options = parser.parse_args()
+    show(bh.launch(main, 2, args=(options.case, options.repeat))[0], options.repeat, options.top)
