@@ -18,7 +18,6 @@ import heapq
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 
 from backhaul.runtime import Runtime
@@ -72,6 +71,7 @@ class Crew:
         self._progress = 0.0  # when a task last ended, or began while no other ran
         self._watched = False  # a polling thread looks after the tasks that wait
         self._called = 0.0  # when such a thread was last called for
+        self._minded = False  # a polling thread wakes up in time for the next alarm
         self._alive = 0  # threads that have been decided on and have not ended
         self._closing = False
 
@@ -93,8 +93,9 @@ class Crew:
         with self._lock:
             sooner = not self._alarms or when < self._alarms[0][0]
             heapq.heappush(self._alarms, (when, next(self._numbers), task))
+            self._minded &= not sooner  # whoever minds had meant to sleep for longer
         if sooner:
-            self._endpoint.wake()  # whoever polls had meant to sleep for longer
+            self._endpoint.wake()
 
     @property
     def busy(self) -> bool:
@@ -162,96 +163,122 @@ class Crew:
             self._threads.add(thread)
 
     def _work(self) -> None:
-        while (task := self._next()) is not None:
-            self._here.running = True
-            start = time.thread_time()
+        here, effort = self._here, self._runtime.effort
+        task = self._next(None)
+        while task is not None:
+            here.running = True
+            start = effort()
             try:
                 task()
             except BaseException:
                 log.exception("a task failed")
             del task
-            self._here.running = False
-            cost = time.thread_time() - start
-            with self._lock:
-                self._running -= 1
-                self._endpoint.quiet = not self._running
-                self._polling += 1
-                self._long += ((cost > _LONG) - self._long) / 8
-                self._progress = self._runtime.now()
+            here.running = False
+            task = self._next(effort() - start)
         with self._lock:
             self._threads.discard(threading.current_thread())
             self._alive -= 1
 
-    def _next(self) -> Task | None:
-        """Poll until there is a task for this thread. None: the thread should end."""
+    def _next(self, cost: float | None) -> Task | None:
+        """Poll until there is a task for this thread. None: the thread should end.
+
+        Args:
+            cost: Of the task that has just ended, in seconds of processor time.
+        """
+        endpoint, now = self._endpoint, self._runtime.now
         fresh: Iterable[Task] = ()
-        idle = watching = polled = False
+        idle = watching = minding = polled = False
         while True:
-            cover = more = False
+            task = alarm = None
             with self._lock:
-                now = self._runtime.now()
+                time = now()
+                if cost is not None:
+                    self._account(cost, time)
+                    cost = None
                 self._tasks.extend(fresh)
                 self._watched &= not watching
+                self._minded &= not minding
                 if self._closing or (idle and self._polling > _SPARE and not self._tasks):
                     self._polling -= 1
                     return None
-                alarm = heapq.heappop(self._alarms)[2] if self._alarms and self._alarms[0][0] <= now else None
-                task = None
-                if alarm is None and self._tasks and self._may_run(now):
-                    task = self._tasks.popleft()
-                    self._progress = self._progress if self._running else now
-                    self._running += 1
-                    self._endpoint.quiet = False
-                    cover = self._polling == 1
-                    self._alive += cover
-                    self._polling -= not cover  # the thread we add takes our place
-                    # A thread that was called for and takes a task has to call for the next.
-                    more = bool(self._tasks) and not self._watched and (polled or self._called + _STALLED <= now)
-                    self._called = now if more else self._called
+                if self._alarms and self._alarms[0][0] <= time:
+                    alarm = heapq.heappop(self._alarms)[2]
+                    watching = minding = False
+                elif self._tasks and (not self._running or self._may_run(time)):
+                    task, then = self._take(time, polled)
                 else:
-                    watching = bool(self._tasks) and not self._watched
-                    self._watched |= watching
-                patience = min(self._patience(now), _STALLED if watching else _IDLE)
+                    watching, minding, patience = self._posture(time)
             if task is not None:
-                if cover:
-                    self._add_thread()
-                elif more:
-                    # Most tasks are over before another thread would have got hold of the interpreter.
-                    self._endpoint.wake_soon()
+                if then is not None:
+                    then()
                 return task
-            self._endpoint.flush()
-            fresh, idle = self._poll(patience) if alarm is None else self._ring(alarm)
-            polled = True
+            fresh, idle, polled = (), False, True
+            if alarm is not None:
+                self._ring(alarm)
+                continue
+            endpoint.flush()
+            try:
+                event = endpoint.poll(patience)
+                if event is not None:
+                    fresh = self._deliver(event)
+                else:
+                    idle = patience == _IDLE
+            except Exception:
+                log.exception("%s lost an event", self._name)
+
+    # With the lock held.
+
+    def _account(self, cost: float, now: float) -> None:
+        """The task of the calling thread has ended, and the thread polls again."""
+        self._running -= 1
+        self._endpoint.quiet = not self._running
+        self._polling += 1
+        self._long += ((cost > _LONG) - self._long) / 8
+        self._progress = now
+
+    def _take(self, now: float, polled: bool) -> tuple[Task, Callable[[], None] | None]:
+        """The next task, for the calling thread, which polls no longer; and what to do before it runs."""
+        task = self._tasks.popleft()
+        if not self._running:
+            self._progress = now
+        self._running += 1
+        self._endpoint.quiet = False
+        then: Callable[[], None] | None = None
+        # A thread that was called for and takes a task has to call for the next.
+        if self._tasks and not self._watched and (polled or self._called + _STALLED <= now):
+            self._called = now
+            then = self._endpoint.wake_soon  # most tasks are over before another has got hold of the interpreter
+        if self._polling == 1:
+            self._alive += 1
+            return task, self._add_thread  # it takes our place
+        self._polling -= 1
+        if self._alarms and not self._minded and self._alarms[0][0] < now + _IDLE:
+            then = self._endpoint.wake
+        return task, then
+
+    def _posture(self, now: float) -> tuple[bool, bool, float]:
+        """How to poll: whether looking after the tasks that wait, whether minding the next alarm, and for how long."""
+        watching = bool(self._tasks) and not self._watched
+        patience = _STALLED if watching else _IDLE
+        minding = bool(self._alarms) and not self._minded and self._alarms[0][0] < now + patience
+        if minding:
+            patience = self._alarms[0][0] - now
+        self._watched |= watching
+        self._minded |= minding
+        return watching, minding, patience
 
     def _may_run(self, now: float) -> bool:
-        """See [Note: company]."""
-        if not self._running:
-            return True
+        """Whether another task may join those that run; see [Note: company]."""
         if self._running < self._limit:
             return self._long > 0.5 or self._progress + _STALLED <= now
         return self._progress + _STUCK <= now
 
-    def _patience(self, now: float) -> float:
-        return max(min(_IDLE, self._alarms[0][0] - now), 0.0) if self._alarms else _IDLE
-
-    def _poll(self, patience: float) -> tuple[Iterable[Task], bool]:
-        """Wait for an event and deliver it: what is left to run, and whether there was nothing for long."""
-        try:
-            event = self._endpoint.poll(patience)
-            if event is None:
-                return (), patience == _IDLE
-            return self._deliver(event), False
-        except Exception:
-            log.exception("%s lost an event", self._name)
-            return (), False
-
     @staticmethod
-    def _ring(alarm: Task) -> tuple[Iterable[Task], bool]:
+    def _ring(alarm: Task) -> None:
         try:
             alarm()
         except Exception:
             log.exception("an alarm failed")
-        return (), False
 
 
 class _Blocking(contextlib.AbstractContextManager[None]):

@@ -580,6 +580,25 @@ class TestAlarms:
         assert not job.done
         finish(show, job)
 
+    def test_ring_in_time_whoever_gets_busy(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(8)
+        warm_up = [Job(show) for _ in range(3)]
+        show.submit(*warm_up)
+        finish(show, *warm_up)
+        rung: list[int] = []
+        when = show.stage.now() + 1
+        show.crew.call_at(when, lambda: rung.append(1))
+        jobs = []
+        for _ in range(6):
+            show.settle()
+            with show.stage.changed:
+                assert min(show.stage.deadlines.values()) <= when, "nobody would wake up for the alarm"
+            jobs.append(Job(show))
+            show.submit(jobs[-1])
+        show.advance(1)
+        show.wait_for(lambda: rung == [1])
+        finish(show, *jobs)
+
     def test_that_fail_do_no_harm(self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture) -> None:
         show = stage_for(1)
         rung: list[int] = []

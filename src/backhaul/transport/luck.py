@@ -15,20 +15,21 @@ LOOKS = 300 if len(os.sched_getaffinity(0)) > 1 else 0
 """How many times to look; each takes about a microsecond."""
 
 _TAKEN = 0.00004  # seconds that we would have noticed to be without the processor
-_RESPECT = 100  # waits for which we leave it to others then
+_RESPECT = 4, 128  # waits for which we leave it to others then, at first and at most
 _SOON = 0.0005  # seconds; what comes within this time would come sooner if nobody slept
 
 
 class Luck:
     """Remembers how soon messages came. Used by one thread at a time."""
 
-    __slots__ = ("_pause", "_processor", "_share", "_since", "_start", "_waits")
+    __slots__ = ("_pause", "_processor", "_respect", "_share", "_since", "_start", "_waits")
 
     def __init__(self) -> None:
         self._share = 1.0  # which part of the messages came soon, of late
         self._since = 0.0
         self._waits = 0
         self._pause = 0  # not to look before so many waits
+        self._respect = _RESPECT[0]
         self._start = self._processor = 0.0
 
     @property
@@ -42,10 +43,15 @@ class Luck:
         return False
 
     def looked(self) -> None:
-        """Whoever looked has found something or not. If somebody else had the processor meanwhile, they are scarce."""
+        """Whoever looked has found something or not. If somebody else had the processor meanwhile, they are scarce: the
+        more so the more often that happens.
+        """
         wall = time.perf_counter() - self._start
         if wall - (time.thread_time() - self._processor) > _TAKEN:
-            self._pause = self._waits + _RESPECT
+            self._pause = self._waits + self._respect
+            self._respect = min(2 * self._respect, _RESPECT[1])
+        elif self._respect > _RESPECT[0]:
+            self._respect -= 1
 
     def begin(self) -> None:
         """A wait for a message begins."""

@@ -147,7 +147,7 @@ class SocketChannel(Channel):
         event = None
         for _ in range(LOOKS):
             if not endpoint.quiet or endpoint.wakes != wakes:
-                break
+                return None  # whoever is at work here wanted the interpreter: that says nothing of processors
             if poll(0) and (event := self._read()) is not None:
                 break
         self._luck.looked()
@@ -254,32 +254,33 @@ class SocketChannel(Channel):
 
     def _send(self, parts: list[Buffer], timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        small = len(parts) <= _MAX_PARTS and sum(map(len, parts)) <= _COALESCE
-        if self._writing.acquire(blocking=False):
-            pass
-        elif (small and self._queued < _MAX_QUEUED) or not self._writing.acquire(
-            timeout=-1 if timeout is None else timeout
+        if not self._writing.acquire(blocking=False) and (
+            self._may_queue(parts) or not self._writing.acquire(timeout=-1 if timeout is None else timeout)
         ):
             self._enqueue(b"".join(parts))
             self._flush_queue()
             return
         try:
-            if self._stalled or self._queue:
-                # Others are in front: get behind them, then help if the socket takes it.
-                if not (self._stalled and small and self._queued < _MAX_QUEUED):
+            if not self._queue and not self._stalled:
+                self._write(parts, deadline)
+            else:  # others are in front: get behind them, then help if the socket takes it
+                if not (self._stalled and self._may_queue(parts)):
                     self._write_queue(deadline)
                 if self._stalled:
                     self._enqueue(b"".join(parts))
                 else:
                     self._write(parts, deadline)
-            else:
-                self._write(parts, deadline)
         except OSError as error:
             self._end(os.strerror(error.errno or 0))
             raise ChannelBrokenError(f"the channel to {self.peer} broke: {error}") from error
         finally:
             self._writing.release()
-        self._flush_queue()
+        if self._queue or self._closing:
+            self._flush_queue()
+
+    def _may_queue(self, parts: list[Buffer]) -> bool:
+        """Whether to copy these so as not to wait."""
+        return self._queued < _MAX_QUEUED and len(parts) <= _MAX_PARTS and sum(map(len, parts)) <= _COALESCE
 
     def send_soon(self, frame: Frame, *, timeout: float | None = None) -> None:
         if frame.nbytes > _COALESCE or self._queued > _COALESCE:
@@ -355,24 +356,19 @@ class SocketChannel(Channel):
 
     def _write(self, parts: Sequence[Buffer], deadline: float | None) -> None:
         """Write all parts; if the socket stays full past the deadline, leave the rest to a poller."""
-        first, skip = 0, 0  # everything before byte `skip` of part `first` is written
-        while first < len(parts):
-            batch = list(parts[first : first + _MAX_PARTS])
-            if skip:
-                batch[0] = memoryview(batch[0])[skip:]
+        left = sum(map(len, parts))
+        while left:
             try:
-                count = self._sock.sendmsg(batch)
+                count = self._sock.sendmsg(parts if len(parts) <= _MAX_PARTS else parts[:_MAX_PARTS])
             except BlockingIOError:
                 if self._wait_writable(deadline):
                     continue
-                self._stall(b"".join(batch + list(parts[first + len(batch) :])))
+                self._stall(b"".join(parts))
                 return
             self._written += count
-            count += skip
-            while first < len(parts) and count >= len(parts[first]):
-                count -= len(parts[first])
-                first += 1
-            skip = count
+            left -= count
+            if left:
+                parts = _without(parts, count)
 
     def _wait_writable(self, deadline: float | None) -> bool:
         poller = select.poll()
@@ -400,6 +396,15 @@ class SocketChannel(Channel):
         """The socket takes more: go on with a stalled queue."""
         self._writable = True
         self._flush_queue()
+
+
+def _without(parts: Sequence[Buffer], count: int) -> list[Buffer]:
+    """The parts without their first ``count`` bytes."""
+    for index, part in enumerate(parts):
+        if count < len(part):
+            return [memoryview(part)[count:], *parts[index + 1 :]]
+        count -= len(part)
+    return []
 
 
 def _share(sock: socket.socket, budget: Budget) -> tuple[shm.Lender | None, shm.Borrower | None]:

@@ -166,8 +166,10 @@ class SocketEndpoint(Endpoint):
         self._epoll.register(fd, mask | _ONE_SHOT)
 
     def arm(self, fd: int, mask: int) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._epoll.modify(fd, mask | _ONE_SHOT)
+        except (OSError, ValueError):
+            pass
 
     def forget(self, fd: int) -> None:
         with self._lock:

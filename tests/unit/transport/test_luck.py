@@ -67,9 +67,21 @@ def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
 
 def test_leaves_the_processor_to_others_for_a_while(clocks: Clocks) -> None:
     luck = Luck()
+    pauses = []
+    for _ in range(8):
+        assert wait(luck, clocks, 0.0002, taken=0.0001)
+        pauses.append(next(n for n in range(1000) if luck._waits + n + 1 > luck._pause))
+        for _ in range(pauses[-1]):
+            assert not wait(luck, clocks, 0.0001)
+    assert pauses == sorted(pauses), "the more often it is taken, the longer"
+    assert pauses[0] < 10 < 100 < pauses[-1] == pauses[-2]
+    looked = sum(wait(luck, clocks, 0.0001) for _ in range(200))
+    assert looked == 200
     assert wait(luck, clocks, 0.0002, taken=0.0001)
-    assert not any(wait(luck, clocks, 0.0001) for _ in range(99))
-    assert any(wait(luck, clocks, 0.0001) for _ in range(3))
+    shorter = 0
+    while not wait(luck, clocks, 0.0001):
+        shorter += 1
+    assert shorter < 10, "and that is forgotten when it no longer happens"
 
 
 def test_never_looks_on_one_processor(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
