@@ -1,4 +1,4 @@
-"""Calls, side by side with ``torch.distributed.rpc``: one run, the same two processes, alternating.
+"""Calls, side by side with ``torch.distributed.rpc``: one run, two processes each, alternating.
 
     make bench                       # all rows
     make bench ARGS="--quick"        # fewer repetitions
@@ -10,7 +10,6 @@ turn. Shown are the medians over all calls and their ratio (above 1: Backhaul is
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import socket
@@ -18,10 +17,7 @@ import statistics
 import time
 
 import torch
-import torch.distributed.rpc as reference
-from harness import Row, free_port, report, side_by_side
-
-import backhaul as bh
+from harness import SYSTEMS, Row, conduct, options_of, play, report
 
 CALLEE = "worker1"
 
@@ -35,44 +31,31 @@ def echo(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(quick: bool, name: str) -> list[Row]:
     """All rows."""
-    scale = 4 if quick else 1
+    scale, system = 4 if quick else 1, SYSTEMS[name]
 
-    def sized(name: str, elements: int, calls: int, rounds: int) -> Row:
+    def sized(name: str, elements: int, calls: int) -> Row:
         value = torch.ones(elements)
-        return Row(
-            name,
-            lambda: bh.rpc_sync(CALLEE, echo, args=(value,)),
-            lambda: reference.rpc_sync(CALLEE, echo, args=(value,)),
-            max(calls // scale, 2),
-            rounds,
-        )
+        return Row(name, lambda: system.call(CALLEE, echo, args=(value,)), max(calls // scale, 2), 8)
 
     def many(count: int) -> Row:
         value = torch.ones(16)
         return Row(
             f"{count} async 16-float calls (per call)",
-            lambda: bh.wait_all([bh.rpc_async(CALLEE, echo, args=(value,)) for _ in range(count)]),
-            lambda: torch.futures.wait_all([reference.rpc_async(CALLEE, echo, args=(value,)) for _ in range(count)]),
+            lambda: system.wait([system.start(CALLEE, echo, args=(value,)) for _ in range(count)]),
             1,
             max(8 // scale, 3),
             count,
         )
 
     return [
-        Row(
-            "empty call",
-            lambda: bh.rpc_sync(CALLEE, nothing),
-            lambda: reference.rpc_sync(CALLEE, nothing),
-            200 // scale,
-            8,
-        ),
-        sized("16-float echo", 16, 200, 8),
-        sized("64 KiB echo", 1 << 14, 100, 8),
-        sized("1 MiB echo", 1 << 18, 40, 8),
-        sized("16 MiB echo", 1 << 22, 10, 8),
-        sized("64 MiB echo", 1 << 24, 4, 8),
+        Row("empty call", lambda: system.call(CALLEE, nothing), 200 // scale, 8),
+        sized("16-float echo", 16, 200),
+        sized("64 KiB echo", 1 << 14, 100),
+        sized("1 MiB echo", 1 << 18, 40),
+        sized("16 MiB echo", 1 << 22, 10),
+        sized("64 MiB echo", 1 << 24, 4),
         many(2000),
     ]
 
@@ -113,16 +96,10 @@ def copy_speed(count: int = 20) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--transport", choices=("auto", "unix", "tcp"), default="auto")
-    options = parser.parse_args()
-    numbers = bh.launch(
-        side_by_side,
-        2,
-        args=(functools.partial(rows, options.quick), free_port()),
-        options=bh.Options(transport=options.transport),
-    )[0]
+    options = options_of(__doc__)
+    if play(functools.partial(rows, options.quick), 2, options):
+        return
+    numbers = conduct()
     report(f"Calls ({options.transport})", f"calls-{options.transport}", numbers)
     speed, large = copy_speed(), 2 * (64 << 20) / numbers["64 MiB echo"][0]
     print(f"A byte over a bare Unix socket and back: {raw_echo() * 1e6:.1f} us")

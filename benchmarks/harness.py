@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
+import signal
 import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
+import torch.distributed.autograd as reference_autograd
 import torch.distributed.rpc as reference
+import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 
@@ -23,52 +32,180 @@ import backhaul as bh
 
 OUT = Path(__file__).parent / "out"
 Numbers = dict[str, tuple[float, float]]
+_KEY = b"a conductor and two sides"
+
+
+OURS, THEIRS = "backhaul", "reference"
+
+
+@dataclass(frozen=True)
+class System:
+    """What a benchmark calls, of one of the systems."""
+
+    name: str
+    call: Callable[..., Any]
+    start: Callable[..., Any]
+    wait: Callable[..., Any]
+    context: Callable[..., Any]
+    backward: Callable[..., Any]
+    gradients: Callable[..., Any]
+
+
+SYSTEMS = {
+    OURS: System(OURS, bh.rpc_sync, bh.rpc_async, bh.wait_all, bh.context, bh.backward, bh.get_gradients),
+    THEIRS: System(
+        THEIRS,
+        reference.rpc_sync,
+        reference.rpc_async,
+        torch.futures.wait_all,
+        reference_autograd.context,
+        reference_autograd.backward,
+        reference_autograd.get_gradients,
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to measure, on both systems."""
+    """One thing to measure, on one of the systems."""
 
     name: str
-    ours: Callable[[], Any]
-    theirs: Callable[[], Any]
+    call: Callable[[], Any]
     calls: int  # per round
     rounds: int
     per: int = 1  # how many calls one measurement contains
 
 
-def measure(row: Row) -> tuple[float, float]:
-    """Medians of ours and theirs, in seconds per call."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for round_ in range(-1, row.rounds):  # round -1 warms up and is thrown away
-        for system, call in enumerate((row.ours, row.theirs)):
-            for _ in range(row.calls):
+Rows = Callable[[str], list[Row]]
+"""What to measure, for a system; called by its first worker."""
+
+
+def serve(rows: Rows, system: str, address: str) -> None:
+    """The first worker of a system: measures what the conductor asks for."""
+    found = rows(system)
+    with connection.Client(address, "AF_UNIX", authkey=_KEY) as conductor:
+        conductor.send([(row.name, row.rounds) for row in found])
+        while (place := conductor.recv()) is not None:
+            row, times = found[place], []
+            for number in range(-1 - row.calls // 8, row.calls):  # those below 0 warm up
                 start = time.perf_counter()
-                call()
-                if round_ >= 0:
-                    times[system].append((time.perf_counter() - start) / row.per)
-    return statistics.median(times[0]), statistics.median(times[1])
+                row.call()
+                if number >= 0:
+                    times.append((time.perf_counter() - start) / row.per)
+            conductor.send(times)
 
 
-def side_by_side(rows: Callable[[], list[Row]], port: int, threads: int = 16) -> Numbers | None:
-    """Runs in every worker: join the reference's cluster too (with so many threads); worker 0 measures."""
-    me = bh.get_worker_info()
-    join_reference(me.name, me.id, len(bh.get_worker_infos()), port, threads)
-    result = {row.name: measure(row) for row in rows()} if me.id == 0 else None
+def serve_ours(rows: Rows, address: str) -> None:
+    """Runs in every worker of Backhaul's cluster."""
+    if bh.get_worker_info().id == 0:
+        serve(rows, OURS, address)
+
+
+def serve_theirs(rank: int, rows: Rows, address: str, place: tuple[int, int, int], transport: str) -> None:
+    """Runs in every worker of the reference's cluster."""
+    count, port, threads = place
+    join_reference(f"worker{rank}", rank, count, port, threads=threads, transport=transport)
+    if rank == 0:
+        serve(rows, THEIRS, address)
     reference.shutdown()
-    return result
 
 
-def join_reference(name: str, rank: int, count: int, port: int, threads: int = 16) -> None:
-    """Become a worker of the reference's cluster."""
+class Side:
+    """A system's processes, and the connection to its first worker."""
+
+    def __init__(self, system: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        address = f"{self._folder.name}/conductor"
+        with connection.Listener(address, "AF_UNIX", authkey=_KEY) as listener:
+            command = [sys.executable, *sys.argv, "--side", system, "--at", address]
+            self._head = subprocess.Popen(command, start_new_session=True)
+            self._first = listener.accept()
+        self.rows: list[tuple[str, int]] = self._first.recv()
+
+    def measure(self, row: int) -> list[float]:
+        """One round of a row, in seconds per call."""
+        self._first.send(row)
+        times: list[float] = self._first.recv()
+        return times
+
+    def stop(self) -> None:
+        """Let none of the processes run."""
+        os.killpg(self._head.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let them run again."""
+        os.killpg(self._head.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """End all of them."""
+        self.go_on()
+        try:
+            self._first.send(None)
+            self._head.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._head.pid, signal.SIGKILL)
+            self._first.close()
+            self._folder.cleanup()
+
+
+def conduct() -> Numbers:
+    """Measure each row on both systems, alternating; medians of ours and theirs, in seconds per call.
+
+    Each has processes of its own: threads of the reference poll without end, also when it has nothing to do, and would
+    take the processors from whoever is measured beside them. So the processes of the other system are stopped.
+    """
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for system in (OURS, THEIRS):
+            sides.append(Side(system))
+            stack.callback(sides[-1].close)
+            sides[-1].stop()
+        numbers: Numbers = {}
+        for place, (name, rounds) in enumerate(sides[0].rows):
+            times: tuple[list[float], list[float]] = ([], [])
+            for round_ in range(-1, rounds):  # round -1 warms up and is thrown away
+                for side, found in zip(sides, times, strict=True):
+                    side.go_on()
+                    measured = side.measure(place)
+                    side.stop()
+                    if round_ >= 0:
+                        found.extend(measured)
+            numbers[name] = statistics.median(times[0]), statistics.median(times[1])
+        return numbers
+
+
+def options_of(description: str | None) -> argparse.Namespace:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--transport", choices=("auto", "unix", "tcp"), default="auto")
+    parser.add_argument("--side", choices=(OURS, THEIRS), help=argparse.SUPPRESS)
+    parser.add_argument("--at", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def play(rows: Rows, workers: int, options: argparse.Namespace, *, threads: int = 16) -> bool:
+    """Be one of the sides, if that is what this process was started for; the reference has so many threads."""
+    if options.side == OURS:
+        bh.launch(serve_ours, workers, args=(rows, options.at), options=bh.Options(transport=options.transport))
+    elif options.side == THEIRS:
+        place = workers, free_port(), threads
+        torch.multiprocessing.spawn(serve_theirs, (rows, options.at, place, options.transport), workers)
+    return options.side is not None
+
+
+def join_reference(name: str, rank: int, count: int, port: int, *, threads: int = 16, transport: str = "auto") -> None:
+    """Become a worker of the reference's cluster; over TCP it is kept from using shared memory, as we are."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     warnings.filterwarnings("ignore", message="You are using a Backend")  # its own business
+    limits = {"_transports": ["uv"], "_channels": ["basic"]} if transport == "tcp" else {}
     reference.init_rpc(
         name,
         rank=rank,
         world_size=count,
         rpc_backend_options=reference.TensorPipeRpcBackendOptions(
-            num_worker_threads=threads, init_method=f"tcp://127.0.0.1:{port}"
+            num_worker_threads=threads, init_method=f"tcp://127.0.0.1:{port}", **limits
         ),
     )
 

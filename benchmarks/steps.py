@@ -1,5 +1,4 @@
-"""Whole steps over several workers, side by side with ``torch.distributed.autograd``: one run, the same processes,
-alternating.
+"""Whole steps over several workers, side by side with ``torch.distributed.autograd``: one run, alternating.
 
     make bench
     .venv/bin/python benchmarks/steps.py --quick
@@ -10,47 +9,29 @@ of the model of ``make run``, also in one process; and how long 32 workers take 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import multiprocessing
 import pathlib
 import statistics
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed.autograd as reference_autograd
 import torch.distributed.rpc as reference
-from harness import Numbers, Row, free_port, join_reference, report, side_by_side
+from harness import OURS, SYSTEMS, Row, System, conduct, free_port, join_reference, options_of, play, report
 
 import backhaul as bh
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import train_transformer as model
 
-OURS = SimpleNamespace(
-    call=bh.rpc_sync,
-    start=bh.rpc_async,
-    wait=bh.wait_all,
-    context=bh.context,
-    backward=bh.backward,
-    gradients=bh.get_gradients,
-)
-THEIRS = SimpleNamespace(
-    call=reference.rpc_sync,
-    start=reference.rpc_async,
-    wait=torch.futures.wait_all,
-    context=reference_autograd.context,
-    backward=reference_autograd.backward,
-    gradients=reference_autograd.get_gradients,
-)
 WORKERS = ("worker1", "worker2", "worker3")
 held: dict[str, Any] = {}
 
 
-def fan(system: Any) -> None:
+def fan(system: System) -> None:
     """100 calls at once to three workers, one backward."""
     x = torch.ones(16, requires_grad=True)
     with system.context() as ctx:
@@ -63,7 +44,7 @@ def pass_on(x: torch.Tensor) -> torch.Tensor:
     return x * 1.5
 
 
-def activations(system: Any) -> None:
+def activations(system: System) -> None:
     """64 MiB through three workers, and gradients of that size back."""
     x = torch.ones(1 << 24, requires_grad=True)
     with system.context() as ctx:
@@ -102,7 +83,7 @@ def apply_theirs(context: int) -> None:
     apply(reference_autograd.get_gradients, context)
 
 
-def train(system: Any, step: Any, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+def train(system: System, step: Any, tokens: torch.Tensor, targets: torch.Tensor) -> None:
     """One training step of the model over three workers."""
     with system.context() as ctx:
         x = tokens
@@ -114,28 +95,22 @@ def train(system: Any, step: Any, tokens: torch.Tensor, targets: torch.Tensor) -
         system.wait([system.start(name, step, args=(number,)) for name in WORKERS])
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(quick: bool, name: str) -> list[Row]:
     """All rows."""
-    scale = 4 if quick else 1
+    scale, system = 4 if quick else 1, SYSTEMS[name]
     corpus = model.Corpus(model.make_text(200))
     letters, batch = len(corpus.letters), corpus.batch(0)
-    for seed, (name, kind) in enumerate(zip(WORKERS, ("embedding", "body", "head"), strict=True)):
-        bh.rpc_sync(name, build, args=(kind, letters, seed))
+    for seed, (worker, kind) in enumerate(zip(WORKERS, ("embedding", "body", "head"), strict=True)):
+        system.call(worker, build, args=(kind, letters, seed))
+    step = apply_ours if name == OURS else apply_theirs
 
-    def row(name: str, function: Any, calls: int) -> Row:
-        count = max(calls // scale, 2)
-        return Row(name, functools.partial(function, OURS), functools.partial(function, THEIRS), count, 6)
+    def row(name: str, function: Any, calls: int, *args: Any) -> Row:
+        return Row(name, functools.partial(function, system, *args), max(calls // scale, 2), 6)
 
     return [
         row("100 parallel calls to 3 workers, one backward", fan, 8),
         row("64 MiB activations through 3 workers and back", activations, 2),
-        Row(
-            "training step of make run's model",
-            lambda: train(OURS, apply_ours, *batch),
-            lambda: train(THEIRS, apply_theirs, *batch),
-            max(20 // scale, 2),
-            6,
-        ),
+        row("training step of make run's model", train, 20, step, *batch),
     ]
 
 
@@ -202,18 +177,12 @@ def lives(count: int, rounds: int) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--transport", choices=("auto", "unix", "tcp"), default="auto")
-    options = parser.parse_args()
+    options = options_of(__doc__)
+    if play(functools.partial(rows, options.quick), 4, options, threads=64):
+        return
     count = 8 if options.quick else 32
     started = lives(count, 1 if options.quick else 3)
-    numbers: Numbers = bh.launch(
-        side_by_side,
-        4,
-        args=(functools.partial(rows, options.quick), free_port(), 64),
-        options=bh.Options(transport=options.transport),
-    )[0]
+    numbers = conduct()
     numbers[f"start and stop of {count} workers"] = started
     report(f"Steps ({options.transport})", f"steps-{options.transport}", numbers)
     alone = in_one_process(40)
