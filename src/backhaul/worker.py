@@ -170,9 +170,10 @@ class Worker:
         """Read channels that the calling thread holds until the gate opens or something is in the inbox; False if the
         time is over before. Lets go of the channels.
         """
-        held = set(channels)
+        held = list(channels)
         deadline = None if timeout is None else self.runtime.now() + timeout
         bell = self._bells.pop() if self._bells else Bell(self._luck)
+        bell.expect()
         gate.bell = bell.ring
         try:
             while not gate.opened and not inbox:
@@ -186,13 +187,13 @@ class Worker:
                     for task in self.accept(event):
                         self.crew.submit(task)
                     if isinstance(event, Lost):
-                        held.discard(channel)
+                        held.remove(channel)
+                        bell.know(held)
             return True
         finally:
             gate.bell = None
             for channel in held:
                 channel.resume()
-            bell.hush()
             self._bells.append(bell)
 
     def run(self, function: Callable[..., P], *args: Any) -> P:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from collections.abc import Collection
+import threading
 
 from backhaul.transport.base import Channel
 from backhaul.transport.luck import LOOKS, Luck
@@ -19,36 +19,56 @@ class Bell:
     def __init__(self, luck: Luck) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._luck = luck
+        self._listener = 0  # the thread that listens, or is about to
+        self._channels: list[Channel] = []  # those that the poller knows
+        self._by_fd: dict[int, Channel] = {}
+        self._poller = select.poll()
+        self._poller.register(self._fd, select.POLLIN)
+
+    def expect(self) -> None:
+        """The calling thread is going to listen, and looks for itself what it does itself."""
+        self._listener = threading.get_ident()
 
     def ring(self) -> None:
         """End ``listen``, or the next one, at once."""
-        os.eventfd_write(self._fd, 1)
+        if threading.get_ident() != self._listener:
+            os.eventfd_write(self._fd, 1)
 
-    def listen(self, channels: Collection[Channel], timeout: float | None, *, look: bool) -> list[Channel]:
+    def listen(self, channels: list[Channel], timeout: float | None, *, look: bool) -> list[Channel]:
         """Wait for channels that can be read; none if the bell rang, or the time is over. With ``look`` the thread may
         look before it sleeps.
         """
-        poller = select.poll()
-        by_fd = {channel.descriptor: channel for channel in channels}
-        for fd in (self._fd, *by_fd):
-            poller.register(fd, select.POLLIN)
+        if channels != self._channels:
+            self.know(channels)
+        poll = self._poller.poll
         self._luck.begin()
         ready: list[tuple[int, int]] = []
         if look and self._luck.expecting:
             for _ in range(LOOKS):
-                ready = poller.poll(0)
+                ready = poll(0)
                 if ready:
                     break
             self._luck.looked()
         if not ready:
-            ready = poller.poll(None if timeout is None else min(timeout, _LONGEST) * 1000)
+            ready = poll(None if timeout is None else min(timeout, _LONGEST) * 1000)
         self._luck.end()
-        return [by_fd[fd] for fd, _ in ready if fd in by_fd]
+        found = []
+        for fd, _ in ready:
+            if fd == self._fd:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(fd)
+            else:
+                found.append(self._by_fd[fd])
+        return found
 
-    def hush(self) -> None:
-        """Nobody rings it any more, until it is used again."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+    def know(self, channels: list[Channel]) -> None:
+        """Which channels are listened to next."""
+        for fd in self._by_fd:
+            self._poller.unregister(fd)
+        self._channels = list(channels)
+        self._by_fd = {channel.descriptor: channel for channel in channels}
+        for fd in self._by_fd:
+            self._poller.register(fd, select.POLLIN)
 
     def close(self) -> None:
         """Free its descriptor."""
