@@ -20,16 +20,23 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from backhaul.errors import ProtocolError
 from backhaul.wire.memory import Buffer, Recycler
 
 MAGIC = b"BkHl"
 VERSION = 1
 HEADER = struct.Struct("<4sBBHIIQQ")
+_HEADER_SIZE = HEADER.size
+_START = MAGIC + bytes((VERSION,))
+_HEAD = struct.Struct("<5sBHIIQQ")  # the same with magic and version in one
+_HEAD_OF_ONE = struct.Struct("<5sBHIIQQQ")  # and the table, if there is one buffer
 MAX_BUFFERS = 1 << 20
 MAX_BODY = (1 << 32) - 1
 _SLOTS, _CONTROL = 1, 2  # flags
 _MAX_CONTROL = 64
+_JOINED = 8 << 10  # up to here a buffer is cheaper copied than written as a piece of its own
 
 
 class Slots(Protocol):
@@ -42,7 +49,7 @@ class Slots(Protocol):
         """A control frame came."""
 
 
-class Frame:
+class Frame(msgspec.Struct, eq=False):
     """One message on the wire.
 
     Attributes:
@@ -53,16 +60,11 @@ class Frame:
         keep: Owners of that memory, kept alive as long as the frame.
     """
 
-    __slots__ = ("body", "buffers", "keep", "kind", "number")
-
-    def __init__(
-        self, kind: int, number: int = 0, body: Buffer = b"", buffers: Sequence[Buffer] = (), keep: Any = None
-    ) -> None:
-        self.kind = kind
-        self.number = number
-        self.body = body
-        self.buffers = buffers
-        self.keep = keep
+    kind: int
+    number: int = 0
+    body: Buffer = b""
+    buffers: Sequence[Buffer] = ()
+    keep: Any = None
 
     def __repr__(self) -> str:
         return f"Frame(kind={self.kind}, number={self.number}, {self.nbytes} bytes)"
@@ -70,26 +72,28 @@ class Frame:
     @property
     def nbytes(self) -> int:
         """Size on the wire."""
-        size = HEADER.size + len(self.body)
-        for buffer in self.buffers:
-            size += 8 + len(buffer)
-        return size
+        buffers = self.buffers
+        if not buffers:
+            return _HEADER_SIZE + len(self.body)
+        return _HEADER_SIZE + len(self.body) + 8 * len(buffers) + sum(map(len, buffers))
 
     def parts(self, places: Sequence[int] | None = None) -> list[Buffer]:
         """The wire form, as pieces to be written in order. ``places``: which are in slots, see [Note: slots]."""
-        if not self.buffers:
-            return [HEADER.pack(MAGIC, VERSION, self.kind, 0, 0, len(self.body), self.number, 0) + self.body]
-        lengths = [len(buffer) for buffer in self.buffers]
+        body, buffers = self.body, self.buffers
+        if not buffers:
+            return [_HEAD.pack(_START, self.kind, 0, 0, len(body), self.number, 0) + body]
+        if places is None and len(buffers) == 1:
+            size = len(buffers[0])
+            head = _HEAD_OF_ONE.pack(_START, self.kind, 0, 1, len(body), self.number, size, size)
+            return [b"".join((head, body, buffers[0]))] if size <= _JOINED else [head + body, buffers[0]]
+        lengths = [len(buffer) for buffer in buffers]
         count, flags = len(lengths), 0 if places is None else _SLOTS
-        header = HEADER.pack(MAGIC, VERSION, self.kind, flags, count, len(self.body), self.number, sum(lengths))
+        header = _HEAD.pack(_START, self.kind, flags, count, len(body), self.number, sum(lengths))
         if places is None:
-            head = header + struct.pack(f"<{count}Q", *lengths) + self.body
-            return [head, *(buffer for buffer in self.buffers if len(buffer))]
-        head = header + struct.pack(f"<{2 * count}Q", *lengths, *places) + self.body
-        return [
-            head,
-            *(buffer for buffer, place in zip(self.buffers, places, strict=True) if len(buffer) and not place),
-        ]
+            head = header + struct.pack(f"<{count}Q", *lengths) + body
+            return [head, *(buffer for buffer in buffers if len(buffer))]
+        head = header + struct.pack(f"<{2 * count}Q", *lengths, *places) + body
+        return [head, *(buffer for buffer, place in zip(buffers, places, strict=True) if len(buffer) and not place)]
 
     def copied(self, recycler: Recycler) -> Frame:
         """The same frame on memory of its own, as if it had been received."""
@@ -124,7 +128,8 @@ class FrameReader:
         self._limit = limit
         self._recycler = recycler or Recycler()
         self._slots = slots
-        self._scratch = memoryview(bytearray(self.SCRATCH))
+        self._memory = bytearray(self.SCRATCH + 8)  # the last bytes are never filled: a table may be looked for there
+        self._scratch = memoryview(self._memory)[: self.SCRATCH]
         self._start = 0
         self._end = 0
         # A piece too large for the scratch is read straight into its own memory.
@@ -158,35 +163,68 @@ class FrameReader:
         """Memory for the next bytes; never empty."""
         if self._large is not None:
             return self._large[self._filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start and self._end - self._start < self.SCRATCH // 2:
-            rest = bytes(self._scratch[self._start : self._end])
+        if not self._end:
+            return self._scratch
+        if self._start and self._end - self._start < self.SCRATCH // 2:
+            rest = self._memory[self._start : self._end]
             self._scratch[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
         return self._scratch[self._end :]
 
     def fed(self, count: int) -> list[Frame]:
-        """Account for ``count`` bytes written to ``writable()``; return the frames now complete."""
+        """Account for ``count`` bytes written to ``writable()``; return the frames now complete.
+
+        A frame that is there as a whole, as small ones mostly are, is cut out here. One that comes piece by piece, has
+        flags, or is not right is left to ``_read_header`` and ``_read_on``.
+        """
         frames: list[Frame] = []
+        memory = self._memory
+        if self._large is None and self._pieces is None:
+            start, end = self._start, self._end + count
+        elif self._read_on(count, frames):
+            start, end = self._start, self._end
+        else:
+            return frames
+        while end - start >= _HEADER_SIZE:
+            mark, kind, flags, several, body, number, payload, first = _HEAD_OF_ONE.unpack_from(memory, start)
+            at = start + _HEADER_SIZE + 8 * several
+            size = at - start + body + payload
+            if mark == _START and not flags and size <= end - start and size <= self._limit:
+                cut, rest = at + body, start + size
+                buffers: list[Buffer] | None = []
+                if several == 1 and first == payload:
+                    buffers = [memory[cut:rest]]
+                elif several or payload:
+                    buffers = _cut(memory, at - 8 * several, several, cut, payload)
+                if buffers is not None:
+                    frames.append(Frame(kind, number, memory[at:cut], buffers))
+                    start = rest
+                    continue
+            self._start, self._end = start, end
+            self._read_header()
+            if not self._read_on(0, frames):
+                return frames
+            start, end = self._start, self._end
+        if start == end:
+            start = end = 0
+        self._start, self._end = start, end
+        return frames
+
+    def _read_on(self, count: int, frames: list[Frame]) -> bool:
+        """Go on with a frame whose header was read, ``count`` bytes later; return whether it is complete."""
         if self._large is not None:
             self._filled += count
             if self._filled < len(self._large):
-                return frames
+                return False
             block, self._block, self._large = self._block, b"", None
             self._accept(block, frames)
         else:
             self._end += count
-        while True:
-            if self._pieces is None:
-                if self._end - self._start < HEADER.size:
-                    return frames
-                self._read_header(frames)
-                continue
+        while self._pieces is not None:
             need = self._pieces[0]
             have = self._end - self._start
             if have >= need:
-                piece = bytearray(self._scratch[self._start : self._start + need])
+                piece = self._memory[self._start : self._start + need]
                 self._start += need
                 self._accept(piece, frames)
             elif need > self.SCRATCH // 2:
@@ -195,24 +233,27 @@ class FrameReader:
                 self._large[:have] = self._scratch[self._start : self._end]
                 self._filled = have
                 self._start = self._end = 0
-                return frames
+                return False
             else:
-                return frames
+                if not have:
+                    self._start = self._end = 0
+                return False
+        return True
 
-    def _read_header(self, frames: list[Frame]) -> None:
-        magic, version, kind, flags, count, body, number, payload = HEADER.unpack_from(self._scratch, self._start)
+    def _read_header(self) -> None:
+        magic, version, kind, flags, count, body, number, payload = HEADER.unpack_from(self._memory, self._start)
         if magic != MAGIC:
             raise ProtocolError(f"not a frame: it starts with {magic!r}")
         if version != VERSION:
             raise ProtocolError(f"frame of version {version}; this worker speaks version {VERSION}")
         if flags:
             self._check_flags(flags, count, body)
-        size = HEADER.size + 8 * count + body + payload
+        size = _HEADER_SIZE + 8 * count + body + payload
         if size > self._limit:
             raise ProtocolError(f"frame of {size} bytes exceeds the limit of {self._limit} (max_frame_bytes)")
         if count > MAX_BUFFERS or (count == 0 and payload):
             raise ProtocolError(f"impossible frame: {count} buffers with {payload} bytes")
-        self._start += HEADER.size
+        self._start += _HEADER_SIZE
         self._kind, self._number, self._payload, self._flags = kind, number, payload, flags
         self._has_table = count > 0
         table = 16 * count if flags & _SLOTS else 8 * count
@@ -272,3 +313,15 @@ class FrameReader:
         buffers = [next(slotted if place else inline) for place in self._places]
         self._slotted = []
         frames.append(Frame(self._kind, self._number, self._body, buffers))
+
+
+def _cut(memory: bytearray, table: int, count: int, start: int, payload: int) -> list[Buffer] | None:
+    """The buffers of a frame that is there as a whole; None if its table does not add up."""
+    lengths = struct.unpack_from(f"<{count}Q", memory, table)
+    if sum(lengths) != payload:
+        return None
+    buffers: list[Buffer] = []
+    for length in lengths:
+        buffers.append(memory[start : start + length])
+        start += length
+    return buffers

@@ -98,6 +98,16 @@ def test_buffers_are_written_uncopied() -> None:
     assert written[-1] is buffers[1]
 
 
+def test_a_frame_with_one_small_buffer_is_one_piece() -> None:
+    assert Frame(3, 1, b"body", [memoryview(b"small")]).parts() == [
+        header(count=1, body=4, number=1, payload=5) + struct.pack("<Q", 5) + b"bodysmall"
+    ]
+    large = bytearray(1 << 16)
+    head, written = Frame(3, 1, b"body", [large]).parts()
+    assert written is large
+    assert head == header(count=1, body=4, number=1, payload=1 << 16) + struct.pack("<Q", 1 << 16) + b"body"
+
+
 def test_a_copied_frame_is_the_same_on_memory_of_its_own() -> None:
     source = [bytearray(noise(50)), bytearray(noise(200_000)), bytearray()]
     before = content(Frame(3, 4, b"body", source))
@@ -116,6 +126,49 @@ def test_a_copied_frame_is_the_same_on_memory_of_its_own() -> None:
 def test_any_split_gives_the_frames_back(sent: list[Frame], sizes: list[int]) -> None:
     received = feed(FrameReader(LIMIT), wire_of(*sent), sizes)
     assert [content(frame) for frame in received] == [content(frame) for frame in sent]
+
+
+@given(st.lists(small_frames, min_size=1, max_size=6), st.integers(0, 300))
+def test_whole_frames_are_read_as_frames_in_pieces_are(sent: list[Frame], lost: int) -> None:
+    wire = wire_of(*sent)[: -lost or None]
+    whole, split = FrameReader(LIMIT), FrameReader(LIMIT)
+    at_once, by_and_by = feed(whole, wire), feed(split, wire, [1])
+    assert list(map(content, at_once)) == list(map(content, by_and_by))
+    assert whole.midway is split.midway
+    assert all(type(buffer) is bytearray for frame in at_once for buffer in (frame.body, *frame.buffers))
+
+
+@given(
+    small_frames,
+    st.lists(st.tuples(st.integers(0, 79), st.sampled_from([0, 1, 2, 3, 8, 127, 255])), min_size=1, max_size=3),
+    st.integers(100, 1000),
+)
+@settings(max_examples=300)
+def test_a_damaged_frame_is_refused_whole_as_it_is_in_pieces(
+    frame: Frame, damages: list[tuple[int, int]], limit: int
+) -> None:
+    wire = bytearray(wire_of(Frame(3, 1, b"before"), frame, Frame(3, 2, b"behind", [b"it"])))
+    for place, value in damages:
+        wire[min(38 + place, len(wire) - 1)] = value
+    outcomes = []
+    for sizes in ([1 << 20], [1]):
+        recycler = CountingRecycler()
+        reader = FrameReader(limit, recycler)
+        try:
+            outcome: object = (list(map(content, feed(reader, bytes(wire), sizes))), reader.midway)
+        except ProtocolError as error:
+            outcome = str(error)
+        outcomes.append(outcome)
+        assert not any(size > limit for size in recycler.sizes)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_frame_at_the_very_end_of_the_scratch() -> None:
+    filler = Frame(3, 1, bytes(HALF - 32))
+    for last in (Frame(3, 2, noise(HALF - 32)), Frame(3, 2, noise(HALF - 64)), Frame(3, 2, noise(HALF - 72))):
+        sent = [filler, last, Frame(3, 3), Frame(3, 4, b"", [b"next"])]
+        received = feed(FrameReader(LIMIT), wire_of(*sent), [2 * HALF])
+        assert [content(frame) for frame in received] == [content(frame) for frame in sent]
 
 
 @given(st.lists(small_frames, min_size=1, max_size=4))
