@@ -21,10 +21,16 @@ SCRIPT = "torchscript"
 """Module part of the name of a scripted function, which lives in a compilation unit, not in a module."""
 
 
+_builtins: dict[Any, str] = {}
+"""Names of functions in C that belong to no object: they stay where they are."""
+
+
 def label_of(function: Any) -> str:
     """What to call ``function`` in messages to people."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if isinstance(name, str):
+        if name.isidentifier():
+            return name
         return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")  # where torch keeps torch.add
     return type(function).__name__
 
@@ -41,6 +47,23 @@ def name_of(function: Any, *, main_shared: bool = False) -> str | None:
 
 
 def _search(function: Any) -> str | None:
+    kind = type(function)
+    if kind is types.FunctionType:
+        module, qualname = function.__module__, function.__qualname__
+        if getattr(sys.modules.get(module), qualname, None) is function and qualname.isidentifier():
+            return f"{module}:{qualname}"
+    elif kind is types.BuiltinFunctionType:
+        name = _builtins.get(function)
+        if name is not None:
+            return name
+        name = _look_for(function)
+        if name is not None and (function.__self__ is None or isinstance(function.__self__, types.ModuleType)):
+            _builtins[function] = name
+        return name
+    return _look_for(function)
+
+
+def _look_for(function: Any) -> str | None:
     if isinstance(function, torch.jit.ScriptFunction):
         return f"{SCRIPT}:{torch._jit_internal._qualified_name(function)}"
     if isinstance(function, torch._ops.OpOverload):
@@ -65,7 +88,9 @@ def _search(function: Any) -> str | None:
     if not isinstance(module, str):
         return None
     try:
-        found = _walk(sys.modules[module], qualname)
+        found: Any = sys.modules[module]
+        for step in qualname.split("."):
+            found = getattr(found, step)
     except (KeyError, AttributeError):
         return None
     return f"{module}:{qualname}" if found == function else None
@@ -80,15 +105,12 @@ def resolve(name: str) -> Callable[..., Any]:
             if function is None:
                 raise AttributeError("no function of that name has been scripted here")
         else:
-            function = _walk(sys.modules.get(module) or importlib.import_module(module), qualname)
+            found: Any = sys.modules.get(module) or importlib.import_module(module)
+            for step in qualname.split("."):
+                found = getattr(found, step)
+            function = found
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise FunctionNotFoundError(f"no function {name!r} here: {error}", function=name) from error
     if not callable(function):
         raise FunctionNotFoundError(f"{name!r} is a {type(function).__name__}, not callable", function=name)
     return function
-
-
-def _walk(start: Any, qualname: str) -> Any:
-    for step in qualname.split("."):
-        start = getattr(start, step)
-    return start

@@ -287,3 +287,30 @@ def test_resolving_imports_what_is_not_imported_yet(monkeypatch: pytest.MonkeyPa
 )
 def test_labels(function: Any, label: str) -> None:
     assert label_of(function) == label
+
+
+def test_a_function_in_c_is_known_again_and_one_that_belongs_to_an_object_is_not_kept() -> None:
+    for function in (math.sin, torch.neg, len):
+        first = name_of(function)
+        assert first is not None
+        assert name_of(function) == first
+        assert resolve(first) == function
+
+    class Owner(list[int]):
+        pass
+
+    owner = Owner()
+    gone = weakref.ref(owner)
+    assert name_of(owner.append) is None
+    del owner
+    assert gone() is None
+
+
+def test_a_function_whose_name_means_another_by_now_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = shadowed
+    assert name_of(function) == f"{__name__}:shadowed"
+    monkeypatch.setitem(globals(), "shadowed", lambda: None)
+    assert name_of(function) is None
+
+
+def shadowed() -> None: ...
