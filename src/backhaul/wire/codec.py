@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
+import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -24,7 +25,7 @@ from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import Payload
-from backhaul.wire.tensors import EMPTY_TABLE, TensorWriter, read_tensors, write_ordinary
+from backhaul.wire.tensors import EMPTY_TABLE, TensorWriter, read_tensors, write_all_ordinary, write_ordinary
 
 _SMALL_BUFFER = 4096  # below this a buffer is cheaper inside the pickle
 _ALWAYS_PLAIN = frozenset((type(None), bool, float, bytes))
@@ -46,7 +47,7 @@ them the worker that has received it.
 """
 
 
-class Encoded:
+class Encoded(msgspec.Struct, eq=False):
     """A value on its way out: the payload, the frame's buffers, and what owns their memory.
 
     Attributes:
@@ -54,21 +55,11 @@ class Encoded:
         parcels: What reducers left.
     """
 
-    __slots__ = ("buffers", "keep", "parcels", "payload", "tensors")
-
-    def __init__(
-        self,
-        payload: Payload,
-        buffers: list[Buffer],
-        keep: list[Any],
-        tensors: list[torch.Tensor],
-        parcels: Sequence[Any] = (),
-    ) -> None:
-        self.payload = payload
-        self.buffers = buffers
-        self.keep = keep
-        self.tensors = tensors
-        self.parcels = parcels
+    payload: Payload
+    buffers: list[Buffer]
+    keep: list[Any]
+    tensors: list[torch.Tensor]
+    parcels: Sequence[Any] = ()
 
 
 def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = False) -> Encoded:
@@ -88,43 +79,52 @@ def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = F
 
 def _encode_plain(values: Sequence[Any]) -> Encoded | None:
     """The form for plain scalars and tensors; None if there is anything else."""
-    writer = TensorWriter()
-    plain: list[Any] = []
-    places: list[tuple[int, int]] = []
-    first: torch.Tensor | None = None
+    if len(values) > _MAX_PLAIN:
+        return None
+    plain = list(values)
+    tensor: torch.Tensor | None = None
+    more: list[tuple[int, torch.Tensor]] | None = None
     for place, value in enumerate(values):
         kind = type(value)
-        if kind is torch.Tensor and not value.__dict__ and value.device.type == "cpu":
-            if first is None:
-                first = value
-                places.append((place, 0))
-                plain.append(None)
-                continue
-            if not writer.tensors:
-                writer.add(first)
-            known = [index for index, seen in enumerate(writer.tensors) if seen is value]
-            index = known[0] if known else writer.add(value)
-            places.append((place, index))
-            plain.append(None)
-        elif (
+        if kind is torch.Tensor and not value.__dict__:
+            plain[place] = None
+            if tensor is None:
+                tensor, at = value, place
+            else:
+                more = more or [(at, tensor)]
+                more.append((place, value))
+        elif not (
             kind in _ALWAYS_PLAIN
             or (kind is int and -(1 << 63) <= value < 1 << 64)
             or (kind is str and value.isascii())
         ):
-            plain.append(value)
-        else:
             return None
-        if place > _MAX_PLAIN:
-            return None
-    if first is None:
-        return Encoded(Payload(EMPTY_TABLE, plain, ()), [], [], [])
-    if not writer.tensors:
-        ordinary = write_ordinary(first)
+    if tensor is None:
+        return Encoded(Payload(EMPTY_TABLE, plain), [], [], [])
+    if more is None:
+        ordinary = write_ordinary(tensor)
         if ordinary is not None:
-            return Encoded(Payload(ordinary[0], plain, tuple(places)), [ordinary[1]], [first], [first])
-        writer.add(first)
+            table, buffer = ordinary
+            return Encoded(Payload(table, plain, ((at, 0),)), [buffer], [tensor], [tensor])
+    return _encode_tensors(plain, more or [(at, tensor)])
+
+
+def _encode_tensors(plain: list[Any], placed: list[tuple[int, torch.Tensor]]) -> Encoded | None:
+    """Several tensors, or one that is not ordinary; None if one of them is not in this process's memory."""
+    by_id = {id(tensor): tensor for _, tensor in placed}
+    ids, distinct = list(by_id), list(by_id.values())
+    where = tuple((place, ids.index(id(tensor))) for place, tensor in placed)
+    ordinary = write_all_ordinary(distinct)
+    if ordinary is not None:
+        table, buffers = ordinary
+        return Encoded(Payload(table, plain, where), buffers, distinct, distinct)
+    writer = TensorWriter()
+    for tensor in distinct:
+        if tensor.device.type != "cpu":
+            return None
+        writer.add(tensor)
     table, buffers, keep = writer.finish()
-    return Encoded(Payload(table, plain, tuple(places)), buffers, [keep], writer.tensors)
+    return Encoded(Payload(table, plain, where), buffers, [keep], distinct)
 
 
 def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bool) -> Encoded:
@@ -169,10 +169,11 @@ def load(
         if not isinstance(values, list):
             raise ProtocolError(f"a payload is a list of values, not a {type(values).__name__}")
         return values
-    for place, index in payload.places:
-        if not (0 <= place < len(values) and 0 <= index < len(tensors)):
-            raise ProtocolError(f"no tensor {index} or no place {place} for it")
-        values[place] = tensors[index]
+    try:
+        for place, index in payload.places:
+            values[place] = tensors[index]
+    except IndexError:
+        raise ProtocolError(f"no tensor {index} or no place {place} for it") from None
     return values
 
 

@@ -72,10 +72,10 @@ class Frame(msgspec.Struct, eq=False):
     @property
     def nbytes(self) -> int:
         """Size on the wire."""
-        buffers = self.buffers
-        if not buffers:
-            return _HEADER_SIZE + len(self.body)
-        return _HEADER_SIZE + len(self.body) + 8 * len(buffers) + sum(map(len, buffers))
+        size = _HEADER_SIZE + len(self.body)
+        for buffer in self.buffers:
+            size += 8 + len(buffer)
+        return size
 
     def parts(self, places: Sequence[int] | None = None) -> list[Buffer]:
         """The wire form, as pieces to be written in order. ``places``: which are in slots, see [Note: slots]."""
@@ -83,9 +83,10 @@ class Frame(msgspec.Struct, eq=False):
         if not buffers:
             return [_HEAD.pack(_START, self.kind, 0, 0, len(body), self.number, 0) + body]
         if places is None and len(buffers) == 1:
-            size = len(buffers[0])
+            (buffer,) = buffers
+            size = len(buffer)
             head = _HEAD_OF_ONE.pack(_START, self.kind, 0, 1, len(body), self.number, size, size)
-            return [b"".join((head, body, buffers[0]))] if size <= _JOINED else [head + body, buffers[0]]
+            return [b"".join((head, body, buffer))] if size <= _JOINED else [head + body, buffer]
         lengths = [len(buffer) for buffer in buffers]
         count, flags = len(lengths), 0 if places is None else _SLOTS
         header = _HEAD.pack(_START, self.kind, flags, count, len(body), self.number, sum(lengths))
@@ -179,7 +180,7 @@ class FrameReader:
         """
         frames: list[Frame] = []
         memory = self._memory
-        if self._large is None and self._pieces is None:
+        if self._pieces is None:
             start, end = self._start, self._end + count
         elif self._read_on(count, frames):
             start, end = self._start, self._end
@@ -188,14 +189,14 @@ class FrameReader:
         while end - start >= _HEADER_SIZE:
             mark, kind, flags, several, body, number, payload, first = _HEAD_OF_ONE.unpack_from(memory, start)
             at = start + _HEADER_SIZE + 8 * several
-            size = at - start + body + payload
-            if mark == _START and not flags and size <= end - start and size <= self._limit:
-                cut, rest = at + body, start + size
-                buffers: list[Buffer] | None = []
+            cut = at + body
+            rest = cut + payload
+            if mark == _START and not flags and rest <= end and rest - start <= self._limit:
+                buffers: list[Buffer] | None
                 if several == 1 and first == payload:
                     buffers = [memory[cut:rest]]
-                elif several or payload:
-                    buffers = _cut(memory, at - 8 * several, several, cut, payload)
+                else:
+                    buffers = _cut(memory, at - 8 * several, several, cut, payload) if several or payload else []
                 if buffers is not None:
                     frames.append(Frame(kind, number, memory[at:cut], buffers))
                     start = rest
@@ -205,9 +206,10 @@ class FrameReader:
             if not self._read_on(0, frames):
                 return frames
             start, end = self._start, self._end
-        if start == end:
-            start = end = 0
-        self._start, self._end = start, end
+        if start != end:
+            self._start, self._end = start, end
+        elif self._end:
+            self._start = self._end = 0
         return frames
 
     def _read_on(self, count: int, frames: list[Frame]) -> bool:

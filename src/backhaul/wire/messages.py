@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -12,6 +12,7 @@ from backhaul.wire.memory import Buffer
 from backhaul.wire.tensors import EMPTY_TABLE, TensorTable
 
 M = TypeVar("M", bound=msgspec.Struct)
+Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Kind(enum.IntEnum):
@@ -54,7 +55,7 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
 
     tensors: TensorTable = EMPTY_TABLE
     plain: list[Any] | None = None
-    places: tuple[tuple[int, int], ...] = ()  # (place in ``plain``, index of the tensor)
+    places: tuple[tuple[Index, Index], ...] = ()  # (place in ``plain``, index of the tensor)
     pickle: bytes = b""
     loose: int = 0
 

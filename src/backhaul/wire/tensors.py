@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
 from backhaul.errors import ProtocolError, SerializationError
-from backhaul.wire.memory import Buffer
+from backhaul.wire.memory import Buffer, block_type
 
 _PYBUF_READ = 0x100
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -38,6 +39,7 @@ _UNCOPIED = {dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"u?int[1-
 }
 """Types of one byte that torch stores but does not copy with a change of layout."""
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_MAX_RECORD = 1024  # bytes; both ends keep the last few thousand
 _MAX_SPREAD = 4  # how much more memory than its elements need a tensor may take at the other end to keep its strides
 _BUFFERED = {
     torch.float32,
@@ -80,11 +82,21 @@ class TensorSpec(msgspec.Struct, array_like=True, frozen=True):
     detail: tuple[Any, ...] = ()  # sparse: (coalesced,); quantized: (scale, zero_point) or (axis,)
 
 
+class Ordinary(msgspec.Struct, array_like=True, frozen=True):
+    """A dense tensor alone in its buffer. Stands in a table as bytes, which both ends know again: they come often."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    expanded: bool  # the buffer holds one element, and all others are the same
+
+
 class TensorTable(msgspec.Struct, array_like=True, frozen=True):
-    """All tensors of one message."""
+    """All tensors of one message: as specs and parts, or, if they are all ordinary, as one record for each buffer."""
 
     specs: tuple[TensorSpec, ...] = ()
     parts: tuple[Part, ...] = ()
+    ordinary: tuple[Annotated[bytes, msgspec.Meta(max_length=_MAX_RECORD)], ...] = ()
 
 
 EMPTY_TABLE = TensorTable()
@@ -93,32 +105,55 @@ EMPTY_TABLE = TensorTable()
 _dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
 
 
-def _keys(tensor: torch.Tensor) -> int:
-    found: int = _dispatch_keys(tensor).raw_repr()
-    return found
-
-
-_ORDINARY = _keys(torch.empty(1))
+_ORDINARY: int = _dispatch_keys(torch.empty(1)).raw_repr()
 """What torch dispatches on for a tensor in this process's memory that is nothing special: not sparse, quantized,
 nested, conjugated, negated, fake or wrapped.
 """
+_read_record = msgspec.msgpack.Decoder(Ordinary).decode
 
 
 @functools.lru_cache(4096)
-def _table_of_one(dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> TensorTable:
-    return TensorTable((TensorSpec((0,), requires_grad),), (Part(0, _DTYPE_NAMES[dtype], tuple(shape)),))
-
-
-def write_ordinary(tensor: torch.Tensor) -> tuple[TensorTable, Buffer] | None:
-    """What ``TensorWriter`` makes of a message with just one ordinary tensor, the usual case, at a fraction of the
-    cost; None if the tensor is not ordinary.
-    """
-    if _keys(tensor) != _ORDINARY or not tensor.is_contiguous() or not (nbytes := tensor.nbytes):
+def _describe(
+    dtype: torch.dtype, shape: torch.Size, requires_grad: bool, dense: bool
+) -> tuple[TensorTable, type[ctypes.Array[Any]]] | None:
+    """The table of a message with just one ordinary tensor, and what its memory is; None if it is not ordinary."""
+    elements = math.prod(shape)
+    record = msgspec.msgpack.encode(Ordinary(_DTYPE_NAMES[dtype], tuple(shape), requires_grad, not dense))
+    if dtype not in _BUFFERED or not elements or len(record) > _MAX_RECORD:
         return None
-    return (
-        _table_of_one(tensor.dtype, tensor.shape, tensor.requires_grad),
-        _memory(tensor.data_ptr(), nbytes, _PYBUF_READ),
-    )
+    return TensorTable(ordinary=(record,)), block_type((elements if dense else 1) * dtype.itemsize)
+
+
+def write_ordinary(tensor: torch.Tensor) -> tuple[TensorTable, ctypes.Array[Any]] | None:
+    """What stands for ``tensor`` in a message with no other, the usual case, at a fraction of the cost of a
+    ``TensorWriter``; None if the tensor is not ordinary.
+    """
+    if _dispatch_keys(tensor).raw_repr() != _ORDINARY:
+        return None
+    dense = tensor.is_contiguous()
+    if not dense and any(tensor.stride()):
+        return None
+    found, address = _describe(tensor.dtype, tensor.shape, tensor.requires_grad, dense), tensor.data_ptr()
+    return (found[0], found[1].from_address(address)) if found is not None and address else None
+
+
+def write_all_ordinary(tensors: Sequence[torch.Tensor]) -> tuple[TensorTable, list[Buffer]] | None:
+    """The same for several tensors; None as well if some of them share memory."""
+    records: list[bytes] = []
+    buffers: list[Buffer] = []
+    spans: list[tuple[int, int]] = []
+    for tensor in tensors:
+        written = write_ordinary(tensor)
+        if written is None:
+            return None
+        table, buffer = written
+        records += table.ordinary
+        buffers.append(buffer)
+        spans.append((tensor.data_ptr(), len(buffer)))
+    spans.sort()
+    if any(start + size > behind for (start, size), (behind, _) in itertools.pairwise(spans)):
+        return None
+    return TensorTable(ordinary=tuple(records)), buffers
 
 
 class TensorWriter:
@@ -321,47 +356,57 @@ def _memory_of(tensor: torch.Tensor, elements: int) -> memoryview:
         address = tensor.data_ptr()
     except RuntimeError as error:  # fake tensors, functorch wrappers
         raise SerializationError(f"a {type(tensor).__name__} has no memory to send: {error}") from error
+    if not address:
+        raise SerializationError("a tensor whose storage was freed has no memory to send")
     view: memoryview = _memory(address, elements * tensor.itemsize, _PYBUF_READ)
     return view
 
 
 def read_tensors(table: TensorTable, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
     """Make the tensors of a message again, on the very memory of ``buffers``."""
-    if not table.specs:
-        return []
-    if len(table.specs) == len(table.parts) == len(buffers) == 1:
-        tensor = _read_ordinary(table.specs[0], table.parts[0], buffers[0])
-        if tensor is not None:
-            return [tensor]
-    uses = [0] * len(buffers)
     try:
-        for part in table.parts:
-            _check_part(part, buffers)
-            if part.buffer >= 0:
-                uses[part.buffer] += 1
-        bases: dict[int, torch.Tensor] = {}
-        parts = [_read_part(part, buffers, uses, bases) for part in table.parts]
-        return [_read_spec(spec, parts) for spec in table.specs]
+        if not table.ordinary:
+            return _read_table(table, buffers) if table.specs else []
+        tensors = []
+        for record, buffer in zip(table.ordinary, buffers, strict=True):
+            dtype, size, shape, stride, requires_grad = _recall(record)
+            if len(buffer) != size:
+                raise ProtocolError(f"a tensor of {size} bytes cannot be made of {len(buffer)}")
+            tensor = torch.frombuffer(buffer, dtype=dtype)
+            if shape is not None:
+                tensor = tensor.view(shape) if stride is None else tensor.as_strided(shape, stride)
+            tensors.append(tensor.requires_grad_() if requires_grad else tensor)
+        return tensors
     except ProtocolError:
         raise
     except Exception as error:
         raise ProtocolError(f"a tensor does not fit its description: {type(error).__name__}: {error}") from error
 
 
-def _read_ordinary(spec: TensorSpec, part: Part, buffer: Buffer) -> torch.Tensor | None:
-    """The tensor that ``write_ordinary`` wrote; None if this is anything else, or not right."""
-    dtype = _DTYPES.get(part.dtype)
-    if spec.layout or spec.parts != (0,) or part.buffer or part.stride is not None or part.offset or part.device:
-        return None
-    if part.spread is not None:
-        return None
-    size = len(memoryview(buffer).cast("B"))
-    if dtype not in _BUFFERED or min(part.shape, default=1) < 1 or math.prod(part.shape) * dtype.itemsize != size:
-        return None
-    tensor = torch.frombuffer(buffer, dtype=dtype)
-    if len(part.shape) != 1:
-        tensor = tensor.view(part.shape)
-    return tensor.requires_grad_() if spec.requires_grad else tensor
+@functools.lru_cache(4096)
+def _recall(record: bytes) -> tuple[torch.dtype, int, tuple[int, ...] | None, tuple[int, ...] | None, bool]:
+    """What a record says: dtype, size in bytes, shape unless flat, stride unless dense, whether to require grad."""
+    read = _read_record(record)
+    dtype, shape, grad = _DTYPES.get(read.dtype), read.shape, read.requires_grad
+    elements = math.prod(shape)
+    if dtype not in _BUFFERED or min(shape, default=1) < 1 or elements >= 1 << 59:
+        raise ProtocolError(f"no tensor can be made of {read}")
+    if grad and not dtype.is_floating_point:
+        raise ProtocolError(f"{read} cannot require grad")
+    if read.expanded:
+        return dtype, dtype.itemsize, shape, (0,) * len(shape), grad
+    return dtype, elements * dtype.itemsize, None if len(shape) == 1 else shape, None, grad
+
+
+def _read_table(table: TensorTable, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+    uses = [0] * len(buffers)
+    for part in table.parts:
+        _check_part(part, buffers)
+        if part.buffer >= 0:
+            uses[part.buffer] += 1
+    bases: dict[int, torch.Tensor] = {}
+    parts = [_read_part(part, buffers, uses, bases) for part in table.parts]
+    return [_read_spec(spec, parts) for spec in table.specs]
 
 
 def _check_part(part: Part, buffers: Sequence[Buffer]) -> None:

@@ -6,6 +6,7 @@ The oracle is torch itself: bits, ``torch.equal``, strides, and writes through o
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backhaul.errors import ProtocolError, SerializationError
-from backhaul.wire.tensors import Part, TensorSpec, TensorTable, TensorWriter, read_tensors
+from backhaul.wire.tensors import (
+    Ordinary,
+    Part,
+    TensorSpec,
+    TensorTable,
+    TensorWriter,
+    read_tensors,
+    write_all_ordinary,
+)
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 QUANTIZED = [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4]
@@ -598,6 +607,113 @@ def test_any_views_of_one_storage_alias_as_they_did(data: st.DataObject) -> None
             assert [bits(one) for one in made] == [bits(one) for one in tensors]
 
 
+# Ordinary tensors have a form of their own.
+
+
+def write_ordinary(*tensors: torch.Tensor) -> tuple[TensorTable, list[bytearray]] | None:
+    written = write_all_ordinary(tensors)
+    if written is None:
+        return None
+    table, buffers = written
+    packed = msgspec.msgpack.encode(table)
+    return msgspec.msgpack.decode(packed, type=TensorTable), [bytearray(buffer) for buffer in buffers]
+
+
+COMMON = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+@st.composite
+def any_tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Dense, expanded in some dimensions or all, turned, with holes, or empty."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    stored = [1 if draw(st.booleans()) else size for size in shape] if draw(st.booleans()) else shape
+    dtype = draw(st.sampled_from([*COMMON, torch.int16, torch.complex64]))
+    tensor = torch.arange(math.prod(stored)).to(dtype).view(stored).expand(shape)
+    if draw(st.booleans()):
+        tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    if shape and draw(st.booleans()):
+        tensor = tensor[:: draw(st.integers(1, 2))]
+    return tensor.requires_grad_() if dtype.is_floating_point and draw(st.booleans()) else tensor
+
+
+@given(st.lists(any_tensors(), min_size=1, max_size=3))
+@settings(max_examples=300)
+def test_the_ordinary_form_gives_what_the_general_form_gives(tensors: list[torch.Tensor]) -> None:
+    written = write_ordinary(*tensors)
+    if written is None:
+        return
+    table, buffers = write(*tensors)
+    assert written[1] == buffers
+    for got, expected in zip(read_tensors(*written), read_tensors(table, buffers), strict=True):
+        assert got.dtype == expected.dtype
+        assert got.shape == expected.shape
+        assert got.stride() == expected.stride()
+        assert got.requires_grad == expected.requires_grad
+        assert got.is_leaf
+        assert got.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+        assert got.equal(expected)
+
+
+@pytest.mark.parametrize("dtype", COMMON, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (1, 1, 2)], ids=str)
+def test_what_is_ordinary(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    assert write_ordinary(torch.ones(shape, dtype=dtype)) is not None
+    assert write_ordinary(torch.ones((), dtype=dtype).expand(shape)) is not None
+
+
+MATRIX = torch.arange(12.0).view(3, 4)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(0),
+        torch.ones(2, 0),
+        torch.ones(3, device="meta"),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+        torch.ones(3, dtype=torch.int16),
+        torch.ones(1, 3).expand(2, 3),
+        MATRIX.t(),
+        MATRIX[:, 1],
+        torch.eye(3).to_sparse(),
+        torch.ones(1).view((1,) * 1500),
+    ],
+    ids=["empty", "also empty", "meta", "conj", "neg", "dtype", "rows", "t", "column", "coo", "many dims"],
+)
+def test_what_is_not_ordinary(tensor: torch.Tensor) -> None:
+    assert write_ordinary(tensor) is None
+    assert write_ordinary(torch.ones(2), tensor) is None
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    assert write_ordinary(tensor) is None
+    with pytest.raises(SerializationError, match="freed"):
+        write(tensor)
+
+
+def test_tensors_on_the_same_memory_are_not_ordinary() -> None:
+    flat = MATRIX.view(-1)
+    assert write_ordinary(flat, MATRIX) is None
+    assert write_ordinary(flat[:5], flat[4:]) is None
+    assert write_ordinary(flat[4:], flat[:5]) is None
+    assert write_ordinary(flat, flat[3].expand(7)) is None
+    assert write_ordinary(flat[3].expand(7), flat[3].expand(2)) is None
+    assert write_ordinary(flat[:4], flat[4:]) is not None
+    assert write_ordinary(flat[6:], torch.ones(3), flat[:6]) is not None
+
+
 # What a peer may not say.
 
 
@@ -706,6 +822,63 @@ def test_a_buffer_of_half_an_element_is_refused() -> None:
         read_tensors(table_of(Part(0, "float32", (4,))), [bytearray(18)])
 
 
+def ordinary_of(
+    dtype: Any = "float32", shape: Any = (16,), requires_grad: Any = False, expanded: Any = False
+) -> TensorTable:
+    return TensorTable(ordinary=(msgspec.msgpack.encode((dtype, shape, requires_grad, expanded)),))
+
+
+ORDINARY = {
+    "no such dtype": ordinary_of("float33"),
+    "not a dtype": ordinary_of("nn"),
+    "quantized": ordinary_of("qint8", (64,)),
+    "another dtype": ordinary_of("complex64", (8,)),
+    "too long": ordinary_of(shape=(17,)),
+    "too short": ordinary_of(shape=(15,)),
+    "far too large": ordinary_of(shape=(1 << 62, 1 << 62)),
+    "wraps around": ordinary_of("uint8", (1 << 32, 1 << 32)),
+    "negative size": ordinary_of(shape=(-16,)),
+    "size to be guessed": ordinary_of(shape=(4, -1)),
+    "two negative sizes": ordinary_of(shape=(-4, -4)),
+    "empty": ordinary_of(shape=(0,)),
+    "integers that require grad": ordinary_of("int32", requires_grad=True),
+    "expanded, but of more than one": ordinary_of(expanded=True),
+    "not a shape": ordinary_of(shape=16),
+    "not a flag": ordinary_of(requires_grad=1),
+    "not a record": TensorTable(ordinary=(b"\x01",)),
+    "no record": TensorTable(ordinary=(b"",)),
+    "garbage": TensorTable(ordinary=(b"\xff" * 20,)),
+    "more records than buffers": TensorTable(ordinary=ordinary_of(shape=(16,)).ordinary * 2),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_record_that_makes_no_sense_is_refused(name: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ProtocolError):
+            read_tensors(ORDINARY[name], [bytearray(64)])
+
+
+def test_records_for_other_buffers_are_refused() -> None:
+    good = ordinary_of()
+    assert len(read_tensors(good, [bytearray(64)])) == 1
+    for sizes in ([], [63], [65], [0], [64, 64]):
+        with pytest.raises(ProtocolError):
+            read_tensors(good, [bytearray(size) for size in sizes])
+
+
+def test_a_tensor_of_more_elements_than_can_be_counted_is_refused() -> None:
+    for shape in ((1 << 40, 1 << 40), (1 << 63,), ((1 << 64) - 1,), (1 << 62,)):
+        with pytest.raises(ProtocolError):
+            read_tensors(ordinary_of(shape=shape, expanded=True), [bytearray(4)])
+
+
+def test_a_record_too_long_to_remember_is_refused() -> None:
+    packed = msgspec.msgpack.encode(ordinary_of(shape=(1,) * 2000))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(packed, type=TensorTable)
+
+
 small = st.integers(-2, 6)
 wild = st.one_of(
     small, small, small, st.sampled_from([1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
@@ -745,6 +918,30 @@ def test_no_tensor_reaches_beyond_its_buffer(claims: Sequence[Part]) -> None:
             assert part.buffer >= 0
             assert memory.data_ptr() <= start
             assert end <= memory.data_ptr() + memory.numel()
+
+
+@given(
+    st.builds(
+        Ordinary,
+        st.sampled_from(["uint8", "float32", "bool", "int64", "complex64"]),
+        st.lists(wild, max_size=3).map(tuple),
+        st.booleans(),
+        st.booleans(),
+    ),
+    st.sampled_from([0, 1, 4, 8, 24, 64]),
+)
+@settings(max_examples=300)
+def test_no_ordinary_tensor_reaches_beyond_its_buffer(claim: Ordinary, size: int) -> None:
+    buffer = bytearray(size)
+    try:
+        (tensor,) = read_tensors(TensorTable(ordinary=(msgspec.msgpack.encode(claim),)), [buffer])
+    except ProtocolError:
+        return
+    assert tuple(tensor.shape) == claim.shape
+    assert tensor.requires_grad is claim.requires_grad
+    start, end = extent(tensor)
+    assert start == torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    assert end == start + size
 
 
 def test_reading_leaves_the_warning_filters_of_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
