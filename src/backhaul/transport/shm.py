@@ -41,6 +41,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from backhaul.errors import ProtocolError
+from backhaul.transport.copies import copy_into
 from backhaul.transport.slots import FREE, LENT, MAX_SLOTS, RESERVE, Budget, Pool, Segment
 from backhaul.wire.frames import control_frame
 from backhaul.wire.memory import Buffer, block_type
@@ -53,9 +54,6 @@ _STATES = 64  # where in a segment's first page the states are; the cookie is at
 _MAX_SEGMENTS = 1 << 14  # that a receiver has mapped at once
 _MAX_SEGMENT = 1 << 40
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_PIECE = 4 << 20  # what one thread copies, at least
-_MAX_THREADS = 4
-_HELD = 256 << 10  # a copy up to this size is over sooner than the interpreter could be given away
 _PATIENCE = 0.01  # seconds to wait for another thread in the pool; then the buffer goes inline
 _FORK_PATIENCE = 5.0  # seconds
 
@@ -157,7 +155,7 @@ class Lender:
                 places = places or [0] * len(buffers)
                 segment, index = slot
                 places[position] = segment.number << 32 | index
-                _copy(segment.memory, _PAGE + index * segment.slot_bytes, buffer, size)
+                copy_into(segment.memory.block(_PAGE + index * segment.slot_bytes, size), buffer)
         except BaseException:
             self.take_back(places)
             raise
@@ -263,63 +261,6 @@ class Lender:
             os.close(self._descriptors.popitem()[1])
         if held:
             self._lock.release()
-
-
-def _copy(mapping: _Mapping, offset: int, buffer: Buffer, size: int) -> None:
-    block = mapping.block(offset, size)
-    if size <= _HELD:
-        memoryview(block).cast("B")[:] = memoryview(buffer).cast("B")
-        return
-    view = _View()
-    _get_buffer(buffer, ctypes.byref(view), 0)
-    try:
-        _move(ctypes.addressof(block), view.buf, size)
-    finally:
-        _release_buffer(ctypes.byref(view))
-
-
-def _move(target: int, source: int, size: int) -> None:
-    """Copy without the interpreter's lock, with several threads where there are so many processors."""
-    parts = min(size // _PIECE, _MAX_THREADS, len(os.sched_getaffinity(0)))
-    step = size // max(parts, 1) // 64 * 64
-    threads, rest = [], size
-    try:
-        for _ in range(parts - 1):
-            first = rest - step
-            thread = threading.Thread(target=ctypes.memmove, args=(target + first, source + first, step), name="copy")
-            with contextlib.suppress(RuntimeError):  # no more threads: the interpreter ends, or there are too many
-                thread.start()
-                threads.append(thread)
-                rest = first
-        ctypes.memmove(target, source, rest)
-    finally:
-        for thread in threads:
-            thread.join()
-
-
-class _View(ctypes.Structure):
-    """``Py_buffer``: the one way to the address of memory that is not writable."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.c_void_p,)
-_release_buffer.restype = None
 
 
 # The receiving end.

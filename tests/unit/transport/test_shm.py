@@ -145,17 +145,6 @@ def test_every_kind_of_memory_can_be_sent(line: Line, make: Any, size: int) -> N
     assert bytes(came) == content
 
 
-def test_several_threads_copy_all_of_it(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
-    monkeypatch.setattr(shm, "_PIECE", MIB)
-    for size in (MIB, 2 * MIB, 3 * MIB - 1, 5 * MIB + 77):
-        line.warm(size)
-        (came,) = line.carry(noise(size))
-        assert line.lender.lent == 1
-        assert bytes(came) == noise(size)
-        del came
-
-
 def test_slots_come_back_from_any_thread_in_any_order(line: Line) -> None:
     line.warm(THRESHOLD)
     held = []
