@@ -4,7 +4,8 @@
     .venv/bin/python benchmarks/steps.py --quick
 
 100 parallel calls to 3 workers and one backward; activations of 64 MiB through 3 workers and back; a training step
-of the model of ``make run``, also in one process; and how long 32 workers take to start and stop.
+of the model of ``make run``; and how long 32 workers take to start and stop. The second and third also in one process:
+less than that no system can take.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import train_transformer as model
 
 WORKERS = ("worker1", "worker2", "worker3")
+ACTIVATIONS = "64 MiB activations through 3 workers and back"
+COPIES = 4 * len(WORKERS)  # of the activations: there and back, forward and backward
 held: dict[str, Any] = {}
 
 
@@ -109,7 +112,7 @@ def rows(quick: bool, name: str) -> list[Row]:
 
     return [
         row("100 parallel calls to 3 workers, one backward", fan, 8),
-        row("64 MiB activations through 3 workers and back", activations, 2),
+        row(ACTIVATIONS, activations, 2),
         row("training step of make run's model", train, 20, step, *batch),
     ]
 
@@ -131,6 +134,25 @@ def in_one_process(steps: int) -> float:
         optimizer.step()
         times.append(time.perf_counter() - start)
     return statistics.median(times[steps // 4 :])
+
+
+def activations_alone(steps: int = 8) -> tuple[float, float]:
+    """The computation of ``activations`` without workers, and the copies without which no tensor gets from one process
+    to another, into memory that is in use; in seconds.
+    """
+    target, computing, copying = torch.ones(1 << 24), [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        y = x = torch.ones(1 << 24, requires_grad=True)
+        for _ in WORKERS:
+            y = pass_on(y)
+        (y * y).sum().backward()
+        computed = time.perf_counter()
+        for _ in range(COPIES):
+            target.copy_(x.detach())
+        computing.append(computed - start)
+        copying.append(time.perf_counter() - computed)
+    return statistics.median(computing), statistics.median(copying)
 
 
 # Start and stop, in processes that have imported everything.
@@ -185,6 +207,10 @@ def main() -> None:
     numbers = conduct()
     numbers[f"start and stop of {count} workers"] = started
     report(f"Steps ({options.transport})", f"steps-{options.transport}", numbers)
+    computing, copying = activations_alone()
+    shares = [(computing + copying) / time_ for time_ in numbers[ACTIVATIONS]]
+    print(f"The activations in one process: {computing * 1e3:.0f} ms, {COPIES} copies of them: {copying * 1e3:.0f} ms")
+    print(f"Together {shares[0]:.0%} of what Backhaul took, {shares[1]:.0%} of what the reference did")
     alone = in_one_process(40)
     print(f"The training step in one process: {alone * 1e3:.2f} ms")
 
