@@ -92,27 +92,26 @@ class Meeting:
             return given
         if self._rank == 0:
             self._store.set("secret", random_secrets.token_hex(32))
-        return self._get("secret", [0])
+        return self._get(["secret"], [0])[0]
 
     def exchange(self, record: WorkerRecord) -> list[WorkerRecord]:
         """Tell the others about us; return everyone's record by rank. Raises ``RendezvousError``."""
         self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
         everyone = list(range(self._size))
-        records = [_read_record.decode(self._get(f"worker/{rank}", everyone)) for rank in everyone]
+        found = self._get([f"worker/{rank}" for rank in everyone], everyone)
+        records = [_read_record.decode(text) for text in found]
         names: dict[str, int] = {}
-        for rank, found in enumerate(records):
-            if found.name in names:
-                raise RendezvousError(
-                    f"two workers are called '{found.name}': ranks {names[found.name]} and {rank}",
-                    worker=found.name,
-                )
-            names[found.name] = rank
+        for rank, name in enumerate(other.name for other in records):
+            if name in names:
+                raise RendezvousError(f"two workers are called '{name}': ranks {names[name]} and {rank}", worker=name)
+            names[name] = rank
         return records
 
-    def _get(self, key: str, ranks: list[int]) -> bytes:
+    def _get(self, keys: list[str], ranks: list[int]) -> list[bytes]:
+        """Wait for all of the keys at once: a TCP store answers that in one go, however many workers there are."""
         try:
-            value: bytes = self._store.get(key)
-            return value
+            values: list[bytes] = self._store.multi_get(keys)
+            return values
         except (DistError, RuntimeError) as error:
             raise RendezvousError(
                 f"waited {self._timeout:g} s for the other workers (rendezvous_timeout): {self._missing(ranks)}"
