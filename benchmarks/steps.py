@@ -13,15 +13,20 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import pathlib
+import secrets
 import statistics
 import sys
+import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed.autograd as reference_autograd
 import torch.distributed.rpc as reference
-from harness import OURS, SYSTEMS, Row, System, conduct, free_port, join_reference, options_of, play, report
+from harness import OURS, SYSTEMS, Row, System, conduct, free_port, options_of, play, report, show
+from torch.distributed.rendezvous import rendezvous
 
 import backhaul as bh
 
@@ -155,46 +160,80 @@ def activations_alone(steps: int = 8) -> tuple[float, float]:
     return statistics.median(computing), statistics.median(copying)
 
 
-# Start and stop, in processes that have imported everything.
+# Start and stop, in processes that have imported everything. Both systems meet at the same kind of place: a file.
+# Torch's TCP store asks the name server for both ends of every connection. Where answers get lost, as they may when 32
+# ask at once, the resolver waits for 5 s, and that is all one sees; so what a TCP store makes of it is printed below
+# the table, next to what the store takes alone.
 
 
 def greet() -> None:
     """A call that says that a worker is there."""
 
 
-def live(system: str, place: tuple[int, int, int], together: Any, times: Any) -> None:
-    """One worker's life: become a cluster with the others, greet the first, end it."""
-    rank, count, port = place
+def live_ours(rank: int, count: int, meet: str) -> None:
+    """A worker's life: become a cluster with the others, greet the first, end it."""
+    bh.init(f"worker{rank}", rank=rank, world_size=count, options=bh.Options(init_method=meet))
+    bh.rpc_sync("worker0", greet)
+    bh.shutdown()
+
+
+def live_theirs(rank: int, count: int, meet: str) -> None:
+    """The same in the reference."""
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # its own business
+    how = reference.TensorPipeRpcBackendOptions(num_worker_threads=16, init_method=meet)
+    reference.init_rpc(f"worker{rank}", rank=rank, world_size=count, rpc_backend_options=how)
+    reference.rpc_sync("worker0", greet)
+    reference.shutdown()
+
+
+def live_nowhere(rank: int, count: int, meet: str) -> Any:
+    """Only meet: what both begin with."""
+    store, _, _ = next(rendezvous(meet, rank, count))
+    store.set(f"worker{rank}", "here")
+    store.wait([f"worker{other}" for other in range(count)])
+    return store
+
+
+LIVES = (live_ours, live_theirs, live_nowhere)
+
+
+def live(life: Any, place: tuple[int, int, str], together: Any, times: Any) -> None:
+    """Runs in each process."""
     together.wait()
     start = time.perf_counter()
-    if system == "ours":
-        store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-        bh.init(f"worker{rank}", rank=rank, world_size=count, store=store)
-        bh.rpc_sync("worker0", greet)
-        bh.shutdown()
-    else:
-        join_reference(f"worker{rank}", rank, count, port)
-        reference.rpc_sync("worker0", greet)
-        reference.shutdown()
+    store = life(*place)
     times.put(time.perf_counter() - start)
+    together.wait()  # rank 0 may have the store's server, which the reference needs to the end
+    del store
 
 
-def lives(count: int, rounds: int) -> tuple[float, float]:
-    """How long the slowest of ``count`` workers takes to start, greet and stop: medians of ours and theirs."""
-    found: dict[str, list[float]] = {"ours": [], "theirs": []}
+def lives(count: int, rounds: int, meet: Callable[[], str]) -> tuple[float, float, float]:
+    """How long the slowest of ``count`` workers takes to start, greet and stop: medians of ours, theirs, and only to
+    meet.
+    """
+    found: tuple[list[float], ...] = tuple([] for _ in LIVES)
     fork = multiprocessing.get_context("fork")  # nothing runs in this process yet
     for _ in range(rounds):
-        for system, times in found.items():
-            together, queue, port = fork.Barrier(count), fork.Queue(), free_port()
+        for life, times in zip(LIVES, found, strict=True):
+            together, queue, where = fork.Barrier(count), fork.Queue(), meet()
             processes = [
-                fork.Process(target=live, args=(system, (rank, count, port), together, queue)) for rank in range(count)
+                fork.Process(target=live, args=(life, (rank, count, where), together, queue)) for rank in range(count)
             ]
             for process in processes:
                 process.start()
             times.append(max(queue.get(timeout=120) for _ in processes))
             for process in processes:
                 process.join()
-    return statistics.median(found["ours"]), statistics.median(found["theirs"])
+    ours, theirs, floor = (statistics.median(times) for times in found)
+    return ours, theirs, floor
+
+
+def show_floor(how: str, ours: float, theirs: float, floor: float) -> str:
+    """What start and stop take beyond the meeting."""
+    return (
+        f"{how}: Backhaul {show(ours)}, reference {show(theirs)}; the store alone {show(floor)}, "
+        f"beyond that {max(theirs - floor, 0.0) / max(ours - floor, 1e-9):.1f}x"
+    )
 
 
 def main() -> None:
@@ -203,10 +242,14 @@ def main() -> None:
     if play(functools.partial(rows, options.quick), 4, options, threads=64):
         return
     count = 8 if options.quick else 32
-    started = lives(count, 1 if options.quick else 3)
+    with tempfile.TemporaryDirectory() as folder:
+        by_file = lives(count, 1 if options.quick else 5, lambda: f"file://{folder}/{secrets.token_hex(4)}")
+    by_tcp = lives(count, 1 if options.quick else 3, lambda: f"tcp://127.0.0.1:{free_port()}")
     numbers = conduct()
-    numbers[f"start and stop of {count} workers"] = started
+    numbers[f"start and stop of {count} workers"] = by_file[:2]
     report(f"Steps ({options.transport})", f"steps-{options.transport}", numbers)
+    print(show_floor(f"Start and stop of {count} workers that meet at a file", *by_file))
+    print(show_floor("The same at a TCP store", *by_tcp))
     computing, copying = activations_alone()
     shares = [(computing + copying) / time_ for time_ in numbers[ACTIVATIONS]]
     print(f"The activations in one process: {computing * 1e3:.0f} ms, {COPIES} copies of them: {copying * 1e3:.0f} ms")
