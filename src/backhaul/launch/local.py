@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from backhaul.errors import WorkerFailedError
 from backhaul.launch.embedded import worker_names
+from backhaul.launch.meeting import PipeStore, Table
 from backhaul.rpc.api import init, shutdown
 from backhaul.rpc.rendezvous import SECRET_VARIABLE
 from backhaul.types import Options
@@ -79,6 +80,7 @@ def launch(
     if start_method == "forkserver":
         context.set_forkserver_preload(["__main__", "backhaul"])
     job = _dump((function, tuple(args), dict(kwargs or {}), options))
+    # Workers meet over their pipes; this one is for programs that use torch.distributed as well.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
@@ -113,9 +115,10 @@ class _Crowd:
         self._names = names
         self._processes: list[BaseProcess] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
+        self._table = Table()
 
     def start(self, context: Any, rank: int, job: tuple[Any, ...]) -> None:
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         self._pipes.append(ours)
         process = context.Process(target=_work, args=(*job, theirs), name=f"backhaul-{self._names[rank]}")
         try:
@@ -140,7 +143,7 @@ class _Crowd:
         return [self._read(outcomes[rank]) for rank in range(len(self._names))]
 
     def _collect(self, outcomes: dict[int, _Outcome], dead: dict[int, float], deadline: float | None) -> bool:
-        """Wait for news of any process that still owes some; False if there was none before the deadline."""
+        """Wait for news of any process that still owes an outcome; False if there was none before the deadline."""
         owing = [r for r in range(len(self._names)) if r not in outcomes and r not in dead]
         if not owing:
             return False
@@ -149,9 +152,14 @@ class _Crowd:
         for rank in owing:
             if self._pipes[rank] in ready:
                 try:
-                    outcomes[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                    message = pickle.loads(self._pipes[rank].recv_bytes())
                 except (EOFError, OSError):
                     dead[rank] = time.monotonic()
+                    continue
+                if isinstance(message, _Outcome):
+                    outcomes[rank] = message
+                else:
+                    self._table.serve(self._pipes[rank], message)
         return bool(ready)
 
     def _first_failure(self, outcomes: dict[int, _Outcome], dead: dict[int, float]) -> BaseException:
@@ -198,11 +206,13 @@ def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocess
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
     _follow_parent()
+    world_size = int(environment["WORLD_SIZE"])
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
         function, args, kwargs, options = pickle.loads(job)
-        init(name, options=options)
+        store = PipeStore(pipe) if options is None or options.init_method is None else None
+        init(name, rank=int(environment["RANK"]), world_size=world_size, store=store, options=options)
         result = function(*args, **kwargs)
         shutdown(timeout=_ANY_TIME)
         encoded = encode([result], names=[f"the result of worker '{name}'"])
