@@ -8,8 +8,10 @@ what the worker already has.
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,50 @@ from backhaul.errors import FunctionNotFoundError
 
 SCRIPT = "torchscript"
 """Module part of the name of a scripted function, which lives in a compilation unit, not in a module."""
+
+_PLAIN = frozenset((types.FunctionType, types.BuiltinFunctionType))  # others hash and compare as they like
+_MANY = 4096  # names that are remembered
+
+
+class Named:
+    """A name that led to a function. Knows the way, not the function: modules are reloaded, and functions replaced."""
+
+    __slots__ = ("find", "in_main", "label", "module", "name")
+
+    def __init__(self, name: str, label: str) -> None:
+        module, _, qualname = name.partition(":")
+        self.name = name
+        self.module = module
+        self.label = label
+        self.in_main = module == "__main__"
+        self.find: Callable[[Any], Any] = operator.attrgetter(qualname)
+
+
+_of_function: dict[weakref.ref[Any], Named] = {}
+_of_name: dict[str, Named] = {}
+
+
+def named(function: Any) -> Named | None:
+    """Name and label of a function that can be found again, else None."""
+    if type(function) not in _PLAIN:
+        name = _search(function)
+        return None if name is None else Named(name, label_of(function))
+    try:
+        known = _of_function[weakref.ref(function)]
+        if known.find(sys.modules[known.module]) == function:
+            return known
+    except (KeyError, AttributeError):
+        pass
+    name = _search(function)
+    if name is None:
+        return None
+    known = Named(name, label_of(function))
+    _of_function[weakref.ref(function, _forget)] = known
+    return known
+
+
+def _forget(gone: weakref.ref[Any]) -> None:
+    _of_function.pop(gone, None)
 
 
 _builtins: dict[Any, str] = {}
@@ -42,8 +88,8 @@ def name_of(function: Any, *, main_shared: bool = False) -> str | None:
         function: Any callable.
         main_shared: Whether the other worker runs the same program, so that ``__main__`` means the same there.
     """
-    name = _search(function)
-    return None if name is None or (not main_shared and name.startswith("__main__:")) else name
+    known = named(function)
+    return None if known is None or (known.in_main and not main_shared) else known.name
 
 
 def _search(function: Any) -> str | None:
@@ -98,6 +144,20 @@ def _look_for(function: Any) -> str | None:
 
 def resolve(name: str) -> Callable[..., Any]:
     """Find what ``name_of`` named. Raises ``FunctionNotFoundError``."""
+    try:
+        known = _of_name[name]
+        function: Callable[..., Any] = known.find(sys.modules[known.module])
+        if callable(function):
+            return function
+    except (KeyError, AttributeError):
+        pass  # not asked for before, or not there any more
+    function = _resolve(name)
+    if len(_of_name) < _MANY and not name.startswith(f"{SCRIPT}:"):
+        _of_name[name] = Named(name, "")
+    return function
+
+
+def _resolve(name: str) -> Callable[..., Any]:
     module, _, qualname = name.partition(":")
     try:
         if module == SCRIPT:

@@ -7,6 +7,7 @@ import gc
 import math
 import operator
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from backhaul.errors import FunctionNotFoundError
+from backhaul.wire import callables
 from backhaul.wire.callables import label_of, name_of, resolve
 
 
@@ -216,6 +218,86 @@ class TestChangedModules:
         del module.f
         gc.collect()
         assert gone() is None
+
+    def test_a_name_leads_to_what_has_it_now(self, module: types.ModuleType) -> None:
+        assert resolve("changing:f") is module.f
+        exec("def f():\n    return 'second'", module.__dict__)
+        assert resolve("changing:f")() == "second"
+        del module.f
+        for _ in range(2):
+            with pytest.raises(FunctionNotFoundError, match="changing:f"):
+                resolve("changing:f")
+        exec("f = 3", module.__dict__)
+        with pytest.raises(FunctionNotFoundError, match="not callable"):
+            resolve("changing:f")
+        exec("def f():\n    return 'third'", module.__dict__)
+        assert resolve("changing:f")() == "third"
+
+    def test_a_module_that_was_loaded_again(self, module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        old = module.f
+        assert name_of(old) == "changing:f"
+        assert resolve("changing:f") is old
+        again = types.ModuleType("changing")
+        exec("def f():\n    return 'again'", again.__dict__)
+        monkeypatch.setitem(sys.modules, "changing", again)
+        assert resolve("changing:f") is again.f
+        assert name_of(again.f) == "changing:f"
+        assert name_of(old) is None
+        monkeypatch.delitem(sys.modules, "changing")
+        assert name_of(again.f) is None
+        with pytest.raises(FunctionNotFoundError):
+            resolve("changing:f")
+
+    def test_a_class_that_was_replaced(self, module: types.ModuleType) -> None:
+        exec("class C:\n    @staticmethod\n    def m(): return 1", module.__dict__)
+        old = module.C.m
+        assert name_of(old) == "changing:C.m"
+        assert resolve("changing:C.m")() == 1
+        exec("class C:\n    @staticmethod\n    def m(): return 2", module.__dict__)
+        assert name_of(old) is None
+        assert resolve("changing:C.m")() == 2
+
+    def test_what_was_resolved_is_not_kept_alive(self, module: types.ModuleType) -> None:
+        gone = weakref.ref(resolve("changing:f"))
+        del module.f
+        gc.collect()
+        assert gone() is None
+
+    def test_not_all_names_are_remembered(self, module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(callables, "_of_name", {})
+        monkeypatch.setattr(callables, "_MANY", 3)
+        for number in range(6):
+            exec(f"def g{number}(): return {number}", module.__dict__)
+        for _ in range(2):
+            assert [resolve(f"changing:g{number}")() for number in range(6)] == list(range(6))
+        assert len(callables._of_name) == 3
+
+    def test_by_many_threads_while_it_changes(self, module: types.ModuleType) -> None:
+        versions = []
+        for version in range(4):
+            exec(f"def f():\n    return {version}", module.__dict__)
+            versions.append(module.f)
+        problems: list[BaseException] = []
+        over = threading.Event()
+
+        def look() -> None:
+            try:
+                while not over.is_set():
+                    assert resolve("changing:f") in versions
+                    assert all(name_of(version) in ("changing:f", None) for version in versions)
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in range(2000):
+            module.f = versions[number % 4]
+        over.set()
+        for thread in threads:
+            thread.join()
+        assert not problems
+        assert [name_of(version) for version in versions] == [None, None, None, "changing:f"]
 
 
 class TestMain:
