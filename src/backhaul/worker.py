@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -92,8 +92,8 @@ class Worker:
         self._on_lost: list[Callable[[Channel, str], None]] = []
         self._luck = Luck()  # of those who attend
         self._bells: list[Bell] = []  # to be used again
-        self._context = contextvars.Context()
-        self._context.run(_current.set, self)
+        self.context = contextvars.Context()  # in which this worker is current; only copies of it are run in
+        self.context.run(_current.set, self)
         with _alive_lock:
             _alive.add(self)
             _find_only()
@@ -135,18 +135,27 @@ class Worker:
         self.crew.start()
 
     def _deliver(self, event: Event) -> list[Task]:
+        if isinstance(event, Lost):
+            return self.accept(event)
         try:
             return self.accept(event)
         finally:
-            if not isinstance(event, Lost):
-                event.channel.resume()
+            event.channel.resume()
 
     def accept(self, event: Event) -> list[Task]:
         """Act on an event while its channel is held; return what is left to run."""
         if isinstance(event, Lost):
             return [functools.partial(self._lose, event)]
-        tasks = (self.route(event.channel, frame) for frame in event.frames)
-        return [task for task in tasks if task is not None]
+        channel, tasks = event.channel, []
+        for frame in event.frames:
+            try:  # as in ``route``: most frames come through here
+                task = self._handlers.get(frame.kind, _refuse)(channel, frame)
+            except Exception as error:
+                _give_up(channel, error)
+            else:
+                if task is not None:
+                    tasks.append(task)
+        return tasks
 
     def _lose(self, event: Lost) -> None:
         for handler in self._on_lost:
@@ -155,16 +164,10 @@ class Worker:
     def route(self, channel: Channel, frame: Frame) -> Task | None:
         """Hand a frame to its part; close the channel if nobody wants it."""
         try:
-            handler = self._handlers.get(frame.kind)
-            if handler is None:
-                raise ProtocolError(f"no part of this worker takes frames of kind {frame.kind}")
-            return handler(channel, frame)
-        except ProtocolError as error:
-            log.warning("closing the channel to %s: %s", channel.peer, error)
-        except Exception:  # ours to fix, but no reason to lose the frames that came with it
-            log.exception("closing the channel to %s", channel.peer)
-        channel.close()
-        return None
+            return self._handlers.get(frame.kind, _refuse)(channel, frame)
+        except Exception as error:
+            _give_up(channel, error)
+            return None
 
     def attend(self, channels: Collection[Channel], gate: Gate, timeout: float | None, inbox: Collection[Task]) -> bool:
         """Read channels that the calling thread holds until the gate opens or something is in the inbox; False if the
@@ -198,7 +201,7 @@ class Worker:
 
     def run(self, function: Callable[..., P], *args: Any) -> P:
         """Call ``function`` with this worker current, in a fresh copy of its context variables."""
-        return self._context.copy().run(function, *args)
+        return self.context.copy().run(function, *args)
 
     def blocking(self) -> contextlib.AbstractContextManager[None]:
         """To be inside of while the calling thread waits for others; what it was going to send is sent before."""
@@ -239,6 +242,18 @@ class Worker:
         *outer, token = _entered.get()
         _current.reset(token)
         _entered.set(tuple(outer))
+
+
+def _refuse(channel: Channel, frame: Frame) -> Task | None:
+    raise ProtocolError(f"no part of this worker takes frames of kind {frame.kind}")
+
+
+def _give_up(channel: Channel, error: Exception) -> None:
+    if isinstance(error, ProtocolError):
+        log.warning("closing the channel to %s: %s", channel.peer, error)
+    else:  # ours to fix, but no reason to lose the frames that came with it
+        log.error("closing the channel to %s", channel.peer, exc_info=error)
+    channel.close()
 
 
 class _Loopback(Channel):
@@ -282,6 +297,10 @@ def current_worker() -> Worker:
         if worker.closed:
             raise NotInitializedError(f"worker '{worker.name}' was shut down", worker=worker.name)
         return worker
+    return _only or _look_around()
+
+
+def _look_around() -> Worker:
     with _alive_lock:
         alive = list(_alive)
         closed = _closed_last
@@ -321,12 +340,7 @@ def observer_here() -> Observer | None:
     return None if worker is None else worker.observer
 
 
-@contextlib.contextmanager
-def blocking() -> Iterator[None]:
-    """Tell the current worker, if any, that this thread is about to wait."""
+def blocking() -> contextlib.AbstractContextManager[None]:
+    """To be inside of while this thread waits: the current worker, if any, is told."""
     worker = _current.get() or _only
-    if worker is None or worker.closed:
-        yield
-    else:
-        with worker.blocking():
-            yield
+    return contextlib.nullcontext() if worker is None or worker.closed else worker.blocking()
