@@ -21,6 +21,13 @@ S = TypeVar("S")
 
 _runtime = Runtime()
 
+# torch's own, without what its module puts around them in Python.
+_init: Callable[[Any, list[torch.device]], None] = torch._C.Future.__init__
+set_result: Callable[[Any, Any], None] = torch._C.Future.set_result
+_is_done: Callable[[Any], bool] = torch._C.Future.done
+_value_of: Callable[[Any], Any] = torch._C.Future.wait
+_call_when_done: Callable[[Any, Callable[[Any], None]], None] = torch._C.Future.add_done_callback
+
 
 class Future(torch.futures.Future[T]):
     """A value to come. Thread-safe; may be waited for by threads and awaited by asyncio tasks.
@@ -40,6 +47,12 @@ class Future(torch.futures.Future[T]):
     # through, so to whoever waited, so to the future.
     _error: BaseException | None = None
 
+    def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
+        if devices is None:
+            _init(self, [])
+        else:
+            super().__init__(devices=devices)
+
     @graph_break
     def wait(self, timeout: float | None = None) -> T:
         """Block until the value is there and return it, or raise the exception that is.
@@ -47,13 +60,14 @@ class Future(torch.futures.Future[T]):
         Args:
             timeout: Give up after so many seconds with ``TimeoutError``; the future itself goes on.
         """
-        self._wait_until_done(timeout)
-        return super().wait()
+        if not _is_done(self):
+            self._wait_until_done(timeout)
+        return _value_of(self)  # type: ignore[no-any-return]
 
     def _wait_until_done(self, timeout: float | None) -> None:
-        if not self.done():
+        if not _is_done(self):
             gate = _runtime.gate()
-            self._when_done(lambda _: gate.open())
+            _call_when_done(self, lambda _: gate.open())
             with blocking():
                 if not gate.wait(timeout):
                     raise TimeoutError(f"the future was not done within {timeout:g} s")
@@ -187,15 +201,8 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[tor
     """
     members = list(futures)
     made: Future[list[torch.futures.Future[Any]]] = Future()
-    left = len(members)
-    lock = threading.Lock()
 
-    def count(_: Any) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            if left > 0:
-                return
+    def finish() -> None:
         for member in members:
             try:
                 member.wait()
@@ -204,11 +211,26 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[tor
                 return
         made.set_result(members)
 
-    if not members:
-        made.set_result(members)
-    for member in members:
-        member.add_done_callback(count)
+    _count_down(members, finish)
     return made
+
+
+def _count_down(futures: Sequence[torch.futures.Future[Any]], finish: Callable[[], None]) -> None:
+    """Call ``finish`` when all are done, at once if they are."""
+    left = len(futures) + 1
+    lock = threading.Lock()  # guards left
+
+    def count(_: Any) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            over = not left
+        if over:
+            finish()
+
+    for future in futures:
+        _call_when_done(future, count)
+    count(None)
 
 
 @graph_break
@@ -222,4 +244,11 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
         >>> wait_all([one, two])
         [1, 2]
     """
-    return [future.wait() for future in collect_all(futures).wait()]
+    members = list(futures)
+    missing = [member for member in members if not _is_done(member)]
+    if missing:
+        gate = _runtime.gate()
+        _count_down(missing, gate.open)
+        with blocking():
+            gate.wait()
+    return [_value_of(member) for member in members]
