@@ -25,16 +25,16 @@ import torch
 import backhaul as bh
 from backhaul import crew
 from backhaul.autograd import engine, leaves, runs
-from backhaul.rpc import agent, dispatch, futures
+from backhaul.rpc import agent, calls, dispatch, futures
 from backhaul.transport import socket_channel, sockets
 
 STAGES: list[tuple[type, str]] = [
     (agent.Agent, "call"),
     (agent.Agent, "_encode"),
-    (agent.Pending, "read"),
-    (agent.SyncCall, "settle"),
+    (calls.Pending, "read"),
+    (calls.SyncCall, "settle"),
     (futures.Future, "wait"),
-    (dispatch.Dispatcher, "_serve"),
+    (dispatch.Dispatcher, "_run"),
     (dispatch.Dispatcher, "_decode"),
     (dispatch.Dispatcher, "_reply"),
     (socket_channel.SocketChannel, "send"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.agent import Pending
+from backhaul.rpc.calls import Pending
 from backhaul.rpc.node import Node
 from backhaul.testing.faults import Faults
 

@@ -7,147 +7,33 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backhaul.crew import Task
 from backhaul.errors import (
-    BackhaulError,
     CallTimeoutError,
     FrameTooLargeError,
     NotInitializedError,
     PeerLostError,
     SerializationError,
 )
-from backhaul.observe import CallTrace
-from backhaul.rpc.futures import Future
+from backhaul.rpc.calls import FOREVER, SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard
+from backhaul.rpc.futures import Future, set_result
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer, Peers
-from backhaul.runtime import Gate
-from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Lost
-from backhaul.wire.callables import label_of, name_of
-from backhaul.wire.codec import encode, load, tensors_of
-from backhaul.wire.faults import decode_fault
+from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost
+from backhaul.wire.callables import Named, label_of, named
+from backhaul.wire.codec import encode
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Fault, Kind, Reply, Request, pack, unpack
+from backhaul.wire.messages import Kind, Reply, Request, pack, unpack
 from backhaul.worker import Worker
 
-_FOREVER = float("inf")
 PROFILE = "profile"
 """Names the note that a profile puts on a request."""
 
 _CLOSELY = 0.0002  # seconds between calls to one worker that make it worth to send them together
 _BURST = 4  # calls that follow each other so closely before the first is held back
-
-
-class Pending:
-    """A call under way. Whoever takes it off the table calls ``settle``, once, with a reply frame or an exception."""
-
-    __slots__ = ("channel", "deadline", "kept", "label", "notes", "peer", "timeout", "trace")
-
-    def __init__(self, peer: Peer, timeout: float, label: str) -> None:
-        self.peer = peer
-        self.timeout = timeout
-        self.label = label
-        self.deadline = _FOREVER  # set when it is sent
-        self.channel: Channel | None = None
-        self.kept: list[tuple[Interceptor, Any]] = []
-        self.notes: dict[str, bytes] = {}
-        self.trace: CallTrace | None = None
-
-    def settle(self, outcome: Frame | BackhaulError) -> Task | None:
-        """Take the outcome; return what is left to run."""
-        raise NotImplementedError
-
-    def timed_out(self) -> CallTimeoutError:
-        """The error of a call whose deadline has passed."""
-        name = self.peer.info.name
-        return CallTimeoutError(
-            f"{self.label} on worker '{name}' gave no reply within {self.timeout:g} s",
-            worker=name,
-            function=self.label,
-            timeout=self.timeout,
-        )
-
-    def discard(self, outcome: Frame) -> None:
-        """A reply is not going to be used."""
-        if outcome.kind == Kind.REPLY:
-            discard(self.peer, [interceptor for interceptor, _ in self.kept], unpack(outcome.body, Reply).notes)
-
-    def read(self, outcome: Frame | BackhaulError, worker: Worker) -> Any:
-        """The value of an outcome, or raise what it says."""
-        if self.trace is not None:
-            return self._read_observed(self.trace, outcome, worker)
-        return self._read(outcome, worker)
-
-    def _read_observed(self, trace: CallTrace, outcome: Frame | BackhaulError, worker: Worker) -> Any:
-        trace.opened()
-        try:
-            value = self._read(outcome, worker)
-        except BaseException as error:
-            trace.done(error)
-            raise
-        trace.done(None)
-        return value
-
-    def _read(self, outcome: Frame | BackhaulError, worker: Worker) -> Any:
-        if not isinstance(outcome, Frame):
-            raise outcome
-        if outcome.kind == Kind.FAULT:
-            raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
-        try:
-            reply = unpack(outcome.body, Reply)
-            tensors = tensors_of(reply.payload, outcome.buffers)
-            for interceptor, kept in self.kept:
-                tensors = interceptor.reply_in(self.peer, kept, reply.notes.get(interceptor.key), tensors)
-            (value,) = load(reply.payload, outcome.buffers, tensors, worker)
-            return value
-        except Exception as error:
-            self.discard(outcome)
-            raise SerializationError(
-                f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
-                f"{type(error).__name__}: {error}",
-                worker=self.peer.info.name,
-                path="result",
-            ) from error
-
-
-class SyncCall(Pending):
-    """A thread waits at the gate and reads the outcome itself."""
-
-    __slots__ = ("gate", "outcome")
-
-    def __init__(self, peer: Peer, timeout: float, label: str, gate: Gate) -> None:
-        super().__init__(peer, timeout, label)
-        self.gate = gate
-        self.outcome: Frame | BackhaulError | None = None
-
-    def settle(self, outcome: Frame | BackhaulError) -> Task | None:
-        self.outcome = outcome
-        self.gate.open()
-        return None
-
-
-class AsyncCall(Pending):
-    """A future waits; its callbacks are the user's, so it is completed in a task."""
-
-    __slots__ = ("future", "worker")
-
-    def __init__(self, peer: Peer, timeout: float, label: str, worker: Worker) -> None:
-        super().__init__(peer, timeout, label)
-        self.worker = worker
-        self.future: Future[Any] = Future()
-
-    def settle(self, outcome: Frame | BackhaulError) -> Task | None:
-        return lambda: self._complete(outcome)
-
-    def _complete(self, outcome: Frame | BackhaulError) -> None:
-        try:
-            value = self.read(outcome, self.worker)
-        except Exception as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(value)
 
 
 Outlet = Callable[[Pending, Callable[[], None]], None]
@@ -165,13 +51,15 @@ class Agent:
         self.timeout = worker.options.timeout
         self.interceptors: list[Interceptor] = []
         self.outlet: Outlet | None = None
-        self.sent = 0  # calls ever started
+        self.sent = 0  # the number of a call that was started last; no other has it
+        self.served = 0  # requests ever answered
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
-        self._completing: dict[int, Pending] = {}  # taken off the table, but their futures are not done
-        self._lock = threading.Lock()  # guards sent, _busy, _check_at
-        self._busy = 0  # things under way that may lead to calls: requests served, futures being completed
-        self._check_at = _FOREVER  # when deadlines are next looked at
+        self._completing: dict[int, AsyncCall] = {}  # taken off the table, but their futures are not done
+        self._lock = threading.Lock()  # guards served, _busy, _check_at
+        self.under_way: set[object] = set()  # what may lead to calls: requests served, futures being completed
+        self._busy = 0  # and other things
+        self._check_at = FOREVER  # when deadlines are next looked at
         self._idle_callbacks: list[Callable[[], None]] = []
         self._closed = False
         worker.on_frame(Kind.REPLY, self._on_reply)
@@ -189,43 +77,59 @@ class Agent:
         timeout: float | None,
         *,
         label: str | None = None,
+        mode: str = "rpc_sync",
     ) -> Any:
-        """Call and wait. ``label`` names the call in errors, if not by its function."""
-        pending = SyncCall(*self._prepare(to, timeout), label or label_of(function), self.worker.runtime.gate())
-        if self.worker.observer is None:
-            number = self._start(pending, function, args, kwargs)
+        """Call and wait. ``label`` names the call in errors, if not by its function; ``mode`` is how a profile calls
+        it.
+        """
+        worker = self.worker
+        known = named(function)
+        pending = SyncCall(
+            self.peers.find(to),
+            self.timeout if timeout is None else timeout,
+            label or (label_of(function) if known is None else known.label),
+        )
+        if worker.observer is None:
+            self._start(pending, function, known, args, kwargs)
         else:
-            number = self._start_observed("rpc_sync", pending, function, args, kwargs)
-        with self.worker.blocking():
-            arrived = self._read_reply(pending) or pending.gate.wait(self._left(pending.deadline))
-        if not arrived:
-            if self._pending.pop(number, None) is not None:
-                self._look_idle()
-                late = pending.timed_out()
-                return pending.read(late, self.worker)  # raises it
-            pending.gate.wait()  # the outcome came just now
-        assert pending.outcome is not None
-        return pending.read(pending.outcome, self.worker)
+            self._start_observed(mode, pending, function, known, args, kwargs)
+        with worker.blocking():
+            outcome = self._read_outcome(pending) or self._await_outcome(pending)
+        return pending.read(outcome, worker, self.interceptors)
 
-    def _left(self, deadline: float) -> float | None:
-        return None if deadline == _FOREVER else deadline - self.worker.runtime.now()
-
-    def _read_reply(self, pending: SyncCall) -> bool:
+    def _read_outcome(self, pending: SyncCall) -> Outcome | None:
         """Read the channel ourselves until our outcome is there, if nobody else does: that saves a hand-off."""
-        channel = pending.channel
+        channel, deadline = pending.channel, pending.deadline
         assert channel is not None
         if pending.outcome is not None or not channel.hold():
-            return False
-        while pending.outcome is None:
-            event = channel.receive(self._left(pending.deadline))
-            if event is None:
-                break
-            for task in self.worker.accept(event):
-                self.worker.crew.submit(task)
-            if isinstance(event, Lost):
-                return False  # its tasks settle the call
-        channel.resume()
-        return pending.outcome is not None
+            return pending.outcome
+        event: Event | None = None
+        try:
+            while pending.outcome is None:
+                left = None if deadline == FOREVER else deadline - self.worker.runtime.now()
+                event = channel.receive(left)
+                if event is None:
+                    break
+                for task in self.worker.accept(event):
+                    self.worker.crew.submit(task)
+                if isinstance(event, Lost):
+                    break  # its tasks settle the call
+        finally:
+            if not isinstance(event, Lost):
+                channel.resume()
+        return pending.outcome
+
+    def _await_outcome(self, pending: SyncCall) -> Outcome:
+        """Somebody else reads the channel, or our time is over."""
+        deadline, runtime = pending.deadline, self.worker.runtime
+        pending.gate = gate = runtime.gate()
+        if pending.outcome is None and not gate.wait(None if deadline == FOREVER else deadline - runtime.now()):
+            if self._pending.pop(pending.number, None) is not None:
+                self._look_idle()
+                return pending.timed_out()
+            gate.wait()  # the outcome came just now
+        assert pending.outcome is not None
+        return pending.outcome
 
     def call_async(
         self,
@@ -238,37 +142,39 @@ class Agent:
         label: str | None = None,
         mode: str = "rpc_async",
     ) -> Future[Any]:
-        """Call and return a future. ``label`` as for ``call``; ``mode`` is how a profile calls it."""
-        pending = AsyncCall(*self._prepare(to, timeout), label or label_of(function), self.worker)
+        """Call and return a future. ``label`` and ``mode`` as for ``call``."""
+        known = named(function)
+        pending = AsyncCall(
+            self.peers.find(to),
+            self.timeout if timeout is None else timeout,
+            label or (label_of(function) if known is None else known.label),
+        )
         try:
             if self.worker.observer is None:
-                self._start(pending, function, args, kwargs)
+                self._start(pending, function, known, args, kwargs)
             else:
-                self._start_observed(mode, pending, function, args, kwargs)
+                self._start_observed(mode, pending, function, known, args, kwargs)
         except (PeerLostError, CallTimeoutError) as error:
             pending.future.set_exception(error)
             return pending.future
-        if (deadline := pending.deadline) < self._check_at:
-            with self._lock:
-                sooner = deadline < self._check_at
-                self._check_at = min(deadline, self._check_at)
-            if sooner:
-                self.worker.crew.call_at(deadline, self._expire)
+        if pending.deadline < self._check_at:
+            self._watch(pending.deadline)
         return pending.future
 
-    def _prepare(self, to: Any, timeout: float | None) -> tuple[Peer, float]:
-        peer = self.peers.find(to)
-        timeout = self.timeout if timeout is None else timeout
-        if timeout < 0:
-            raise ValueError(f"timeout must not be negative, got {timeout}; 0 means none")
-        return peer, timeout
+    def _watch(self, deadline: float) -> None:
+        """Look at deadlines then, if not before."""
+        with self._lock:
+            sooner = deadline < self._check_at
+            self._check_at = min(deadline, self._check_at)
+        if sooner:
+            self.worker.crew.call_at(deadline, self._expire)
 
-    def _start_observed(self, mode: str, pending: Pending, *call: Any) -> int:
+    def _start_observed(self, mode: str, pending: Pending, *call: Any) -> None:
         observer = self.worker.observer
         if observer is not None:
             pending.trace = observer.call(mode, pending.label, pending.peer.record.id)
         try:
-            return self._start(pending, *call)
+            self._start(pending, *call)
         except BaseException as error:
             if pending.trace is not None:
                 pending.trace.done(error)
@@ -278,29 +184,31 @@ class Agent:
         self,
         pending: Pending,
         function: Callable[..., Any],
+        known: Named | None,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> int:
+    ) -> None:
         """Encode and send. On return the arguments may be changed."""
+        left = pending.timeout
+        if left < 0:
+            raise ValueError(f"timeout must not be negative, got {left}; 0 means none")
         if not callable(function):
             raise TypeError(f"only a callable can be called, not a {type(function).__name__}")
-        number = next(self._numbers)
-        frame = self._encode(pending, number, function, tuple(args or ()), dict(kwargs or {}))
-        peer, runtime = pending.peer, self.worker.runtime
-        left = pending.timeout or _FOREVER  # from now on: pickling the arguments was this worker's own business
-        pending.deadline = runtime.now() + left
+        self.sent = pending.number = number = next(self._numbers)
+        frame = self._encode(pending, function, known, args, kwargs)
+        peer, limit = pending.peer, left or None
+        if limit is not None:
+            # From now on: pickling the arguments was this worker's own business.
+            pending.deadline = self.worker.runtime.now() + left
         try:
-            pending.channel = self.peers.channel_to(peer, left)
-            with self._lock:
-                self.sent += 1
+            pending.channel = channel = peer.channel or self.peers.channel_to(peer, left or FOREVER)
             self._pending[number] = pending
             if self._closed:
                 raise ChannelClosedError("this worker was shut down")
-            limit = None if left == _FOREVER else max(left, 0.0)
-            if self.outlet is None:
-                self._send(pending, frame, limit)
+            if self.outlet is not None:
+                self.outlet(pending, functools.partial(self._send, pending, channel, frame, limit))
             else:
-                self.outlet(pending, functools.partial(self._send, pending, frame, limit))
+                self._send(pending, channel, frame, limit)
         except ChannelClosedError as error:
             self._pending.pop(number, None)
             self._look_idle()
@@ -308,26 +216,23 @@ class Agent:
                 discard(peer, self.interceptors, pending.notes)
             if self._closed:
                 raise NotInitializedError(f"worker '{self.worker.name}' was shut down") from None
-            raise _lost(pending, str(error)) from None
+            raise pending.lost(str(error)) from None
         except PeerLostError:
             discard(peer, self.interceptors, pending.notes)
-            if pending.deadline <= runtime.now():
+            if pending.deadline <= self.worker.runtime.now():
                 raise pending.timed_out() from None
             raise
-        return number
 
-    def _send(self, pending: Pending, frame: Frame, timeout: float | None) -> None:
+    def _send(self, pending: Pending, channel: Channel, frame: Frame, timeout: float | None) -> None:
         """Somebody waits for a ``SyncCall``. Others that follow closely on another go out together: the system call
         costs as much as all else, and lets go of the interpreter.
         """
-        channel, peer = pending.channel, pending.peer
-        assert channel is not None
         if pending.trace is not None:
             pending.trace.sent(frame.nbytes)
         if not isinstance(pending, AsyncCall):
             channel.send(frame, timeout=timeout)
             return
-        now = self.worker.runtime.now()
+        peer, now = pending.peer, self.worker.runtime.now()
         peer.closely = peer.closely + 1 if now < peer.called_at + _CLOSELY else 0
         peer.called_at = now
         if peer.closely < _BURST or now >= peer.sent_at + _CLOSELY:
@@ -339,36 +244,46 @@ class Agent:
     def _encode(
         self,
         pending: Pending,
-        number: int,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        known: Named | None,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
     ) -> Frame:
-        shared = pending.peer.main_shared
-        name = name_of(function, main_shared=shared)
-        what = f"call to {pending.label}"
-        values = args
-        if kwargs or not name:
-            values = ((function,) if not name else ()) + ((kwargs,) if kwargs else ()) + args
+        peer = pending.peer
+        values = tuple(args) if args else ()
+        count, keywords = len(values), bool(kwargs)
+        if kwargs:
+            values = (dict(kwargs), *values)
+        if known is not None and (peer.main_shared or not known.in_main):
+            name, names = known.name, _names(False, keywords, count)
+        else:
+            name, names = "", _names(True, keywords, count)
+            values = (function, *values)
         try:
-            encoded = encode(values, names=_Names(not name, bool(kwargs), len(args)), main_shared=shared)
+            encoded = encode(values, names=names, main_shared=peer.main_shared)
         except SerializationError as error:
-            raise SerializationError(f"{what}: {error}; nothing was sent", path=error.path) from error.__cause__
-        notes = pending.notes
+            raise SerializationError(
+                f"call to {pending.label}: {error}; nothing was sent", path=error.path
+            ) from error.__cause__
+        notes: dict[str, bytes] = {}
         for interceptor in self.interceptors:
-            note, kept = interceptor.request_out(pending.peer, encoded)
+            note, kept = interceptor.request_out(peer, encoded)
             if note is not None:
                 notes[interceptor.key] = note
-            pending.kept.append((interceptor, kept))
+            if kept is not None:
+                pending.kept = (*pending.kept, (interceptor, kept))
         if pending.trace is not None:
             notes[PROFILE] = pending.trace.encoded()
-        request = Request(name or "", encoded.payload, bool(kwargs), notes)
-        frame = Frame(Kind.REQUEST, number, pack(request), encoded.buffers, encoded.keep)
-        try:
-            check_size(frame, pending.peer, what)
-        except FrameTooLargeError:
-            discard(pending.peer, self.interceptors, notes)
-            raise
+        if notes:
+            pending.notes = notes
+        body = pack(Request(name, encoded.payload, keywords, notes))
+        frame = Frame(Kind.REQUEST, pending.number, body, encoded.buffers, encoded.keep)
+        if encoded.buffers or len(body) > SMALL:
+            try:
+                check_size(frame, peer, "call to", pending)
+            except FrameTooLargeError:
+                discard(peer, self.interceptors, notes)
+                raise
         return frame
 
     # Outcomes.
@@ -380,58 +295,66 @@ class Agent:
             return None  # too late, or for somebody else
         if pending.trace is not None:
             pending.trace.received(frame.nbytes)
-        return self._settle(frame.number, frame)
+        return self._settle(pending, frame)
 
     def _discard(self, channel: Channel, frame: Frame) -> None:
         peer = self.peers.of(channel)
         if frame.kind == Kind.REPLY and peer is not None:
             discard(peer, self.interceptors, unpack(frame.body, Reply).notes)
 
-    def _settle(self, number: int, outcome: Frame | BackhaulError) -> Task | None:
-        pending = self._pending.pop(number, None)
-        if pending is None:
-            return None  # somebody was faster
-        task = pending.settle(outcome)
-        if task is None:
-            self._look_idle()
+    def _settle(self, pending: Pending, outcome: Outcome) -> Task | None:
+        """End a call, if nobody was faster; return what is left to run."""
+        number = pending.number
+        if self._pending.pop(number, None) is None:
             return None
-        self.begin()
-        self._completing[number] = pending
-        return lambda: self._finish(number, task)
+        if isinstance(pending, AsyncCall):
+            self.under_way.add(pending)
+            self._completing[number] = pending
+            return functools.partial(self.worker.context.copy().run, self._complete, pending, outcome)
+        assert isinstance(pending, SyncCall)
+        pending.settle(outcome)
+        if self._idle_callbacks:
+            self._look_idle()
+        return None
 
-    def _finish(self, number: int, task: Task) -> None:
+    def _complete(self, pending: AsyncCall, outcome: Outcome) -> None:
         try:
-            if self._completing.pop(number, None) is not None:
-                self.worker.run(task)
+            if self._completing.pop(pending.number, None) is None:
+                return  # abandoned
+            value = pending.read(outcome, self.worker, self.interceptors)
+        except Exception as error:
+            pending.future.set_exception(error)
+        else:
+            set_result(pending.future, value)
         finally:
-            self.end()
+            self.under_way.discard(pending)
+            if self._idle_callbacks:
+                self._look_idle()
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        for number, pending in list(self._pending.items()):
+        for pending in self.pending:
             if pending.channel is channel:
-                task = self._settle(number, _lost(pending, reason))
+                task = self._settle(pending, pending.lost(reason))
                 if task is not None:
                     self.worker.crew.submit(task)
 
     def _expire(self) -> None:
         """End the calls whose time is up, and look again when the next one's is."""
         with self._lock:
-            self._check_at = _FOREVER
+            self._check_at = FOREVER
         now = self.worker.runtime.now()
-        soonest = _FOREVER
-        for number, pending in list(self._pending.items()):
+        soonest = FOREVER
+        for pending in self.pending:
             if not isinstance(pending, AsyncCall):
                 continue  # its own thread watches the clock
             if pending.deadline <= now:
-                task = self._settle(number, pending.timed_out())
+                task = self._settle(pending, pending.timed_out())
                 if task is not None:
                     self.worker.crew.submit(task)
             else:
                 soonest = min(soonest, pending.deadline)
-        if soonest < _FOREVER:
-            with self._lock:
-                self._check_at = min(self._check_at, soonest)
-            self.worker.crew.call_at(soonest, self._expire)
+        if soonest < FOREVER:
+            self._watch(soonest)
 
     # Idleness.
 
@@ -444,7 +367,16 @@ class Agent:
         """It is over."""
         with self._lock:
             self._busy -= 1
-        self._look_idle()
+        if self._idle_callbacks:
+            self._look_idle()
+
+    def answered(self, request: object) -> None:
+        """A request that was under way has its reply."""
+        with self._lock:
+            self.served += 1
+        self.under_way.discard(request)
+        if self._idle_callbacks:
+            self._look_idle()
 
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, as soon as no call is pending and nothing is under way."""
@@ -452,7 +384,7 @@ class Agent:
         self._look_idle()
 
     def _look_idle(self) -> None:
-        if self._idle_callbacks and not self._pending and not self._busy:
+        if self._idle_callbacks and not self._pending and not self._busy and not self.under_way:
             try:
                 callback = self._idle_callbacks.pop()
             except IndexError:  # another thread took it
@@ -463,8 +395,8 @@ class Agent:
         """Fail what is still pending."""
         self._closed = True
         error = f"worker '{self.worker.name}' was shut down while the call was under way"
-        for number in list(self._pending):
-            task = self._settle(number, NotInitializedError(error, worker=self.worker.name))
+        for pending in self.pending:
+            task = self._settle(pending, NotInitializedError(error, worker=self.worker.name))
             if task is not None:
                 task()
 
@@ -472,7 +404,7 @@ class Agent:
         """Complete what no thread is left to complete."""
         for number in list(self._completing):
             pending = self._completing.pop(number, None)
-            if isinstance(pending, AsyncCall):
+            if pending is not None:
                 pending.future.set_exception(
                     NotInitializedError(f"worker '{self.worker.name}' was shut down", worker=self.worker.name)
                 )
@@ -481,36 +413,6 @@ class Agent:
     def pending(self) -> list[Pending]:
         """The calls under way."""
         return list(self._pending.values())
-
-
-def discard(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str, bytes]) -> None:
-    """Tell those who put notes on a message that it is not going to be used."""
-    for interceptor in interceptors if notes else ():
-        note = notes.get(interceptor.key)
-        if note is not None:
-            interceptor.discard(peer, note)
-
-
-def check_size(frame: Frame, peer: Peer, what: str) -> None:
-    """Raise ``FrameTooLargeError`` if ``peer`` would not accept the frame."""
-    if frame.nbytes > peer.record.limit:
-        raise FrameTooLargeError(
-            f"{what} takes {frame.nbytes} bytes; worker '{peer.info.name}' accepts {peer.record.limit} "
-            "(max_frame_bytes)",
-            worker=peer.info.name,
-            nbytes=frame.nbytes,
-            limit=peer.record.limit,
-        )
-
-
-def _lost(pending: Pending, reason: str) -> PeerLostError:
-    name = pending.peer.info.name
-    return PeerLostError(
-        f"lost worker '{name}' while {pending.label} was under way there: {reason}",
-        worker=name,
-        reason=reason,
-        function=pending.label,
-    )
 
 
 class _Names(Sequence[str]):
@@ -527,3 +429,6 @@ class _Names(Sequence[str]):
         if index >= len(self):
             raise IndexError(index)
         return self._head[index] if index < len(self._head) else f"args[{index - len(self._head)}]"
+
+
+_names = functools.lru_cache(64)(_Names)

@@ -7,11 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import logging
 import threading
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +18,9 @@ import torch
 from backhaul.crew import Task
 from backhaul.errors import FunctionNotFoundError, ProtocolError, SerializationError
 from backhaul.observe import ServeTrace
-from backhaul.rpc.agent import PROFILE, Agent, check_size, discard
+from backhaul.rpc.agent import PROFILE, Agent
+from backhaul.rpc.calls import SMALL, check_size, discard
 from backhaul.rpc.futures import Future
-from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.callables import label_of, resolve
@@ -36,6 +35,8 @@ log = logging.getLogger("backhaul")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 ASYNC_MARK = "_backhaul_async_execution"
+_RESULT = ("result",)
+_NO_KEYWORDS: dict[str, Any] = {}
 
 
 def async_execution(function: F) -> F:
@@ -76,9 +77,14 @@ class Dispatcher:
         self._worker = worker
         self._agent = agent
         self._loop = _Loop(worker)
-        self._lock = threading.Lock()  # guards served
-        self.served = 0  # requests ever answered
+        self._context = worker.context.copy()  # of handlers; each runs in a copy
+        self._context.run(serving.set, True)
         worker.on_frame(Kind.REQUEST, self._on_request)
+
+    @property
+    def served(self) -> int:
+        """How many requests were ever answered."""
+        return self._agent.served
 
     def complete(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine on the event loop of ``async def`` handlers; returns the future of its result."""
@@ -98,26 +104,22 @@ class Dispatcher:
         self._loop.close()
 
     def _on_request(self, channel: Channel, frame: Frame) -> Task:
-        if self._agent.peers.of(channel) is None:
+        agent, observer = self._agent, self._worker.observer
+        peer = agent.peers.of(channel)
+        if peer is None:
             raise ProtocolError("a request from a peer that has not said who it is")
-        self._agent.begin()
-        observer = self._worker.observer
-        if observer is not None:
-            return functools.partial(self._serve, channel, frame, observer.now())
-        return functools.partial(self._serve, channel, frame)
+        answer = _Answer(peer, channel, frame.number)
+        agent.under_way.add(answer)
+        arrived = 0 if observer is None else observer.now()
+        return functools.partial(self._context.copy().run, self._run, answer, frame, arrived)
 
-    def _serve(self, channel: Channel, frame: Frame, arrived: int = 0) -> None:
+    def _run(self, answer: _Answer, frame: Frame, arrived: int) -> None:
         if not torch.is_grad_enabled():  # an earlier handler may have switched it off for this thread
             torch.set_grad_enabled(True)
-        self._worker.run(self._run, channel, frame, arrived)
-
-    def _run(self, channel: Channel, frame: Frame, arrived: int) -> None:
-        serving.set(True)  # in the handler's own context
-        answer = _Answer(channel, frame.number, self._agent.peers.of(channel))
         try:
             function, args, kwargs = self._decode(frame, answer, arrived)
             del frame
-            answer.label = label_of(function)
+            answer.function = function
             if answer.trace is not None:
                 answer.trace.decoded(answer.label)
             result = function(*args, **kwargs)
@@ -131,7 +133,7 @@ class Dispatcher:
                     )
                 result.add_done_callback(lambda done: self._reply_with_future(answer, done))
                 return
-            if inspect.iscoroutine(result):
+            if type(result) is types.CoroutineType:
                 self._loop.run(self._reply_with_coroutine(answer, result))
                 return
         except BaseException as error:
@@ -142,41 +144,48 @@ class Dispatcher:
     def _decode(
         self, frame: Frame, answer: _Answer, arrived: int
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-        name = self._worker.name
         request = unpack(frame.body, Request)
-        observer = self._worker.observer
-        if observer is not None and PROFILE in request.notes and answer.peer is not None:
-            answer.trace = observer.serve(request.notes[PROFILE], answer.peer.record.id, arrived)
-        function: Callable[..., Any] | None = None
-        if request.function:
-            try:
-                function = resolve(request.function)
-            except FunctionNotFoundError as error:
-                raise FunctionNotFoundError(
-                    f"worker '{name}' has no function {request.function!r}: {error.__cause__ or error}",
-                    worker=name,
-                    function=request.function,
-                ) from error
+        name, payload, notes, buffers = request.function, request.payload, request.notes, frame.buffers
+        if PROFILE in notes:
+            observer = self._worker.observer
+            if observer is not None:
+                answer.trace = observer.serve(notes[PROFILE], answer.peer.record.id, arrived)
+        function = self._find(name) if name else None
         try:
-            tensors = tensors_of(request.payload, frame.buffers)
-            if answer.peer is not None:
-                for interceptor in self._agent.interceptors:
-                    note = request.notes.get(interceptor.key)
-                    tensors, kept = interceptor.request_in(answer.peer, note, tensors)
-                    answer.kept.append((interceptor, kept))
-            values = load(request.payload, frame.buffers, tensors, self._worker)
+            tensors = tensors_of(payload, buffers)
+            if notes:
+                tensors = self._show(answer, notes, tensors)
+            values = load(payload, buffers, tensors, self._worker)
             if function is None:
                 function = values.pop(0)
-            kwargs = values.pop(0) if request.keywords else {}
+            kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
         except Exception as error:
-            if answer.peer is not None:
-                discard(answer.peer, self._agent.interceptors, request.notes)
+            discard(answer.peer, self._agent.interceptors, notes)
             raise SerializationError(
-                f"worker '{name}' cannot decode the call to {request.function or 'a function'}: "
+                f"worker '{self._worker.name}' cannot decode the call to {name or 'a function'}: "
                 f"{type(error).__name__}: {error}",
-                worker=name,
+                worker=self._worker.name,
             ) from error
         return function, values, kwargs
+
+    def _find(self, name: str) -> Callable[..., Any]:
+        try:
+            return resolve(name)
+        except FunctionNotFoundError as error:
+            worker = self._worker.name
+            raise FunctionNotFoundError(
+                f"worker '{worker}' has no function {name!r}: {error.__cause__ or error}", worker=worker, function=name
+            ) from error
+
+    def _show(self, answer: _Answer, notes: Mapping[str, bytes], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Show a request to those who put notes on it; returns the tensors to use."""
+        for interceptor in self._agent.interceptors:
+            note = notes.get(interceptor.key)
+            if note is not None:
+                tensors, kept = interceptor.request_in(answer.peer, note, tensors)
+                if kept is not None:
+                    answer.kept = {**answer.kept, interceptor.key: kept}
+        return tensors
 
     # Replies. Each request gets exactly one, and is counted as served after that.
 
@@ -201,17 +210,17 @@ class Dispatcher:
         if answer.trace is not None:
             answer.trace.resumed()
         try:
-            encoded = encode([result], names=["result"], main_shared=peer is not None and peer.main_shared)
+            encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared)
             notes: dict[str, bytes] = {}
-            for interceptor, kept in answer.kept:
-                assert peer is not None
-                note = interceptor.reply_out(peer, kept, encoded)
-                if note is not None:
-                    notes[interceptor.key] = note
+            if answer.kept or encoded.parcels:
+                for interceptor in self._agent.interceptors:
+                    note = interceptor.reply_out(peer, answer.kept.get(interceptor.key), encoded)
+                    if note is not None:
+                        notes[interceptor.key] = note
             body = pack(Reply(encoded.payload, notes))
             frame = Frame(Kind.REPLY, answer.number, body, encoded.buffers, encoded.keep)
-            if peer is not None:
-                check_size(frame, peer, f"the result of {answer.label}")
+            if encoded.buffers or len(body) > SMALL:
+                check_size(frame, peer, "the result of", answer)
         except SerializationError as error:
             name = self._worker.name
             problem = SerializationError(
@@ -241,9 +250,7 @@ class Dispatcher:
         except ChannelClosedError as error:
             log.debug("a reply was not sent: %s", error)  # the caller is gone, and knows it
         finally:
-            with self._lock:
-                self.served += 1
-            self._agent.end()
+            self._agent.answered(answer)
 
 
 @types.coroutine
@@ -266,15 +273,19 @@ def _stepwise(coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
 class _Answer:
     """Where the reply to one request goes, and what is needed for it."""
 
-    __slots__ = ("channel", "kept", "label", "number", "peer", "trace")
+    function: Any = None  # once it is known
+    kept: Mapping[str, Any] = {}  # by the keys of those who kept something
+    trace: ServeTrace | None = None
 
-    def __init__(self, channel: Channel, number: int, peer: Peer | None) -> None:
+    def __init__(self, peer: Peer, channel: Channel, number: int) -> None:
+        self.peer = peer
         self.channel = channel
         self.number = number
-        self.peer = peer
-        self.label = "a function"
-        self.kept: list[tuple[Interceptor, Any]] = []
-        self.trace: ServeTrace | None = None
+
+    @property
+    def label(self) -> str:
+        """What to call the function."""
+        return "a function" if self.function is None else label_of(self.function)
 
 
 class _Loop:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class Interceptor(Protocol):
-    """Sees every call of a worker, on both ends. A note is None where there is nothing to say."""
+    """Sees the calls of a worker, on both ends. A note is None where there is nothing to say, and what is kept None
+    where it has nothing more to do with the call: most calls are of no concern to it, and cost nothing.
+    """
 
     key: str
     """Names this interceptor's notes on the wire."""
@@ -26,16 +28,16 @@ class Interceptor(Protocol):
         """A request goes to ``peer``. Returns a note, and what to keep until the reply is there."""
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """A request came. Returns the tensors to use, and what to keep until the reply goes out.
+        """A request with a note came. Returns the tensors to use, and what to keep until the reply goes out.
 
         Called in the context (as of ``contextvars``) in which the function will run.
         """
 
     def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
-        """The reply goes out. Returns a note."""
+        """The reply goes out, and something was kept of its request, or reducers left something. Returns a note."""
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The reply came. Returns the tensors to use. May run on any thread."""
+        """The reply came to a call of which something was kept. Returns the tensors to use. May run on any thread."""
 
     def discard(self, peer: Peer, note: bytes) -> None:
         """A message with this note, from or to ``peer``, is not going to be used: it came too late, could not be

@@ -120,6 +120,9 @@ class Peers:
 
     def find(self, to: str | int | WorkerInfo) -> Peer:
         """The worker that ``to`` means. Raises ``UnknownWorkerError``."""
+        peer = self._by_name.get(to) if type(to) is str else None
+        if peer is not None:
+            return peer
         if isinstance(to, str):
             peer = self._by_name.get(to)
         elif isinstance(to, WorkerInfo):

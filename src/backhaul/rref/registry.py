@@ -272,9 +272,7 @@ class RRefs:
 
     # On messages: the forks that travel in them.
 
-    def _note(self, peer: Peer, encoded: Encoded) -> bytes | None:
-        if not encoded.parcels:
-            return None
+    def _note(self, peer: Peer, encoded: Encoded) -> bytes:
         by_owner: dict[int, list[News]] = {}
         for owner, number, fork in encoded.parcels:
             by_owner.setdefault(owner, []).append(("made", number, fork, peer.record.id))
@@ -283,13 +281,13 @@ class RRefs:
         return pack(Passed(tuple(encoded.parcels)))
 
     def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
-        return self._note(peer, encoded), None
+        return self._note(peer, encoded) if encoded.parcels else None, None
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         return tensors, None
 
     def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
-        return self._note(peer, encoded)
+        return self._note(peer, encoded) if encoded.parcels else None
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return tensors

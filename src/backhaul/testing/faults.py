@@ -6,7 +6,8 @@ import collections
 import threading
 from collections.abc import Callable, Collection, Mapping
 
-from backhaul.rpc.agent import Agent, Pending
+from backhaul.rpc.agent import Agent
+from backhaul.rpc.calls import Pending
 from backhaul.transport.base import ChannelClosedError
 
 

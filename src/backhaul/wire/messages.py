@@ -90,7 +90,7 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Tally(msgspec.Struct, array_like=True, frozen=True):
-    """Shutdown: how many calls a worker has started and served since it began."""
+    """Shutdown: which call a worker has started last, and how many it has served since it began."""
 
     wave: int
     sent: int

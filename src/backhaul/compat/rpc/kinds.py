@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.jit._builtins import _find_builtin
 
-from backhaul.rpc.agent import Pending
+from backhaul.rpc.calls import Pending
 
 _of_call: contextvars.ContextVar[str | None] = contextvars.ContextVar("backhaul_compat_kind", default=None)
 

@@ -1,0 +1,153 @@
+"""A call under way, as its caller sees it: what it waits for, and how its reply becomes a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from backhaul.errors import BackhaulError, CallTimeoutError, FrameTooLargeError, PeerLostError, SerializationError
+from backhaul.observe import CallTrace
+from backhaul.rpc.futures import Future
+from backhaul.rpc.intercept import Interceptor
+from backhaul.rpc.peers import Peer
+from backhaul.runtime import Gate
+from backhaul.transport.base import Channel
+from backhaul.wire.codec import load, tensors_of
+from backhaul.wire.faults import decode_fault
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Fault, Kind, Reply, unpack
+from backhaul.worker import Worker
+
+FOREVER = float("inf")
+
+Outcome = Frame | BackhaulError
+"""Of a call: the reply, or why there is none."""
+
+
+class Pending:
+    """A call under way. Whoever takes it off the table gives it its outcome, once."""
+
+    # What most calls leave as it is stands here and not in each of them.
+    number = 0
+    deadline = FOREVER
+    channel: Channel | None = None
+    kept: Sequence[tuple[Interceptor, Any]] = ()  # by those who kept something
+    notes: Mapping[str, bytes] = {}
+    trace: CallTrace | None = None
+
+    def __init__(self, peer: Peer, timeout: float, label: str) -> None:
+        self.peer = peer
+        self.timeout = timeout
+        self.label = label
+
+    def timed_out(self) -> CallTimeoutError:
+        """The error of a call whose deadline has passed."""
+        name = self.peer.info.name
+        return CallTimeoutError(
+            f"{self.label} on worker '{name}' gave no reply within {self.timeout:g} s",
+            worker=name,
+            function=self.label,
+            timeout=self.timeout,
+        )
+
+    def lost(self, reason: str) -> PeerLostError:
+        """The error of a call whose channel is gone."""
+        name = self.peer.info.name
+        return PeerLostError(
+            f"lost worker '{name}' while {self.label} was under way there: {reason}",
+            worker=name,
+            reason=reason,
+            function=self.label,
+        )
+
+    def read(self, outcome: Outcome, worker: Worker, interceptors: Iterable[Interceptor]) -> Any:
+        """The value of an outcome, or raise what it says."""
+        if self.trace is not None:
+            return self._read_observed(outcome, worker, interceptors)
+        if not isinstance(outcome, Frame):
+            raise outcome
+        if outcome.kind == Kind.FAULT:
+            raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
+        notes: Mapping[str, bytes] = {}
+        try:
+            reply = unpack(outcome.body, Reply)
+            payload, notes, buffers = reply.payload, reply.notes, outcome.buffers
+            tensors = tensors_of(payload, buffers)
+            for interceptor, kept in self.kept:
+                tensors = interceptor.reply_in(self.peer, kept, notes.get(interceptor.key), tensors)
+            (value,) = load(payload, buffers, tensors, worker)
+            return value
+        except Exception as error:
+            discard(self.peer, interceptors, notes)
+            raise SerializationError(
+                f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
+                f"{type(error).__name__}: {error}",
+                worker=self.peer.info.name,
+                path="result",
+            ) from error
+
+    def _read_observed(self, outcome: Outcome, worker: Worker, interceptors: Iterable[Interceptor]) -> Any:
+        trace, self.trace = self.trace, None
+        assert trace is not None
+        trace.opened()
+        try:
+            value = self.read(outcome, worker, interceptors)
+        except BaseException as error:
+            trace.done(error)
+            raise
+        trace.done(None)
+        return value
+
+
+class SyncCall(Pending):
+    """A thread waits for the outcome and reads it itself: at the channel, or at the gate once it has made one."""
+
+    gate: Gate | None = None
+    outcome: Outcome | None = None
+
+    def settle(self, outcome: Outcome) -> None:
+        """Take the outcome."""
+        # In this order; who waits sets the gate and then looks for the outcome. So one of them sees the other.
+        self.outcome = outcome
+        if self.gate is not None:
+            self.gate.open()
+
+
+class AsyncCall(Pending):
+    """A future waits; its callbacks are the user's, so it is completed in a task."""
+
+    def __init__(self, peer: Peer, timeout: float, label: str) -> None:
+        self.peer = peer
+        self.timeout = timeout
+        self.label = label
+        self.future: Future[Any] = Future()
+
+
+def discard(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str, bytes]) -> None:
+    """Tell those who put notes on a message that it is not going to be used."""
+    for interceptor in interceptors if notes else ():
+        note = notes.get(interceptor.key)
+        if note is not None:
+            interceptor.discard(peer, note)
+
+
+SMALL = 1 << 15  # bytes of a frame that any worker accepts
+
+
+class Labelled(Protocol):
+    """What has a name for people, which may have to be made."""
+
+    @property
+    def label(self) -> str: ...
+
+
+def check_size(frame: Frame, peer: Peer, what: str, call: Labelled) -> None:
+    """Raise ``FrameTooLargeError`` if ``peer`` would not accept the frame."""
+    size, limit = frame.nbytes, peer.record.limit
+    if size > limit:
+        raise FrameTooLargeError(
+            f"{what} {call.label} takes {size} bytes; worker '{peer.info.name}' accepts {limit} (max_frame_bytes)",
+            worker=peer.info.name,
+            nbytes=size,
+            limit=limit,
+        )
