@@ -67,10 +67,6 @@ def _forget(gone: weakref.ref[Any]) -> None:
     _of_function.pop(gone, None)
 
 
-_builtins: dict[Any, str] = {}
-"""Names of functions in C that belong to no object: they stay where they are."""
-
-
 def label_of(function: Any) -> str:
     """What to call ``function`` in messages to people."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
@@ -93,23 +89,6 @@ def name_of(function: Any, *, main_shared: bool = False) -> str | None:
 
 
 def _search(function: Any) -> str | None:
-    kind = type(function)
-    if kind is types.FunctionType:
-        module, qualname = function.__module__, function.__qualname__
-        if getattr(sys.modules.get(module), qualname, None) is function and qualname.isidentifier():
-            return f"{module}:{qualname}"
-    elif kind is types.BuiltinFunctionType:
-        name = _builtins.get(function)
-        if name is not None:
-            return name
-        name = _look_for(function)
-        if name is not None and (function.__self__ is None or isinstance(function.__self__, types.ModuleType)):
-            _builtins[function] = name
-        return name
-    return _look_for(function)
-
-
-def _look_for(function: Any) -> str | None:
     if isinstance(function, torch.jit.ScriptFunction):
         return f"{SCRIPT}:{torch._jit_internal._qualified_name(function)}"
     if isinstance(function, torch._ops.OpOverload):
