@@ -24,7 +24,7 @@ import torch
 
 import backhaul as bh
 from backhaul import crew
-from backhaul.autograd import engine, leaves, runs
+from backhaul.autograd import engine, leaves, outbox, runs
 from backhaul.rpc import agent, calls, dispatch, futures
 from backhaul.transport import socket_channel, sockets
 
@@ -43,9 +43,9 @@ STAGES: list[tuple[type, str]] = [
     (sockets.SocketEndpoint, "wake"),
     (crew.Crew, "submit"),
     (engine.Engine, "backward"),
-    (engine.Engine, "_take_gradient"),
+    (engine.Engine, "_take_gradients"),
     (engine.Engine, "_run_of"),
-    (engine.Engine, "_send_gradients"),
+    (outbox.Outbox, "put"),
     (engine.Engine, "_account"),
     (engine.Engine, "release"),
     (runs.Run, "arrive"),

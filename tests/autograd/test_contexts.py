@@ -20,7 +20,8 @@ import torch
 import backhaul as bh
 from backhaul.autograd.container import Container
 from backhaul.autograd.engine import Engine
-from backhaul.autograd.messages import Abort, AutogradKind, Gradient, PassSpec, Release
+from backhaul.autograd.functions import ContextId, MessageId
+from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, Release
 from backhaul.autograd.recording import Recorder, current_scope
 from backhaul.transport.inproc import InprocChannel
 from backhaul.wire.codec import encode
@@ -511,9 +512,9 @@ def test_other_messages_of_a_released_context() -> None:
             bh.rpc_sync(1, scale, args=(vector(1.0),))
         expect_no_contexts(workers)
         channel = engine_of(workers[0]).agent.peers.find("worker1").channel
-        spec = PassSpec(int(ctx), 0, 99)
+        spec = PassSpec(ContextId(ctx), 0, 99)
         encoded = encode([torch.ones(1)], names=["gradient"])
-        gradient = Gradient(spec, 5, encoded.payload)
+        gradient = Gradients(spec, [Gradient(MessageId(5), encoded.payload, 1)])
         for _ in range(3):
             channel.send(Frame(AutogradKind.GRADIENT, 0, pack(gradient), encoded.buffers, encoded.keep))
             channel.send(Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
@@ -527,10 +528,11 @@ def test_messages_of_what_was_never_there() -> None:
     with bh.cluster(2) as workers:
         bh.rpc_sync(1, len, args=("",))
         channel = engine_of(workers[0]).agent.peers.find("worker1").channel
-        spec = PassSpec(77, 0, 1)
+        spec = PassSpec(ContextId(77), 0, 1)
         encoded = encode([torch.ones(1)], names=["gradient"])
         channel.send(Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
-        channel.send(Frame(AutogradKind.GRADIENT, 0, pack(Gradient(spec, 5, encoded.payload)), encoded.buffers))
+        gradient = Gradients(spec, [Gradient(MessageId(5), encoded.payload, 1)])
+        channel.send(Frame(AutogradKind.GRADIENT, 0, pack(gradient), encoded.buffers))
         for _ in range(20):
             assert contexts_on("worker1") == 0
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.autograd import outbox
 from backhaul.autograd.engine import Engine
 
 from .worlds import PATIENCE, gradients_on
@@ -56,8 +57,9 @@ class Arrivals:
 @pytest.fixture
 def arrivals(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Arrivals]:
     def watch(worker: str) -> Arrivals:
-        made, original = Arrivals(worker), Engine._take_gradient
-        monkeypatch.setattr(Engine, "_take_gradient", lambda engine, *args: made.take(original, engine, *args))
+        made, original = Arrivals(worker), Engine._take_gradients
+        monkeypatch.setattr(outbox, "TOGETHER", 1)
+        monkeypatch.setattr(Engine, "_take_gradients", lambda engine, *args: made.take(original, engine, *args))
         return made
 
     return watch

@@ -18,7 +18,7 @@ import torch
 from hypothesis import strategies as st
 
 import backhaul as bh
-from backhaul.autograd import functions, leaves, runs
+from backhaul.autograd import engine, functions, leaves, outbox, runs
 from backhaul.autograd.context import Context
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.messages import AutogradKind
@@ -52,7 +52,7 @@ def unruly_threads() -> Iterator[None]:
 @pytest.fixture
 def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are at a worker at the same time are dealt with in an order drawn at random."""
-    take, choose, lock = Engine._take_gradient, random.Random(0), threading.Lock()
+    take, choose, lock = Engine._take_gradients, random.Random(0), threading.Lock()
     waiting: dict[int, list[Callable[[], None]]] = collections.defaultdict(list)
 
     def swap(self: Engine, *args: Any) -> None:
@@ -63,7 +63,8 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
             task = mine.pop(choose.randrange(len(mine)))
         task()
 
-    monkeypatch.setattr(Engine, "_take_gradient", swap)
+    monkeypatch.setattr(outbox, "TOGETHER", 1)
+    monkeypatch.setattr(Engine, "_take_gradients", swap)
 
 
 def difference(program: Program, *, order: int = 1, **options: Any) -> list[str]:
@@ -427,16 +428,42 @@ def nest(x: torch.Tensor, left: int) -> torch.Tensor:
     return bh.rpc_sync(following, nest, args=(x * 2, left - 1)) if left else x
 
 
-def test_a_worker_that_gets_many_gradients_reports_less_often(frames: Frames) -> None:
-    """One report may speak for many gradients; never more than one for each."""
+@pytest.mark.parametrize("together", [1, 32, 100])
+def test_gradients_for_one_worker_go_together(frames: Frames, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """As far as they are small; and what is to be told of them goes with them."""
+    monkeypatch.setattr(outbox, "TOGETHER", together)
+    monkeypatch.setattr(engine, "_LONG", PATIENCE)
     a, count = torch.ones(2, requires_grad=True), 64
     with bh.cluster(2), bh.context() as ctx:
         results = [bh.rpc_sync(1, torch.mul, args=(a, 2)) for _ in range(count)]
         frames.sent.clear()
         ctx.backward(torch.stack(results).sum())
-        assert frames.sent["GRADIENT"] == 2 * count
-        assert frames.sent["REPORT"] <= count
+        assert frames.sent["GRADIENT"] == 2 * -(-count // together)
+        assert frames.sent["REPORT"] <= -(-count // together)
         assert ctx.grads[a].tolist() == [2.0 * count] * 2
+
+
+def test_large_gradients_go_alone(frames: Frames) -> None:
+    a = torch.ones(1 << 14, requires_grad=True)
+    with bh.cluster(2), bh.context() as ctx:
+        results = [bh.rpc_sync(1, torch.mul, args=(a, 2)) for _ in range(4)]
+        frames.sent.clear()
+        ctx.backward(torch.stack(results).square().sum())
+        assert frames.sent["GRADIENT"] == 8
+        assert ctx.grads[a].eq(32).all()
+
+
+def test_gradients_that_came_together_are_shared_out_when_they_take_long(
+    frames: Frames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_LONG", 0.0)
+    a = torch.ones(2, requires_grad=True)
+    with bh.cluster(2), bh.context() as ctx:
+        results = [bh.rpc_sync(1, torch.mul, args=(a, 2)) for _ in range(16)]
+        frames.sent.clear()
+        ctx.backward(torch.stack(results).sum())
+        assert 1 + 1 <= frames.sent["GRADIENT"] <= 1 + 16
+        assert ctx.grads[a].tolist() == [32.0] * 2
 
 
 def test_what_takes_no_part_costs_nothing(frames: Frames) -> None:

@@ -44,13 +44,14 @@ class Context:
     def add_send(self, record: SendRecord) -> bool:
         """Note a message that goes out; False if the context has been released."""
         with self.lock:
-            if not self.released:
-                self.sends[record.message] = record
-                self.known.add(record.to)
-            return not self.released
+            if self.released:
+                return False
+            self.sends[record.message] = record
+            self.known.add(record.to)
+            return True
 
     def add_recv(self, recv: Recv) -> None:
-        """Note a message that came in."""
+        """Note a message that came in, and that its sender has this context."""
         with self.lock:
             self.recvs[recv.message] = recv
             self.known.add(recv.sender)
@@ -58,9 +59,10 @@ class Context:
     def know(self, worker: int) -> bool:
         """Note a worker that has this context; False if it has been released."""
         with self.lock:
-            if not self.released:
-                self.known.add(worker)
-            return not self.released
+            if self.released:
+                return False
+            self.known.add(worker)
+            return True
 
     def end(self) -> set[int]:
         """Release this worker's share; return the workers to tell. What holds the graph is let go."""
@@ -82,6 +84,11 @@ class Context:
             total = add(self._grads.get(leaf), grad)
             assert total is not None
             self._grads[leaf] = total
+
+    def accumulate_first(self, leaf: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Make ``grad`` a leaf's gradient; False if there is something to add it to."""
+        with self.lock:
+            return not self._loose and self._grads.setdefault(leaf, grad) is grad
 
     def replace(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Put another gradient, or none, in the place of a leaf's."""

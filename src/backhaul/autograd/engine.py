@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import itertools
@@ -16,11 +15,22 @@ from torch.autograd.graph import get_gradient_edge
 
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv
-from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Know, PassSpec, Release, Report, Tally
-from backhaul.autograd.passes import Ledger, Plan, Summary
-from backhaul.autograd.recording import Recorder, enter, leave, record_recv, record_send
-from backhaul.autograd.reports import Reports
+from backhaul.autograd.drives import Drive
+from backhaul.autograd.functions import ROOTS, Grads, MessageId
+from backhaul.autograd.messages import (
+    Abort,
+    AutogradKind,
+    Gradient,
+    Gradients,
+    Know,
+    PassSpec,
+    Release,
+    Report,
+    Tally,
+)
+from backhaul.autograd.outbox import Outbox, Parcels, key_of
+from backhaul.autograd.passes import Plan, Summary
+from backhaul.autograd.recording import Recorder, enter, leave, record_recv
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
 from backhaul.errors import (
@@ -31,14 +41,13 @@ from backhaul.errors import (
     PeerLostError,
     UnknownContextError,
 )
-from backhaul.observe import GradientKey
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
-from backhaul.runtime import Gate
 from backhaul.transport.base import Channel, ChannelClosedError
-from backhaul.wire.codec import encode, load, tensors_of
+from backhaul.wire.codec import load, tensors_of
 from backhaul.wire.faults import decode_fault, encode_fault
 from backhaul.wire.frames import Frame
+from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import pack, unpack
 from backhaul.worker import current_worker
 
@@ -46,24 +55,8 @@ log = logging.getLogger("backhaul")
 
 T = TypeVar("T")
 _UNSEEN = contextlib.nullcontext()
+_LONG = 0.001  # seconds that one gradient takes from which on others that came with it are for other threads
 _ASKING = 1.0  # seconds that a worker has to say what it knows of a pass that is too late
-
-
-class Drive:
-    """A pass, at its driver."""
-
-    def __init__(self, spec: PassSpec, run: Run, gate: Gate) -> None:
-        self.spec = spec
-        self.run = run
-        self.gate = gate
-        self.error: BaseException | None = None
-        self.lock = threading.Lock()  # guards ledger and error
-        self.ledger = Ledger()
-        self.lost: dict[int, str] = {}  # workers lost since the pass began, and why
-        self.planning = threading.Lock()  # held while the plan is made
-        self.plan: Plan | None = None
-        self.attendant = 0  # the thread that reads for the pass while it waits for its end
-        self.inbox: collections.deque[Task] = collections.deque()  # what it has to do
 
 
 class Engine:
@@ -76,9 +69,9 @@ class Engine:
         self.agent = node.agent
         self._numbers = itertools.count(1)
         self.drives: dict[tuple[int, int], Drive] = {}
-        self._reports = Reports()
+        self._outbox = Outbox(node.worker, node.agent.peers, self.container)
         node.agent.interceptors.append(Recorder(node.worker, self.container))
-        node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradient)
+        node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradients)
         node.worker.on_frame(AutogradKind.REPORT, self._on_report)
         node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
         node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
@@ -109,7 +102,12 @@ class Engine:
     ) -> None:
         """Run one pass over all workers; return when it is over, raise if it failed."""
         number, observer = next(self._numbers), self.worker.observer
-        active = [drive.spec.number for drive in list(self.drives.values()) if drive.spec.context == context.id]
+        oldest = number
+        for drive in list(self.drives.values()) if self.drives else ():
+            if drive.spec.context == context.id:
+                oldest = min(oldest, drive.spec.number)
+        profiles = observer.sessions() if observer is not None else ()
+        restricted = inputs is not None
         spec = PassSpec(
             context.id,
             self.id,
@@ -119,36 +117,49 @@ class Engine:
             fast,
             into_grad,
             deterministic,
-            restricted=inputs is not None,
-            oldest=min(active, default=number),
-            profiles=observer.sessions() if observer is not None else (),
+            restricted,
+            oldest,
+            profiles,
         )
         edges = [get_gradient_edge(root) for root in roots]
-        run = Run(spec, context, self._send_gradients, roots=edges, inputs=inputs)
+        run = Run(spec, context, self._outbox.send, roots=edges, inputs=inputs)
+        drive = run.drive = Drive(spec, run, self.worker.runtime.gate())
         with context.lock:
-            context.runs[self.id, spec.number] = run
-        drive = Drive(spec, run, self.worker.runtime.gate())
-        self.drives[spec.context, spec.number] = drive
-        deadline = run.deadline = self.worker.runtime.now() + timeout if timeout else None
+            context.runs[self.id, number] = run
+        self.drives[context.id, number] = drive
+        if timeout:
+            run.deadline = self.worker.runtime.now() + timeout
         try:
-            with self._observed_pass(spec):
-                self._reports.begin(spec)
-                with self._observed_group(spec, ROOTS):
-                    self._enter_source(run, ROOTS, seeds)
-                    self._tell(spec)
-                with self.worker.blocking():
-                    over = self._attend(drive, deadline)
-                if not over:
-                    raise self._too_late(drive, timeout)
-                if drive.error is not None:
-                    raise drive.error
+            if observer is None:
+                self._start(run, seeds)
+                self._wait(drive, timeout)
+            else:
+                with self._observed_pass(spec):
+                    with self._observed_group(spec, ROOTS):
+                        self._start(run, seeds)
+                    self._wait(drive, timeout)
         except BaseException:  # an interrupt of the user's too
             self._abort(drive)
             raise
         finally:
-            self.drives.pop((spec.context, spec.number), None)
+            self.drives.pop((context.id, number), None)
             with context.lock:
-                context.runs.pop((self.id, spec.number), None)
+                context.runs.pop((self.id, number), None)
+
+    def _start(self, run: Run, seeds: Grads) -> None:
+        run.journal.begin()
+        parcels: Parcels = {}
+        self._enter_source(run, ROOTS, seeds, parcels)
+        self._ship(run, ROOTS, parcels)
+
+    def _wait(self, drive: Drive, timeout: float) -> None:
+        if not drive.gate.opened:
+            with self.worker.blocking():
+                over = self._attend(drive, drive.run.deadline)
+            if not over:
+                raise self._too_late(drive, timeout)
+        if drive.error is not None:
+            raise drive.error
 
     def _attend(self, drive: Drive, deadline: float | None) -> bool:
         """Wait for the end of a pass; whether it came. What comes from the workers that gradients went to is read, and
@@ -228,25 +239,34 @@ class Engine:
 
     # Sources and groups.
 
-    def _enter_source(self, run: Run, source: MessageId, grads: Grads) -> None:
-        """Gradients have come to a source: run what they make possible. Called between the reports' begin and end."""
+    def _enter_source(self, run: Run, source: MessageId, grads: Grads, parcels: Parcels) -> None:
+        """Gradients have come to a source: run what they make possible. Called between the journal's begin and end."""
         try:
-            ask = run.must_ask(source)
-            self._finish(run, run.arrive(source, grads))
+            outcomes = run.arrive(source, grads)
+            if outcomes is None:
+                raise self._missing(run.context.id, source)
+            self._finish(run, outcomes, parcels)
+            if not outcomes and run.must_ask(source):
+                self._ask_for_orders(run, source)
         except BaseException as error:
             self._fail(run, source, error)
-            return
-        if ask:
-            self._ask_for_orders(run, source)
 
-    def _finish(self, run: Run, outcomes: Iterable[Outcome]) -> None:
-        """Groups have run: send what is left to send, and note what to tell the driver."""
-        for outcome in outcomes:
-            if outcome.tally is not None:
-                self._reports.add(run.spec, outcome.tally)
-            self._reports.expect(run.spec, len(outcome.fired))
-            for recv, grads in outcome.fired:
-                self._send_gradients(run, recv, grads)
+    def _finish(self, run: Run, outcomes: Iterable[Outcome], parcels: Parcels) -> None:
+        """Groups have run: note what to tell the driver, and put in ``parcels`` what is left to send."""
+        for tally, fired in outcomes:
+            if tally is not None:
+                run.journal.add(tally)
+            if fired:
+                self._outbox.put(run, fired, parcels)
+
+    def _ship(self, run: Run, source: MessageId, parcels: Parcels) -> None:
+        """Send what has come together, and report if it was the last."""
+        if parcels:
+            try:
+                self._outbox.ship(run, parcels)
+            except BaseException as error:
+                self._fail(run, source, error)
+        self._tell(run)
 
     def _ask_for_orders(self, run: Run, source: MessageId) -> None:
         spec = run.spec
@@ -262,24 +282,26 @@ class Engine:
         future._when_done(lambda done: self._follow(run, source, done.value))
 
     def _follow(self, run: Run, source: MessageId, orders: Any) -> None:
-        self._reports.begin(run.spec)
+        run.journal.begin()
+        parcels: Parcels = {}
         with self._observed_group(run.spec, source):
             try:
-                self._finish(run, run.follow(Orders(*orders())))
+                self._finish(run, run.follow(Orders(*orders())), parcels)
             except BaseException as error:
                 self._fail(run, source, error)
-            self._tell(run.spec)
+            self._ship(run, source, parcels)
 
-    def _tell(self, spec: PassSpec) -> None:
-        """A gradient has been dealt with: report to the driver if it was the last at hand."""
-        tally, channels = self._reports.end(spec)
+    def _tell(self, run: Run) -> None:
+        """Gradients have been dealt with: report to the driver if they were the last at hand."""
+        tally, channels = run.journal.end()
         for channel in channels:
             channel.flush()
         if tally is None:
             return
-        if spec.driver == self.id:
-            self._account(spec, tally)
-        else:
+        spec = run.spec
+        if run.drive is not None:
+            self._account(run.drive, tally)
+        elif spec.driver != self.id:
             observer = self.worker.observer if spec.profiles else None
             if observer is not None:
                 observer.report(spec.profiles, spec.driver, out=True)
@@ -296,55 +318,12 @@ class Engine:
         if spec.driver == self.id:
             drive = self.drives.get((spec.context, spec.number))
             if drive is not None:
-                self._end(drive, error)
+                drive.end(error)
             return
         fault, encoded = encode_fault(error, self.worker.name)
         report = Report(spec, message=source, fault=fault)
         buffers = encoded.buffers if encoded is not None else ()
         self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
-
-    def _send_gradients(self, run: Run, recv: Recv, grads: Grads) -> None:
-        """The gradients of a message go where it came from."""
-        if run.failed:
-            raise ContextError("the pass was aborted", context=run.spec.context)
-        run.sent_to.add(recv.sender)
-        observer, begun = self.worker.observer if run.spec.profiles else None, 0
-        if observer is not None:
-            observer.prepare(run.spec.profiles, recv.sender)
-            begun = observer.now()
-        encoded = encode(grads, names=["a gradient"] * len(grads))
-        note = None
-        if run.spec.create and any(tensor.requires_grad for tensor in encoded.tensors):
-            born_in = (run.spec.driver, run.spec.number)
-            note = record_send(
-                self.container,
-                run.context,
-                recv.sender,
-                encoded.tensors,
-                place=(*recv.order, run.spec.number),
-                born_in=born_in,
-            )
-        tally = self._reports.take_along(run.spec) if run.spec.driver != self.id else None
-        if tally is not None and recv.sender != run.spec.driver:
-            run.entrusted.setdefault(recv.sender, []).append(tally)
-        message = Gradient(run.spec, recv.message, encoded.payload, note, tally)
-        frame = Frame(AutogradKind.GRADIENT, 0, pack(message), encoded.buffers, encoded.keep)
-        peer = self.agent.peers.find(recv.sender)
-        try:
-            channel = self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
-            left = None if run.deadline is None else max(run.deadline - self.worker.runtime.now(), 0.0)
-            if observer is not None:
-                observer.gradient(run.spec.profiles, _key(run.spec, recv.message), recv.sender, begun, frame.nbytes)
-            if self._reports.use(run.spec, channel):
-                channel.send_soon(frame, timeout=left)
-            else:
-                channel.send(frame, timeout=left)
-        except ChannelClosedError as error:
-            raise PeerLostError(
-                f"lost worker '{peer.info.name}', to which gradients were due: {error}",
-                worker=peer.info.name,
-                reason=str(error),
-            ) from None
 
     def _post(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker that may be gone."""
@@ -356,68 +335,116 @@ class Engine:
 
     # Frames.
 
-    def _on_gradient(self, channel: Channel, frame: Frame) -> Task | None:
-        gradient = unpack(frame.body, Gradient)
-        self._reports.begin(gradient.spec)
-        if gradient.tally is None:
-            pass
-        elif gradient.spec.driver == self.id:
-            self._account(gradient.spec, gradient.tally)
-        else:
-            self._reports.add(gradient.spec, gradient.tally)
-        observer = self.worker.observer if gradient.spec.profiles else None
-        if observer is not None:
-            task = functools.partial(self.worker.run, self._take_observed, channel, gradient, frame, observer.now())
-        else:
-            task = functools.partial(self.worker.run, self._take_gradient, channel, gradient, frame)
-        drive = self.drives.get((gradient.spec.context, gradient.spec.number))
-        if drive is not None and drive.spec.driver == self.id and drive.attendant == threading.get_ident():
+    def _on_gradients(self, channel: Channel, frame: Frame) -> Task | None:
+        message = unpack(frame.body, Gradients)
+        spec = message.spec
+        context = self.container.find(spec.context)
+        if context is None:
+            if self.container.was_released(spec.context):
+                return None  # the driver has given it up
+            return functools.partial(self._complain_of_missing, spec, message.gradients[0].message)
+        run = context.runs.get((spec.driver, spec.number))
+        if run is None:
+            if spec.driver == self.id:
+                return None  # the pass is over
+            run = self._run_of(context, spec)
+        run.journal.begin()
+        drive, tally = run.drive, message.tally
+        if tally is not None:
+            if drive is not None:
+                self._account(drive, tally)
+            else:
+                run.journal.add(tally)
+        observer = self.worker.observer if spec.profiles else None
+        arrived = observer.now() if observer is not None else 0
+        task = functools.partial(
+            self.worker.run, self._take_gradients, run, channel, message.gradients, frame.buffers, arrived
+        )
+        if drive is not None and drive.attendant == threading.get_ident():
             drive.inbox.append(task)
             return None
         return task
 
-    def _take_observed(self, channel: Channel, gradient: Gradient, frame: Frame, arrived: int) -> None:
-        peer = self.agent.peers.of(channel)
-        sender = peer.record.id if peer is not None else -1
-        with self._observed_group(gradient.spec, MessageId(gradient.message), sender, arrived):
-            self._take_gradient(channel, gradient, frame)
+    def _take_gradients(
+        self, run: Run, channel: Channel, gradients: Sequence[Gradient], buffers: Sequence[Buffer], arrived: int
+    ) -> None:
+        """Deal with gradients that came together."""
+        parcels: Parcels = {}
+        source = gradients[0].message
+        if arrived:
+            peer = self.agent.peers.of(channel)
+            sender = peer.record.id if peer is not None else -1
+            with self._observed_group(run.spec, source, sender, arrived):
+                self._take_each(run, channel, gradients, buffers, parcels)
+                self._ship(run, source, parcels)
+        else:
+            self._take_each(run, channel, gradients, buffers, parcels)
+            self._ship(run, source, parcels)
+
+    def _take_each(
+        self,
+        run: Run,
+        channel: Channel,
+        gradients: Sequence[Gradient],
+        buffers: Sequence[Buffer],
+        parcels: Parcels,
+    ) -> None:
+        if len(gradients) == 1:
+            self._take(run, channel, gradients[0], buffers, parcels)
+            return
+        run.prepare()
+        now, used = self.worker.runtime.now, 0
+        began = now()
+        for number, gradient in enumerate(gradients):
+            own = buffers[used : used + gradient.buffers]
+            used += gradient.buffers
+            self._take(run, channel, gradient, own, parcels)
+            before, began = began, now()
+            if began > before + _LONG:
+                self._share_out(run, channel, gradients[number + 1 :], buffers[used:])
+                return
+
+    def _share_out(self, run: Run, channel: Channel, gradients: Sequence[Gradient], buffers: Sequence[Buffer]) -> None:
+        """Leave gradients to whoever has the time."""
+        used = 0
+        for gradient in gradients:
+            own = buffers[used : used + gradient.buffers]
+            used += gradient.buffers
+            run.journal.begin()
+            arguments = run, channel, (gradient,), own, 0
+            self.worker.crew.submit(functools.partial(self.worker.run, self._take_gradients, *arguments))
+
+    def _take(
+        self, run: Run, channel: Channel, gradient: Gradient, buffers: Sequence[Buffer], parcels: Parcels
+    ) -> None:
+        if run.failed:
+            return
+        source, payload, note = gradient.message, gradient.payload, gradient.note
+        try:
+            tensors = tensors_of(payload, buffers)
+            if note is not None:
+                peer = self.agent.peers.of(channel)
+                tensors = record_recv(run.context, split(source)[0] if peer is None else peer.record.id, note, tensors)
+            else:
+                tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+            grads = load(payload, buffers, tensors)
+        except Exception as error:
+            self._fail(run, source, error)
+            return
+        self._enter_source(run, source, grads, parcels)
+
+    def _complain_of_missing(self, spec: PassSpec, source: MessageId) -> None:
+        self._complain(spec, source, self._missing(spec.context, source))
 
     def _observed_group(
         self, spec: PassSpec, source: MessageId, sender: int = -1, arrived: int = 0
     ) -> contextlib.AbstractContextManager[None]:
         observer = self.worker.observer if spec.profiles else None
-        return _UNSEEN if observer is None else observer.group(spec.profiles, _key(spec, source), sender, arrived)
+        return _UNSEEN if observer is None else observer.group(spec.profiles, key_of(spec, source), sender, arrived)
 
     def _observed_pass(self, spec: PassSpec) -> contextlib.AbstractContextManager[None]:
         observer = self.worker.observer if spec.profiles else None
         return _UNSEEN if observer is None else observer.drive(spec.profiles, spec.context, spec.number)
-
-    def _take_gradient(self, channel: Channel, gradient: Gradient, frame: Frame) -> None:
-        try:
-            context = self.container.find(gradient.spec.context)
-            peer = self.agent.peers.of(channel)
-            if context is None or peer is None:
-                if not self.container.was_released(gradient.spec.context):
-                    source = MessageId(gradient.message)
-                    self._complain(gradient.spec, source, self._missing(gradient.spec.context, source))
-                return  # else the driver has given the context up
-            run = self._run_of(context, gradient.spec)
-            if run.failed:
-                return
-            source = MessageId(gradient.message)
-            if not run.knows(source):
-                self._fail(run, source, self._missing(context.id, source))
-                return
-            tensors = tensors_of(gradient.payload, frame.buffers)
-            if gradient.note is not None:
-                tensors = record_recv(context, peer.record.id, gradient.note, tensors)
-            else:
-                tensors = [tensor.detach() for tensor in tensors]
-            self._enter_source(run, source, load(gradient.payload, frame.buffers, tensors))
-        except Exception as error:
-            self._complain(gradient.spec, MessageId(gradient.message), error)
-        finally:
-            self._tell(gradient.spec)
 
     def _missing(self, context: int, source: MessageId) -> ContextError:
         found = self.container.find(context)
@@ -443,7 +470,7 @@ class Engine:
         with context.lock:
             run = context.runs.get(key)
         if run is None:
-            made = Run(spec, context, self._send_gradients)
+            made = Run(spec, context, self._outbox.send)
             with context.lock:
                 run = context.runs.setdefault(key, made)
                 run.failed = run.failed or key in context.aborted
@@ -458,7 +485,9 @@ class Engine:
         if observer is not None and peer is not None:
             observer.report(report.spec.profiles, peer.record.id, out=False)
         if report.fault is None and report.lost < 0:
-            self._account(report.spec, report.tally)
+            drive = self.drives.get((report.spec.context, report.spec.number))
+            if drive is not None:
+                self._account(drive, report.tally)
             return None
         return functools.partial(self._take_fault, report, frame)
 
@@ -471,33 +500,14 @@ class Engine:
             where = _where(report.spec, report.message, report.fault.worker)
             if where not in getattr(error, "__notes__", ()):  # it could not travel itself
                 error.add_note(where)
-            self._end(drive, error)
-            return
-        with drive.lock:
-            drive.ledger.report(report.tally.consumed, report.tally.produced)
-            drive.lost[report.lost] = report.reason
-            missed = report.lost in drive.ledger.outstanding.values()
-        if missed:
-            self._end(drive, self._loss(drive.spec, self.agent.peers.find(report.lost), drive.lost[report.lost]))
+            drive.end(error)
+        elif drive.lose(report.lost, report.reason, report.tally):
+            drive.end(self._loss(drive.spec, self.agent.peers.find(report.lost), report.reason))
 
-    def _account(self, spec: PassSpec, tally: Tally) -> None:
-        drive = self.drives.get((spec.context, spec.number))
-        if drive is None:
-            return
-        with drive.lock:
-            drive.ledger.report(tally.consumed, tally.produced)
-            over = drive.ledger.over
-            missed = [w for w in drive.ledger.outstanding.values() if w in drive.lost] if drive.lost else []
-        if missed:  # a loss that was noticed before this report came
-            self._end(drive, self._loss(drive.spec, self.agent.peers.find(missed[0]), drive.lost[missed[0]]))
-        elif over:
-            drive.gate.open()
-
-    def _end(self, drive: Drive, error: BaseException) -> None:
-        with drive.lock:
-            if drive.error is None:
-                drive.error = error
-        drive.gate.open()
+    def _account(self, drive: Drive, tally: Tally) -> None:
+        missed = drive.account(tally)
+        if missed is not None:
+            drive.end(self._loss(drive.spec, self.agent.peers.find(missed), drive.lost[missed]))
 
     def _on_abort(self, channel: Channel, frame: Frame) -> None:
         spec = unpack(frame.body, Abort).spec
@@ -535,12 +545,8 @@ class Engine:
                     report = Report(run.spec, merge(run.entrusted.get(lost, ())), lost=lost, reason=reason)
                     self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
         for drive in list(self.drives.values()):
-            with drive.lock:
-                drive.lost[lost] = reason
-                waiting = [m for m, worker in drive.ledger.outstanding.items() if worker == lost]
-            if waiting:
-                error = self._loss(drive.spec, peer, reason)
-                self._end(drive, error)
+            if drive.lose(lost, reason):
+                drive.end(self._loss(drive.spec, peer, reason))
 
     def _loss(self, spec: PassSpec, peer: Peer, reason: str) -> PeerLostError:
         return PeerLostError(
@@ -594,9 +600,7 @@ class Engine:
             return
         for drive in list(self.drives.values()):
             if drive.spec.context == context:
-                self._end(
-                    drive, UnknownContextError(f"context {context} was released during backward", context=context)
-                )
+                drive.end(UnknownContextError(f"context {context} was released during backward", context=context))
         frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
         for worker in released.end() - {self.id, known}:
             self._post(worker, frame)
@@ -615,10 +619,6 @@ def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
 def entrusted_by(spec: PassSpec) -> Tally:
     """Called by the driver of a pass; see ``Engine.entrusted``."""
     return current_worker().part(Engine).entrusted(spec)
-
-
-def _key(spec: PassSpec, message: int) -> GradientKey:
-    return spec.context, spec.driver, spec.number, message
 
 
 def _where(spec: PassSpec, source: int, worker: str) -> str:

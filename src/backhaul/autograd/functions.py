@@ -60,9 +60,10 @@ class SendRecord:
     ) -> None:
         self.message = message
         self.to = to
-        self.ends: list[End] = [
-            tensor if tensor.grad_fn is None else GradientEdge(tensor.grad_fn, tensor.output_nr) for tensor in tensors
-        ]
+        self.ends: list[End] = []
+        for tensor in tensors:
+            node = tensor.grad_fn
+            self.ends.append(tensor if node is None else GradientEdge(node, tensor.output_nr))
         self.order = order  # place in program order; see recording
         self.born_in = born_in  # the pass that sent it, if it is a gradient message
 
@@ -92,8 +93,6 @@ def _apart(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> S
     """Give each tensor memory of its own: the graph does not know which of them share it, so a change of one in place,
     or of another that came with it, would spoil gradients without a word.
     """
-    if len(tensors) + len(others) == 1:
-        return tensors
     found = []
     seen = {memory for tensor in others for memory in _memories(tensor)}
     for tensor in tensors:
@@ -127,6 +126,12 @@ def receive(recv: Recv, tensors: Sequence[torch.Tensor], others: Sequence[torch.
     recv.count = len(tensors)
     apart = _apart(tensors, others)
     return [_fence.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart)]
+
+
+def receive_one(recv: Recv, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """As ``receive``, for a message of one tensor, which is recorded."""
+    recv.count = 1
+    return [_fence.put(tensor.requires_grad_(), (recv, 0))]
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

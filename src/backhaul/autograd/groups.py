@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 import torch
 
 from backhaul.autograd.functions import End, Grads, MessageId, Recv, edge_of, recv_of
-from backhaul.autograd.native import LeafNode, Node, pass_hooks
+from backhaul.autograd.native import FenceNode, LeafNode, Node, node_hooks, pass_hooks
 
 
 def hooked(leaf: torch.Tensor) -> object:
@@ -33,7 +33,7 @@ class RecvEnd:
         """The gradients of all tensors of the message, from those that came to its nodes."""
         grads: list[torch.Tensor | None] = [None] * self.recv.count
         for index, grad in found.items():
-            grads[index] = pass_hooks(self.nodes[index], grad)
+            grads[index] = pass_hooks(self.nodes[index], grad) if node_hooks.possible else grad
         return grads
 
 
@@ -46,19 +46,24 @@ class Group:
 
     __slots__ = ("frozen", "leaves", "recvs", "size", "sources")
 
-    def __init__(self) -> None:
-        self.sources: list[MessageId] = []
+    def __init__(self, source: MessageId) -> None:
+        self.sources = [source]
         self.size = 0  # nodes, but for leaves
         self.leaves: dict[int, torch.Tensor] = {}  # by id
         self.frozen: dict[Node, None] = {}  # accumulation nodes of leaves that need no gradient any more
         self.recvs: dict[MessageId, RecvEnd] = {}
 
+    def absorb(self, other: Group) -> None:
+        """Take in another group."""
+        self.sources += other.sources
+        self.size += other.size
+        self.leaves.update(other.leaves)
+        self.frozen.update(other.frozen)
+        for message, end in other.recvs.items():
+            self.recvs.setdefault(message, end).nodes.update(end.nodes)
+
     def __repr__(self) -> str:
         return f"Group({self.sources} -> {len(self.leaves)} leaves, recvs {list(self.recvs)})"
-
-
-_Reached = tuple[dict[int, torch.Tensor], dict[MessageId, RecvEnd], list[Node], int]
-"""Leaves, messages, accumulation nodes of frozen leaves, and how many other nodes."""
 
 
 class Grouping:
@@ -76,93 +81,95 @@ class Grouping:
         joins: Callable[[torch.Tensor], object] = hooked,
     ) -> None:
         self.ends = sources
-        self._parent: dict[MessageId, MessageId] = {}
-        self._group_of: dict[MessageId, Group] = {}
         self._joins = joins
-        walks = self._walk()
-        for source in sources:
-            group = self._group_of.setdefault(self._find(source), Group())
-            group.sources.append(source)
-            leaves, recvs, frozen, size = walks[source]
-            group.size += size
-            group.leaves.update(leaves)
-            group.frozen.update(dict.fromkeys(frozen))
-            for message, end in recvs.items():
-                known = group.recvs.setdefault(message, end)
-                known.nodes.update(end.nodes)
-        for source in sources:
-            self._group_of[source] = self._group_of[self._find(source)]
+        self._owner: dict[Node, MessageId] = {}  # which source came to a node first
+        self._meeting: dict[object, MessageId] = {}  # likewise to what joins sources
+        self._parent: dict[MessageId, MessageId] = {}  # empty as long as nothing is joined
+        self._group_of = {source: self._walk(source, ends) for source, ends in sources.items()}
+        if self._parent:
+            self._merge()
+        del self._owner, self._meeting
 
     def of(self, source: MessageId) -> Group:
         """The group that a source belongs to."""
         return self._group_of[source]
+
+    def find(self, source: MessageId) -> Group | None:
+        """As ``of``; None if there is no such source."""
+        return self._group_of.get(source)
 
     @property
     def groups(self) -> list[Group]:
         """All groups, in the order of their first sources."""
         return list({id(group): group for group in self._group_of.values()}.values())
 
+    def _merge(self) -> None:
+        merged: dict[MessageId, Group] = {}
+        for source, group in self._group_of.items():
+            first = merged.setdefault(self._find(source), group)
+            if first is not group:
+                first.absorb(group)
+                self._group_of[source] = first
+
     def _find(self, source: MessageId) -> MessageId:
         parent = self._parent
-        while (above := parent.setdefault(source, source)) != source:
-            parent[source] = source = parent[above]
+        while (above := parent.get(source, source)) != source:
+            parent[source] = source = parent.get(above, above)
         return source
 
     def _join(self, one: MessageId, other: MessageId) -> None:
-        self._parent[self._find(one)] = self._find(other)
+        one, other = self._find(one), self._find(other)
+        if one != other:
+            self._parent[one] = other
 
-    def _walk(self) -> dict[MessageId, _Reached]:
-        """Visit every node once; note which source came first, and join those that meet."""
-        owner: dict[Node, MessageId] = {}
-        meeting: dict[object, MessageId] = {}
-        return {source: self._walk_from(source, ends, owner, meeting) for source, ends in self.ends.items()}
-
-    def _walk_from(
-        self,
-        source: MessageId,
-        ends: Sequence[End],
-        owner: dict[Node, MessageId],
-        meeting: dict[object, MessageId],
-    ) -> _Reached:
-        leaves: dict[int, torch.Tensor] = {}
-        recvs: dict[MessageId, RecvEnd] = {}
-        frozen: list[Node] = []
-        size = 0
+    def _walk(self, source: MessageId, ends: Sequence[End]) -> Group:
+        """Visit what no source before has visited, and join those that meet."""
+        group = Group(source)
+        owner = self._owner
         stack: list[Node] = []
         for end in ends:
             if isinstance(end, torch.Tensor):
-                self._reach_leaf(source, end, leaves, meeting)
+                self._reach_leaf(source, group, end)
             else:
                 stack.append(end.node)
         while stack:
             node = stack.pop()
-            first = owner.get(node) if node is not None else source
+            first = owner.get(node)
             if first == source:
                 continue
-            if first is None:
+            kind = type(node)
+            if kind is LeafNode:
                 owner[node] = source
-            if type(node) is LeafNode:
-                if not self._reach_leaf(source, node.variable, leaves, meeting):
-                    frozen.append(node)
+                if not self._reach_leaf(source, group, node.variable):
+                    group.frozen[node] = None
             elif first is not None:
                 self._join(source, first)
-            elif (mark := recv_of(node)) is not None:
-                recv, index = mark
-                recvs.setdefault(recv.message, RecvEnd(recv)).nodes[index] = node
-                self._join(source, meeting.setdefault(recv, source))  # a message gets its gradients at once
             else:
-                size += 1
-                stack.extend(following for following, _ in node.next_functions)
-        return leaves, recvs, frozen, size
+                owner[node] = source
+                if kind is FenceNode and (mark := recv_of(node)) is not None:
+                    self._reach_recv(source, group, node, *mark)
+                else:
+                    group.size += 1
+                    stack += [following for following, _ in node.next_functions if following is not None]
+        return group
 
-    def _reach_leaf(
-        self, source: MessageId, leaf: torch.Tensor, leaves: dict[int, torch.Tensor], meeting: dict[object, MessageId]
-    ) -> bool:
+    def _reach_recv(self, source: MessageId, group: Group, node: Node, recv: Recv, index: int) -> None:
+        known = group.recvs.get(recv.message)
+        if known is not None:
+            known.nodes[index] = node
+            return
+        group.recvs[recv.message] = RecvEnd(recv, {index: node})
+        first = self._meeting.setdefault(recv, source)
+        if first != source:
+            self._join(source, first)  # a message gets its gradients at once
+
+    def _reach_leaf(self, source: MessageId, group: Group, leaf: torch.Tensor) -> bool:
         if not leaf.requires_grad:
             return False  # frozen since: its gradient is dropped, as in one process
-        leaves[id(leaf)] = leaf
-        if (place := self._joins(leaf)) is not None:
-            self._join(source, meeting.setdefault(place, source))
+        group.leaves[id(leaf)] = leaf
+        place = self._joins(leaf)
+        if place is not None:
+            self._join(source, self._meeting.setdefault(place, source))
         return True
 
     def reach(self) -> dict[MessageId, frozenset[MessageId]]:
@@ -179,6 +186,7 @@ class RecvMasks:
 
     def __init__(self) -> None:
         self._numbers: dict[MessageId, int] = {}
+        self._messages: list[MessageId] = []  # by number
         self.masks: dict[Node, int] = {}
 
     def of(self, ends: Sequence[End]) -> int:
@@ -192,7 +200,18 @@ class RecvMasks:
 
     def names(self, mask: int) -> frozenset[MessageId]:
         """The messages that a mask stands for."""
-        return frozenset(message for message, bit in self._numbers.items() if mask >> bit & 1)
+        found = []
+        while mask:  # from bit to bit: most masks have few
+            lowest = mask & -mask
+            found.append(self._messages[lowest.bit_length() - 1])
+            mask ^= lowest
+        return frozenset(found)
+
+    def _number(self, message: MessageId) -> int:
+        number = self._numbers.setdefault(message, len(self._messages))
+        if number == len(self._messages):
+            self._messages.append(message)
+        return number
 
     def _visit(self, start: Node) -> None:
         masks = self.masks
@@ -206,7 +225,7 @@ class RecvMasks:
             if kind is LeafNode:
                 masks[node] = 0
             elif (mark := recv_of(node)) is not None:
-                masks[node] = 1 << self._numbers.setdefault(mark[0].message, len(self._numbers))
+                masks[node] = 1 << self._number(mark[0].message)
             else:
                 following = [n for n, _ in node.next_functions if n is not None]
                 ahead = [n for n in following if n not in masks]

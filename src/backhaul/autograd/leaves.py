@@ -13,7 +13,7 @@ import gc
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -25,7 +25,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import Grads, add
 from backhaul.autograd.messages import PassSpec
-from backhaul.autograd.native import Node, is_own, leaf_edge, node_hooks, run_accumulation, run_engine
+from backhaul.autograd.native import (
+    Node,
+    is_own,
+    leaf_edge,
+    node_hooks,
+    own_handles,
+    run_accumulation,
+    run_engine,
+    set_grad_enabled,
+)
 
 
 class _Swapping(contextlib.AbstractContextManager[None]):
@@ -61,6 +70,8 @@ class Leaves:
         self._spec = spec
         self._inputs = inputs
         self._runs_node: dict[int, bool] = {}  # by id of the leaf, which the graph keeps
+        self._reducers = reducers.possible
+        self._adds_alone = not (spec.into_grad or spec.restricted)  # where a leaf carries nothing
 
     def join(self, leaf: torch.Tensor) -> object:
         """What joins the sources that reach ``leaf``, so that what hangs on it sees their sum, once; None: nothing.
@@ -68,6 +79,8 @@ class Leaves:
         Sources whose leaves give equal answers run together.
         """
         hooks = leaf._backward_hooks
+        if not (hooks or leaf._post_accumulate_grad_hooks or self._reducers or node_hooks.possible):
+            return id(leaf) if self._spec.deterministic and self._spec.into_grad else None
         if hooks and any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks.values()):
             return "multi-grad hooks"  # they span leaves, and count on one run of the engine
         if (module := reducers.module_of(leaf)) is not None:
@@ -77,6 +90,8 @@ class Leaves:
         return id(leaf) if hooks or leaf._post_accumulate_grad_hooks or self._must_run_node(leaf) else None
 
     def _must_run_node(self, leaf: torch.Tensor) -> bool:
+        if not (self._reducers or node_hooks.possible):
+            return False
         known = self._runs_node.get(id(leaf))
         if known is None:
             known = self._runs_node[id(leaf)] = runs_node(leaf)
@@ -84,14 +99,13 @@ class Leaves:
 
     def is_plain(self, leaf: torch.Tensor) -> bool:
         """Whether the gradient of ``leaf`` is just to be added."""
-        spec = self._spec
-        return not (spec.into_grad or spec.restricted or self.join(leaf) is not None)
+        return self._adds_alone and self.join(leaf) is None
 
     def compute(
         self,
         edges: Sequence[GradientEdge],
         seeds: Sequence[torch.Tensor],
-        leaves: Iterable[torch.Tensor],
+        leaves: Collection[torch.Tensor],
         ends: Sequence[GradientEdge],
         order: tuple[int, ...],
     ) -> Grads:
@@ -99,27 +113,28 @@ class Leaves:
         returned.
         """
         spec = self._spec
-        wanted = list(leaves)
-        if spec.restricted:
-            wanted = list(self._inputs or ())
+        wanted = list(self._inputs or ()) if spec.restricted else leaves
         if not edges or not (wanted or ends):
             return [None] * len(ends)
         asked = [leaf if leaf.layout is torch.strided else leaf_edge(leaf) for leaf in wanted]
         grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
+        if not wanted:
+            return grads
         found = grads[len(wanted) :]
         del grads[len(wanted) :]
         self._take(wanted, grads, order)
         return found
 
-    def _take(self, leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None], order: tuple[int, ...]) -> None:
+    def _take(self, leaves: Iterable[torch.Tensor], grads: list[torch.Tensor | None], order: tuple[int, ...]) -> None:
         """Takes the gradients out of the list, so that it can tell which of them nobody else has."""
+        plain = self._adds_alone and not (self._reducers or node_hooks.possible)
         run_nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
         seen: set[int] = set()  # ids: one that comes again is that of a gradient which several leaves share
         for index, leaf in enumerate(leaves):
             grad, grads[index] = grads[index], None
             if grad is None:
                 continue
-            if leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf)):
+            if not plain and leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf)):
                 run_nodes.append((leaf, grad))
             else:
                 shared = sys.getrefcount(grad) > _ALONE  # not in the call below, whose arguments refer to it too
@@ -157,9 +172,17 @@ class Leaves:
                 leaf.grad = add(leaf.grad, grad)
             return
         hooks = leaf._post_accumulate_grad_hooks
-        with torch.set_grad_enabled(spec.create):
-            own = grad if not shared and is_own(grad) else grad.clone()
-            self._context.accumulate(leaf, own, order if spec.deterministic and not hooks else None)
+        own = not shared and is_own(grad)
+        if own and not (hooks or spec.deterministic) and self._context.accumulate_first(leaf, grad):
+            return
+        before = torch.is_grad_enabled()
+        set_grad_enabled(spec.create)
+        try:
+            self._context.accumulate(
+                leaf, grad if own else grad.clone(), order if spec.deterministic and not hooks else None
+            )
+        finally:
+            set_grad_enabled(before)
         if hooks:
             self._call_hooks(leaf, list(hooks.values()))
 
@@ -215,9 +238,14 @@ class _Reducers:
         self._looked = False
         register_module_module_registration_hook(self._on_submodule)
 
+    @property
+    def possible(self) -> bool:
+        """Whether there may be any."""
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
     def module_of(self, leaf: torch.Tensor) -> int | None:
         """Names the DDP module that reduces ``leaf``, if one does."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not self.possible:
             return None
         if not self._looked:
             self._looked = True
@@ -237,3 +265,4 @@ class _Reducers:
 
 
 reducers = _Reducers()
+own_handles()

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from backhaul.autograd.functions import ROOTS, ContextId, MessageId
 from backhaul.wire.messages import Fault, Payload, prepare
 
 
@@ -25,8 +26,8 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     ``message`` 0: nothing in it requires grad, so it was not recorded.
     """
 
-    context: int
-    message: int = 0
+    context: ContextId
+    message: MessageId = ROOTS
     positions: tuple[int, ...] = ()  # which tensors of the message's table are recorded
     order: tuple[int, ...] = ()
 
@@ -34,7 +35,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
 class PassSpec(msgspec.Struct, array_like=True, frozen=True):
     """What every worker must know of a pass. ``context``, ``driver`` and ``number`` name it."""
 
-    context: int
+    context: ContextId
     driver: int
     number: int
     retain: bool = False
@@ -55,12 +56,19 @@ class Tally(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Gradient(msgspec.Struct, array_like=True, frozen=True):
-    """Gradients of the tensors of ``message``, on their way to where it was sent from; None where there is none."""
+    """Gradients of the tensors of ``message``; None where there is none."""
+
+    message: MessageId
+    payload: Payload
+    buffers: int  # of the frame's, how many are this one's
+    note: Note | None = None  # under create_graph
+
+
+class Gradients(msgspec.Struct, array_like=True, frozen=True):
+    """Gradients on their way to where their messages were sent from."""
 
     spec: PassSpec
-    message: int
-    payload: Payload
-    note: Note | None = None  # under create_graph
+    gradients: list[Gradient]
     tally: Tally | None = None  # for the driver; whoever gets it passes it on
 
 
@@ -95,4 +103,4 @@ class Know(msgspec.Struct, array_like=True, frozen=True):
     context: int
 
 
-prepare(Note, Gradient, Report, Abort, Release, Know)
+prepare(Note, Gradients, Report, Abort, Release, Know)

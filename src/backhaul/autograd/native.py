@@ -25,6 +25,9 @@ LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 _engine: Any = Variable._execution_engine
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""For this thread; the class of that name does more."""
+
 
 def run_engine(
     edges: Sequence[GradientEdge],
@@ -146,14 +149,16 @@ def is_own(grad: torch.Tensor) -> bool:
     return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
 
 
+FenceNode: Any = torch._C._functions.Error  # type: ignore[attr-defined]
+"""The class of the nodes of fences."""
+
+
 class Fence:
     """The end of a worker's graph: a node of torch's own that refuses to run, with ``message``, and carries a mark.
 
     The engine is asked for the gradient that arrives at it. That costs a third of a node in Python, which would have to
     run.
     """
-
-    _class: Any = torch._C._functions.Error  # type: ignore[attr-defined]
 
     def __init__(self, message: str) -> None:
         self._put: Callable[[torch.Tensor], torch.Tensor] = torch._C._functions.DelayedError(message, 1)
@@ -165,10 +170,10 @@ class Fence:
         node.metadata[_MARK] = mark
         return output
 
-    @classmethod
-    def mark_of(cls, node: Node) -> Any:
+    @staticmethod
+    def mark_of(node: Node) -> Any:
         """The mark of a node, None if it is not a fence."""
-        return node.metadata.get(_MARK) if type(node) is cls._class else None
+        return node.metadata.get(_MARK) if type(node) is FenceNode else None
 
 
 _MARK = "backhaul"
@@ -209,6 +214,21 @@ class Task:
 _TASK = "backhaul_task"
 _REPLAY = "backhaul_replay"
 _own_tasks = itertools.count(1 << 62)
+
+
+_handles = 0  # made by us
+
+
+def own_handles() -> None:
+    """Let handles that we have made so far not count as hooks."""
+    global _handles
+    if not node_hooks.possible:
+        _handles = RemovableHandle.next_id
+
+
+def tasks_matter() -> bool:
+    """Whether there may be multi-grad hooks, who ask for the ``Task``: somebody has registered a hook of some kind."""
+    return bool(RemovableHandle.next_id > _handles or node_hooks.possible)
 
 
 def new_task_number() -> int:

@@ -13,21 +13,24 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from backhaul.autograd.container import Container
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ContextId, MessageId, Recv, SendRecord, receive
+from backhaul.autograd.functions import ROOTS, Recv, SendRecord, receive, receive_one
 from backhaul.autograd.messages import Note
 from backhaul.rpc.peers import Peer
 from backhaul.wire.codec import Encoded
-from backhaul.wire.messages import pack, unpack
+from backhaul.wire.messages import unpack
 from backhaul.worker import Worker
 
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_scope", default=None)
 
 carried: Callable[[], Scope | None] | None = None
 """Finds the current scope where context variables do not reach; see ``jit.threads``."""
+
+_FIRST = (0,)
 
 _NO_GRAD = object()
 """Kept of a call made under ``no_grad``: its result needs no gradient, as that of any operation there."""
@@ -82,21 +85,31 @@ def record_send(
     born_in: tuple[int, int] | None = None,
 ) -> Note | None:
     """Keep the sending end of a message; return the note that goes with it, None if the context has been released."""
-    positions = tuple(index for index, tensor in enumerate(tensors) if tensor.requires_grad)
+    positions: tuple[int, ...] = ()
+    if len(tensors) == 1:  # most often
+        recorded = tensors
+        if tensors[0].requires_grad:
+            positions = _FIRST
+    elif tensors:
+        positions = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
+        recorded = [tensors[index] for index in positions]
     if not positions:
-        return Note(context.id, order=place) if context.know(to) else None
+        return Note(context.id, ROOTS, positions, place) if context.know(to) else None
     message = container.new_message()
-    record = SendRecord(message, to, [tensors[p] for p in positions], place, born_in)
+    record = SendRecord(message, to, recorded, place, born_in)
     return Note(context.id, message, positions, place) if context.add_send(record) else None
 
 
 def record_recv(context: Context, sender: int, note: Note, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Keep the receiving end of a message; return the tensors as parts of the graph."""
-    context.know(sender)
-    if not note.message:
+    message = note.message
+    if not message:
+        context.know(sender)
         return tensors
-    recv = Recv(MessageId(note.message), sender, note.order)
+    recv = Recv(message, sender, note.order)
     context.add_recv(recv)
+    if len(tensors) == 1 and note.positions == _FIRST:
+        return receive_one(recv, tensors[0])
     others = [tensor for place, tensor in enumerate(tensors) if place not in note.positions]
     made = receive(recv, [tensors[p] for p in note.positions], others)
     tensors = list(tensors)
@@ -113,6 +126,7 @@ class Recorder:
     def __init__(self, worker: Worker, container: Container) -> None:
         self._worker = worker
         self._container = container
+        self._encode = msgspec.msgpack.Encoder().encode  # as ``pack``, less a call
 
     def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
         if not torch.is_grad_enabled():
@@ -121,24 +135,24 @@ class Recorder:
         if scope is None:
             return None, None
         note = record_send(self._container, scope.context, peer.record.id, encoded.tensors, place=scope.next_place())
-        return (pack(note), scope.context) if note is not None else (None, None)
+        return (self._encode(note), scope.context) if note is not None else (None, None)
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         if note is None:
             return tensors, None
         read = unpack(note, Note)
-        context = self._container.get_or_create(ContextId(read.context))
+        context = self._container.get_or_create(read.context)
         if context is None:  # the caller has released it: nobody will ask for gradients
             return tensors, None
         scope = Scope(self._worker, context, read.order)
-        enter(scope)
+        _scope.set(scope)
         return record_recv(context, peer.record.id, read, tensors), scope
 
     def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
         if kept is None:
             return None
         note = record_send(self._container, kept.context, peer.record.id, encoded.tensors, place=kept.next_place())
-        return pack(note) if note is not None else None
+        return self._encode(note) if note is not None else None
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if kept is _NO_GRAD:

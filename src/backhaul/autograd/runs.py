@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -19,15 +20,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, End, Grads, MessageId, Recv, edge_of
 from backhaul.autograd.groups import Fired, Group, Grouping, RecvEnd, nodes_behind, reaches
+from backhaul.autograd.journal import Journal
 from backhaul.autograd.leaves import Leaves
 from backhaul.autograd.messages import PassSpec, Tally
-from backhaul.autograd.native import Node, Task, Watch, new_task_number, renumber
+from backhaul.autograd.native import Node, Task, Watch, new_task_number, renumber, tasks_matter
 from backhaul.autograd.passes import Summary
 from backhaul.autograd.stepper import Stepper
 
+if TYPE_CHECKING:
+    from backhaul.autograd.drives import Drive
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+
+class Outcome(NamedTuple):
     """A group has run, or gone some way.
 
     Attributes:
@@ -107,29 +111,54 @@ class Run:
     ) -> None:
         self.spec = spec
         self.context = context
+        self.drive: Drive | None = None  # on the driver
+        self.journal = Journal()
         self.failed = False
-        self._send = send
         self.aborted = False
         self.deadline: float | None = None  # where it is known: on the driver
         self.sent_to: set[int] = set()  # workers that gradients went to
         self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it was to pass on to the driver
         self.asked = False  # whether orders have been asked for
+        self._send = send
+        self._roots = roots
         self._inputs = inputs
-        with context.lock:
-            records = [r for r in context.sends.values() if r.born_in != (spec.driver, spec.number)]
-        sources: dict[MessageId, Sequence[End]] = {r.message: r.ends for r in records}
-        self._places = {r.message: r.order for r in records}
-        self._born_in_passes = {r.message for r in records if r.born_in is not None}
-        if roots is not None:
-            sources = {ROOTS: roots, **sources}
         self._leaves = Leaves(context, spec, inputs)
-        self.grouping = Grouping(sources, self._leaves.join)
         self._task_number = new_task_number()
+        self._walking = threading.Lock()  # held while the grouping is made
+        self._grouping: Grouping | None = None
         self._reach: dict[MessageId, frozenset[MessageId]] | None = None
         self._lock = threading.Lock()  # guards what follows, and asked
         self._orders: Orders | None = None
         self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
         self._steppers: dict[int, Stepper] = {}
+
+    @property
+    def grouping(self) -> Grouping:
+        """The groups of this worker."""
+        return self._grouping or self.prepare()
+
+    def prepare(self) -> Grouping:
+        """Find the groups of this worker, at the first use; takes as long as its graph is large."""
+        with self._walking:
+            if self._grouping is None:
+                self._grouping = self._walk()
+            return self._grouping
+
+    def _walk(self) -> Grouping:
+        spec, context = self.spec, self.context
+        sources: dict[MessageId, Sequence[End]] = {} if self._roots is None else {ROOTS: self._roots}
+        self._places: dict[MessageId, tuple[int, ...]] = {}
+        self._born_in_passes: set[MessageId] = set()
+        with context.lock:
+            records = list(context.sends.values())
+        for record in records:
+            if record.born_in is not None:
+                if record.born_in == (spec.driver, spec.number):
+                    continue
+                self._born_in_passes.add(record.message)
+            sources[record.message] = record.ends
+            self._places[record.message] = record.order
+        return Grouping(sources, self._leaves.join)
 
     def send(self, recv: Recv, grads: Grads) -> None:
         """Send gradients at once."""
@@ -141,10 +170,6 @@ class Run:
         """Sources that have come and whose group has not run."""
         with self._lock:
             return sorted(self._waiting)
-
-    def knows(self, source: MessageId) -> bool:
-        """Whether ``source`` is one of this worker."""
-        return source in self.grouping.ends
 
     @property
     def reach(self) -> Mapping[MessageId, frozenset[MessageId]]:
@@ -191,9 +216,11 @@ class Run:
             groups = {id(group): group for group in map(self.grouping.of, self._waiting)}
         return [outcome for group in groups.values() for outcome in self._try(group)]
 
-    def arrive(self, source: MessageId, grads: Grads) -> list[Outcome]:
-        """The gradients of a source are there: run its group if nothing is missing."""
-        group = self.grouping.of(source)
+    def arrive(self, source: MessageId, grads: Grads) -> list[Outcome] | None:
+        """The gradients of a source are there: run its group if nothing is missing. None: there is no such source."""
+        group = (self._grouping or self.prepare()).find(source)
+        if group is None:
+            return None
         if len(group.sources) == 1 and not self.spec.restricted:
             return [self._run(group, {source: grads})]
         with self._lock:
@@ -228,7 +255,8 @@ class Run:
         fired, over = stepper.feed(here)
         if not over:
             return [Outcome(None, fired)]
-        self._spend(active)
+        if not self.spec.retain:
+            self._spend(active)
         return [Outcome(Tally(tuple(active), stepper.produced), fired)]
 
     def _run(self, group: Group, arrived: Mapping[MessageId, Grads]) -> Outcome:
@@ -236,28 +264,50 @@ class Run:
         edges: list[GradientEdge] = []
         seeds: list[torch.Tensor] = []
         sources = sorted(arrived, key=self._place) if len(arrived) > 1 else list(arrived)
-        order = self._place(sources[0])
+        order = self._places.get(sources[0], ())
+        all_ends = (self._grouping or self.prepare()).ends
         seen: set[int] = set()
         for source in sources:
-            for end, grad in zip(self.grouping.ends[source], arrived[source], strict=False):
+            for end, grad in zip(all_ends[source], arrived[source], strict=False):
                 if grad is None:
                     continue
-                if isinstance(end, torch.Tensor) and self._leaves.is_plain(end):
-                    if end.requires_grad:
-                        # A message brings equal gradients once; the roots' are the user's.
-                        self._leaves.keep(end, grad, order, shared=source == ROOTS or id(grad) in seen)
-                        seen.add(id(grad))
-                else:
+                if not isinstance(end, torch.Tensor):
+                    edges.append(end)
+                    seeds.append(grad)
+                elif not self._leaves.is_plain(end):
                     edges.append(edge_of(end))
                     seeds.append(grad)
+                elif end.requires_grad:
+                    # A message brings equal gradients once; the roots' are the user's.
+                    self._leaves.keep(end, grad, order, shared=source == ROOTS or id(grad) in seen)
+                    seen.add(id(grad))
         ends = self._answering(group, sources)
-        self._put_in_order(sources)
-        early = _Early(self, ends) if self._send is not None and ends and group.size > LARGE else None
-        with self._task(sources), early or contextlib.nullcontext():
+        if self.spec.deterministic:
+            self._put_in_order(sources)
+        early = group.size > LARGE and self._send is not None and bool(ends)
+        if early or tasks_matter():
+            compute = functools.partial(self._compute, group, edges, seeds, ends, order)
+            fired = self._watch(sources, ends if early else (), compute)
+        else:
             fired = self._compute(group, edges, seeds, ends, order)
-        self._spend(sources)
-        tally = Tally(tuple(sources), {end.recv.message: end.recv.sender for end in ends})
-        return Outcome(tally, fired if early is None else [(recv, grads) for recv, grads in fired if early.left(recv)])
+        if not self.spec.retain:
+            self._spend(sources)
+        produced: dict[int, int] = {end.recv.message: end.recv.sender for end in ends}
+        return Outcome(Tally(tuple(sources), produced), fired)
+
+    def _watch(
+        self, sources: Sequence[MessageId], early: Sequence[RecvEnd], compute: Callable[[], list[Fired]]
+    ) -> list[Fired]:
+        """Compute where hooks may ask what runs, or where the gradients of some messages are to go out before all of it
+        is done. Returns those that are left.
+        """
+        if not early:
+            with self._task(sources):
+                return compute()
+        sending = _Early(self, early)
+        with self._task(sources), sending:
+            fired = compute()
+        return [(recv, grads) for recv, grads in fired if sending.left(recv)]
 
     def _nodes(self, sources: Iterable[MessageId]) -> dict[Node, None]:
         return nodes_behind(end for source in sources for end in self.grouping.ends[source])
@@ -267,8 +317,7 @@ class Run:
 
     def _put_in_order(self, sources: Sequence[MessageId]) -> None:
         """Let sums inside of the engine be made in an order that no thread can change."""
-        if self.spec.deterministic:
-            renumber(self._nodes(sources))
+        renumber(self._nodes(sources))
 
     def _answering(self, group: Group, sources: Sequence[MessageId]) -> list[RecvEnd]:
         """The messages that get an answer, if only that there are no gradients."""
@@ -276,7 +325,9 @@ class Run:
         if len(sources) < len(group.sources):
             reached = frozenset().union(*(self.reach[source] for source in sources))
             ends = [end for end in ends if end.recv.message in reached]
-        useful = self._orders.useful if self._orders is not None else None
+        if self._orders is None:
+            return ends
+        useful = self._orders.useful
         return ends if useful is None else [end for end in ends if end.recv.message in useful]
 
     def _compute(
@@ -288,15 +339,18 @@ class Run:
         order: tuple[int, ...],
     ) -> list[Fired]:
         """Run the engine to the group's leaves and to ``ends``, which all answer."""
+        if not edges:
+            return [(end.recv, [None] * end.recv.count) for end in ends]
         wanted = [GradientEdge(node, 0) for end in ends for node in end.nodes.values()]
-        if not self.spec.restricted:  # what leads to them runs all the same
+        if group.frozen and not self.spec.restricted:  # what leads to them runs all the same
             wanted += [GradientEdge(node, 0) for node in group.frozen]
         found = iter(self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order))
         return [(end.recv, end.answer({index: next(found) for index in end.nodes})) for end in ends]
 
     def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> Stepper:
         sources = sorted(active, key=self._place)
-        self._put_in_order(sources)
+        if self.spec.deterministic:
+            self._put_in_order(sources)
         return Stepper(
             {source: [edge_of(end) for end in self.grouping.ends[source]] for source in sources},
             self._answering(group, sources),
@@ -318,8 +372,6 @@ class Run:
 
     def _spend(self, sources: Iterable[MessageId]) -> None:
         """After a pass that frees the graph, a source can not be used again."""
-        if self.spec.retain:
-            return
         with self.context.lock:
             for source in sources:
                 if self.context.sends.pop(source, None) is not None:

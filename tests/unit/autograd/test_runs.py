@@ -48,7 +48,7 @@ class Share:
         self.sent: dict[MessageId, Grads] = {}
         self.outcomes: list[Outcome] = []
         self._lock = threading.Lock()  # guards sent and outcomes
-        self.run = Run(PassSpec(1, 7, 1, **options), self.context)
+        self.run = Run(PassSpec(ContextId(1), 7, 1, **options), self.context)
 
     def natively(self) -> tuple[dict[torch.Tensor, torch.Tensor], dict[MessageId, list[torch.Tensor | None]]]:
         """All at once, as plain autograd does; what a leaf's hooks do besides is not seen by it."""
@@ -87,7 +87,9 @@ class Share:
             self.sent[recv.message] = grads
 
     def arrive(self, source: MessageId) -> None:
-        self.finish(self.run.arrive(source, self.grads[source]))
+        made = self.run.arrive(source, self.grads[source])
+        assert made is not None
+        self.finish(made)
 
     def follow(self, circular: bool) -> None:
         active = frozenset(self.active)

@@ -1,0 +1,155 @@
+"""Gradients on their way out: encodes them, and sends those that go to one worker together as far as they are small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from backhaul.autograd.container import Container
+from backhaul.autograd.functions import Grads, Recv
+from backhaul.autograd.groups import Fired
+from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, Note, PassSpec
+from backhaul.autograd.recording import record_send
+from backhaul.autograd.runs import Run
+from backhaul.errors import ContextError, PeerLostError
+from backhaul.observe import GradientKey, Observer
+from backhaul.rpc.peers import Peer, Peers
+from backhaul.transport.base import ChannelClosedError
+from backhaul.wire.codec import Encoded, encode
+from backhaul.wire.frames import Frame
+from backhaul.wire.memory import Buffer
+from backhaul.wire.messages import pack
+from backhaul.worker import Worker
+
+TOGETHER = 16  # gradients that go together at most: who gets them should not have to wait for all
+_SMALL = 1 << 15  # bytes of them; with what describes them they are less than any worker accepts
+_DESCRIBED = 64  # bytes that describe a buffer, about
+
+
+class _Parcel:
+    """Gradients that go to one worker together."""
+
+    __slots__ = ("buffers", "gradients", "keep", "nbytes")
+
+    def __init__(self) -> None:
+        self.gradients: list[Gradient] = []
+        self.buffers: list[Buffer] = []
+        self.keep: list[Any] = []
+        self.nbytes = 0
+
+
+Parcels = dict[int, _Parcel]
+"""By the worker they go to."""
+
+
+class Outbox:
+    """Of one worker. Thread-safe."""
+
+    def __init__(self, worker: Worker, peers: Peers, container: Container) -> None:
+        self._worker = worker
+        self._id = worker.info.id
+        self._peers = peers
+        self._container = container
+
+    def put(self, run: Run, fired: Sequence[Fired], parcels: Parcels) -> None:
+        """Let gradients go where their messages came from: at once if they are large, else with ``ship``. Raises
+        ``PeerLostError``, or what encoding raised.
+        """
+        if run.spec.profiles and (observer := self._worker.observer) is not None:
+            self._send_observed(run, fired, observer)
+            return
+        for recv, grads in fired:
+            to = recv.sender
+            encoded, note = self._encode(run, recv, grads)
+            nbytes = _DESCRIBED + len(encoded.payload.pickle)
+            for buffer in encoded.buffers:
+                nbytes += _DESCRIBED + len(buffer)
+            parcel = parcels.get(to)
+            if parcel is None or parcel.nbytes + nbytes > _SMALL:
+                if parcel is not None:
+                    self._dispatch(run, to, parcel)
+                parcel = parcels[to] = _Parcel()
+            parcel.nbytes += nbytes
+            parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
+            parcel.buffers += encoded.buffers
+            parcel.keep.append(encoded.keep)
+            if parcel.nbytes > _SMALL or len(parcel.gradients) >= TOGETHER:
+                del parcels[to]
+                self._dispatch(run, to, parcel)
+
+    def ship(self, run: Run, parcels: Parcels) -> None:
+        """Send what has been put there."""
+        for to, parcel in parcels.items():
+            self._dispatch(run, to, parcel)
+
+    def send(self, run: Run, recv: Recv, grads: Grads) -> None:
+        """Send the gradients of one message at once."""
+        parcels: Parcels = {}
+        self.put(run, ((recv, grads),), parcels)
+        self.ship(run, parcels)
+
+    def _send_observed(self, run: Run, fired: Sequence[Fired], observer: Observer) -> None:
+        """One by one: a profile shows each."""
+        spec = run.spec
+        for recv, grads in fired:
+            observer.prepare(spec.profiles, recv.sender)
+            begun = observer.now()
+            encoded, note = self._encode(run, recv, grads)
+            parcel = _Parcel()
+            parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
+            parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
+            frame = self._frame(run, recv.sender, parcel)
+            observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
+            self._send_frame(run, recv.sender, frame)
+
+    def _encode(self, run: Run, recv: Recv, grads: Grads) -> tuple[Encoded, Note | None]:
+        if run.failed:
+            raise ContextError("the pass was aborted", context=run.spec.context)
+        encoded = encode(grads, names=["a gradient"] * len(grads))
+        spec = run.spec
+        if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
+            return encoded, None
+        return encoded, record_send(
+            self._container,
+            run.context,
+            recv.sender,
+            encoded.tensors,
+            place=(*recv.order, spec.number),
+            born_in=(spec.driver, spec.number),
+        )
+
+    def _frame(self, run: Run, to: int, parcel: _Parcel) -> Frame:
+        run.sent_to.add(to)
+        driver = run.spec.driver
+        tally = None
+        if driver != self._id:
+            tally = run.journal.take_along(to == driver)
+            if tally is not None and to != driver:
+                run.entrusted.setdefault(to, []).append(tally)
+        message = Gradients(run.spec, parcel.gradients, tally)
+        return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)
+
+    def _dispatch(self, run: Run, to: int, parcel: _Parcel) -> None:
+        self._send_frame(run, to, self._frame(run, to, parcel))
+
+    def _send_frame(self, run: Run, to: int, frame: Frame) -> None:
+        peer = self._peers.find(to)
+        try:
+            channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
+            left = None if run.deadline is None else max(run.deadline - self._worker.runtime.now(), 0.0)
+            if run.journal.is_last(channel):
+                channel.send(frame, timeout=left)
+            else:
+                channel.send_soon(frame, timeout=left)
+        except ChannelClosedError as error:
+            raise _lost(peer, error) from None
+
+
+def _lost(peer: Peer, error: ChannelClosedError) -> PeerLostError:
+    name = peer.info.name
+    return PeerLostError(f"lost worker '{name}', to which gradients were due: {error}", worker=name, reason=str(error))
+
+
+def key_of(spec: PassSpec, message: int) -> GradientKey:
+    """How a profile names a gradient message."""
+    return spec.context, spec.driver, spec.number, message
