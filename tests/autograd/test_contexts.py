@@ -512,7 +512,7 @@ def test_other_messages_of_a_released_context() -> None:
             bh.rpc_sync(1, scale, args=(vector(1.0),))
         expect_no_contexts(workers)
         channel = engine_of(workers[0]).agent.peers.find("worker1").channel
-        spec = PassSpec(ContextId(ctx), 0, 99)
+        spec = PassSpec(ContextId(int(ctx)), 0, 99)
         encoded = encode([torch.ones(1)], names=["gradient"])
         gradient = Gradients(spec, [Gradient(MessageId(5), encoded.payload, 1)])
         for _ in range(3):

@@ -103,11 +103,8 @@ class Engine:
         """Run one pass over all workers; return when it is over, raise if it failed."""
         number, observer = next(self._numbers), self.worker.observer
         oldest = number
-        for drive in list(self.drives.values()) if self.drives else ():
-            if drive.spec.context == context.id:
-                oldest = min(oldest, drive.spec.number)
-        profiles = observer.sessions() if observer is not None else ()
-        restricted = inputs is not None
+        if self.drives:
+            oldest = min([n for c, n in list(self.drives) if c == context.id], default=number)
         spec = PassSpec(
             context.id,
             self.id,
@@ -117,9 +114,9 @@ class Engine:
             fast,
             into_grad,
             deterministic,
-            restricted,
+            inputs is not None,
             oldest,
-            profiles,
+            observer.sessions() if observer is not None else (),
         )
         edges = [get_gradient_edge(root) for root in roots]
         run = Run(spec, context, self._outbox.send, roots=edges, inputs=inputs)
@@ -145,6 +142,7 @@ class Engine:
             self.drives.pop((context.id, number), None)
             with context.lock:
                 context.runs.pop((self.id, number), None)
+            run.drive = None  # the two would keep each other, and the graph, until the next collection
 
     def _start(self, run: Run, seeds: Grads) -> None:
         run.journal.begin()
@@ -243,10 +241,11 @@ class Engine:
         """Gradients have come to a source: run what they make possible. Called between the journal's begin and end."""
         try:
             outcomes = run.arrive(source, grads)
-            if outcomes is None:
+            if outcomes:
+                self._finish(run, outcomes, parcels)
+            elif outcomes is None:
                 raise self._missing(run.context.id, source)
-            self._finish(run, outcomes, parcels)
-            if not outcomes and run.must_ask(source):
+            elif run.must_ask(source):
                 self._ask_for_orders(run, source)
         except BaseException as error:
             self._fail(run, source, error)
@@ -266,7 +265,9 @@ class Engine:
                 self._outbox.ship(run, parcels)
             except BaseException as error:
                 self._fail(run, source, error)
-        self._tell(run)
+        tally, channels = run.journal.end()
+        if tally is not None or channels:
+            self._tell(run, tally, channels)
 
     def _ask_for_orders(self, run: Run, source: MessageId) -> None:
         spec = run.spec
@@ -291,9 +292,8 @@ class Engine:
                 self._fail(run, source, error)
             self._ship(run, source, parcels)
 
-    def _tell(self, run: Run) -> None:
-        """Gradients have been dealt with: report to the driver if they were the last at hand."""
-        tally, channels = run.journal.end()
+    def _tell(self, run: Run, tally: Tally | None, channels: Iterable[Channel]) -> None:
+        """The last gradients at hand have been dealt with: report to the driver."""
         for channel in channels:
             channel.flush()
         if tally is None:
@@ -325,11 +325,15 @@ class Engine:
         buffers = encoded.buffers if encoded is not None else ()
         self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
 
-    def _post(self, worker: int, frame: Frame) -> None:
-        """Send a frame to a worker that may be gone."""
+    def _post(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
+        """Send a frame to a worker that may be gone; soon: nobody waits for it, so that it may go with others."""
         try:
             peer = self.agent.peers.find(worker)
-            self.agent.peers.channel_to(peer, self.worker.options.connect_timeout).send(frame, timeout=0)
+            channel = peer.channel or self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+            if soon:
+                channel.send_soon(frame, timeout=0)
+            else:
+                channel.send(frame, timeout=0)
         except (ChannelClosedError, BackhaulError) as error:
             log.debug("worker '%s' was not told: %s", self.name_of(worker), error)
 
@@ -355,8 +359,9 @@ class Engine:
                 self._account(drive, tally)
             else:
                 run.journal.add(tally)
-        observer = self.worker.observer if spec.profiles else None
-        arrived = observer.now() if observer is not None else 0
+        arrived = 0
+        if spec.profiles and (observer := self.worker.observer) is not None:
+            arrived = observer.now()
         task = functools.partial(
             self.worker.run, self._take_gradients, run, channel, message.gradients, frame.buffers, arrived
         )
@@ -370,16 +375,18 @@ class Engine:
     ) -> None:
         """Deal with gradients that came together."""
         parcels: Parcels = {}
-        source = gradients[0].message
+        first = gradients[0]
         if arrived:
             peer = self.agent.peers.of(channel)
             sender = peer.record.id if peer is not None else -1
-            with self._observed_group(run.spec, source, sender, arrived):
-                self._take_each(run, channel, gradients, buffers, parcels)
-                self._ship(run, source, parcels)
+            with self._observed_group(run.spec, first.message, sender, arrived):
+                self._take_gradients(run, channel, gradients, buffers, 0)
+            return
+        if len(gradients) == 1:
+            self._take(run, channel, first, buffers, parcels)
         else:
             self._take_each(run, channel, gradients, buffers, parcels)
-            self._ship(run, source, parcels)
+        self._ship(run, first.message, parcels)
 
     def _take_each(
         self,
@@ -389,9 +396,6 @@ class Engine:
         buffers: Sequence[Buffer],
         parcels: Parcels,
     ) -> None:
-        if len(gradients) == 1:
-            self._take(run, channel, gradients[0], buffers, parcels)
-            return
         run.prepare()
         now, used = self.worker.runtime.now, 0
         began = now()
@@ -423,10 +427,11 @@ class Engine:
         try:
             tensors = tensors_of(payload, buffers)
             if note is not None:
-                peer = self.agent.peers.of(channel)
-                tensors = record_recv(run.context, split(source)[0] if peer is None else peer.record.id, note, tensors)
+                tensors = record_recv(run.context, split(note.message)[0], note, tensors)
             else:
-                tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+                for index, tensor in enumerate(tensors):
+                    if tensor.requires_grad:
+                        tensors[index] = tensor.detach()
             grads = load(payload, buffers, tensors)
         except Exception as error:
             self._fail(run, source, error)
@@ -598,12 +603,16 @@ class Engine:
         released = self.container.pop(context)
         if released is None:
             return
-        for drive in list(self.drives.values()):
+        for drive in list(self.drives.values()) if self.drives else ():
             if drive.spec.context == context:
                 drive.end(UnknownContextError(f"context {context} was released during backward", context=context))
-        frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
-        for worker in released.end() - {self.id, known}:
-            self._post(worker, frame)
+        told = released.end()
+        told.discard(self.id)
+        told.discard(known)
+        if told:
+            frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
+            for worker in told:
+                self._post(worker, frame, soon=True)
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
         peer = self.agent.peers.of(channel)

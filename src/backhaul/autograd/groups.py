@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from backhaul.autograd.functions import End, Grads, MessageId, Recv, edge_of, recv_of
-from backhaul.autograd.native import FenceNode, LeafNode, Node, node_hooks, pass_hooks
+from backhaul.autograd.native import DEEP, FenceNode, LeafNode, Node, free_one_by_one, node_hooks, pass_hooks
 
 
 def hooked(leaf: torch.Tensor) -> object:
@@ -44,11 +45,11 @@ Fired = tuple[Recv, Grads]
 class Group:
     """Sources that run together, and the sinks they reach."""
 
-    __slots__ = ("frozen", "leaves", "recvs", "size", "sources")
+    __slots__ = ("frozen", "leaves", "nodes", "recvs", "sources")
 
     def __init__(self, source: MessageId) -> None:
         self.sources = [source]
-        self.size = 0  # nodes, but for leaves
+        self.nodes: list[Node] = []  # but for leaves and recv nodes
         self.leaves: dict[int, torch.Tensor] = {}  # by id
         self.frozen: dict[Node, None] = {}  # accumulation nodes of leaves that need no gradient any more
         self.recvs: dict[MessageId, RecvEnd] = {}
@@ -56,7 +57,7 @@ class Group:
     def absorb(self, other: Group) -> None:
         """Take in another group."""
         self.sources += other.sources
-        self.size += other.size
+        self.nodes += other.nodes
         self.leaves.update(other.leaves)
         self.frozen.update(other.frozen)
         for message, end in other.recvs.items():
@@ -89,6 +90,10 @@ class Grouping:
         if self._parent:
             self._merge()
         del self._owner, self._meeting
+        for group in self._group_of.values():
+            if len(group.nodes) > DEEP:
+                heads = [end.node for source in group.sources for end in sources[source] if type(end) is GradientEdge]
+                free_one_by_one(heads, group.nodes)
 
     def of(self, source: MessageId) -> Group:
         """The group that a source belongs to."""
@@ -147,13 +152,14 @@ class Grouping:
             else:
                 owner[node] = source
                 if kind is FenceNode and (mark := recv_of(node)) is not None:
-                    self._reach_recv(source, group, node, *mark)
+                    self._reach_recv(source, group, node, mark)
                 else:
-                    group.size += 1
+                    group.nodes.append(node)
                     stack += [following for following, _ in node.next_functions if following is not None]
         return group
 
-    def _reach_recv(self, source: MessageId, group: Group, node: Node, recv: Recv, index: int) -> None:
+    def _reach_recv(self, source: MessageId, group: Group, node: Node, mark: tuple[Recv, int]) -> None:
+        recv, index = mark
         known = group.recvs.get(recv.message)
         if known is not None:
             known.nodes[index] = node

@@ -36,7 +36,8 @@ class Journal:
         """Groups have run, here or on the way."""
         with self._lock:
             self._consumed += tally.consumed
-            self._produced.update(tally.produced)
+            if tally.produced:
+                self._produced.update(tally.produced)
 
     def is_last(self, channel: Channel) -> bool:
         """Whether what goes into ``channel`` now is all there is to go; if not, it is flushed in the end."""
@@ -59,8 +60,8 @@ class Journal:
         """
         with self._lock:
             self._at_hand -= 1
-            if self._at_hand:
-                return None, _NONE
+            if self._at_hand or not (self._consumed or self._channels):
+                return _NOTHING
             channels = self._channels
             if channels:
                 self._channels = set()
@@ -74,4 +75,4 @@ class Journal:
         return tally
 
 
-_NONE: set[Channel] = set()
+_NOTHING: tuple[None, set[Channel]] = (None, set())

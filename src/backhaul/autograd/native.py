@@ -179,6 +179,30 @@ class Fence:
 _MARK = "backhaul"
 
 
+DEEP = 10_000  # nodes of a graph from which on it has to be freed one by one
+
+
+def free_one_by_one(heads: Iterable[Node], nodes: Iterable[Node]) -> None:
+    """See to it that a graph is freed from node to node once its ``heads`` are gone. torch frees those that Python has
+    looked at by recursion, and a long row of them would need more stack than there is.
+    """
+    first = {id(head): head for head in heads}
+    if any(_NODES in head.metadata for head in first.values()):
+        return
+    rest = [node for node in nodes if id(node) not in first]
+    rest.sort(key=_sequence_number)  # a list is freed from its end: there are those that no other leads to
+    for head in first.values():
+        head.metadata[_NODES] = rest
+
+
+def _sequence_number(node: Node) -> int:
+    number: int = node._sequence_nr()
+    return number
+
+
+_NODES = "backhaul_nodes"
+
+
 class Task:
     """What multi-grad hooks take a pass for. They ask torch for the graph task that runs, and which nodes it is going
     to run; but a pass is many tasks, one for each group or even node, and the first knows nothing of what follows.

@@ -67,7 +67,7 @@ class Outbox:
             parcel = parcels.get(to)
             if parcel is None or parcel.nbytes + nbytes > _SMALL:
                 if parcel is not None:
-                    self._dispatch(run, to, parcel)
+                    self._send(run, to, self._frame(run, to, parcel))
                 parcel = parcels[to] = _Parcel()
             parcel.nbytes += nbytes
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
@@ -75,12 +75,12 @@ class Outbox:
             parcel.keep.append(encoded.keep)
             if parcel.nbytes > _SMALL or len(parcel.gradients) >= TOGETHER:
                 del parcels[to]
-                self._dispatch(run, to, parcel)
+                self._send(run, to, self._frame(run, to, parcel))
 
     def ship(self, run: Run, parcels: Parcels) -> None:
         """Send what has been put there."""
         for to, parcel in parcels.items():
-            self._dispatch(run, to, parcel)
+            self._send(run, to, self._frame(run, to, parcel))
 
     def send(self, run: Run, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
@@ -100,7 +100,7 @@ class Outbox:
             parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
             frame = self._frame(run, recv.sender, parcel)
             observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
-            self._send_frame(run, recv.sender, frame)
+            self._send(run, recv.sender, frame)
 
     def _encode(self, run: Run, recv: Recv, grads: Grads) -> tuple[Encoded, Note | None]:
         if run.failed:
@@ -129,10 +129,7 @@ class Outbox:
         message = Gradients(run.spec, parcel.gradients, tally)
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)
 
-    def _dispatch(self, run: Run, to: int, parcel: _Parcel) -> None:
-        self._send_frame(run, to, self._frame(run, to, parcel))
-
-    def _send_frame(self, run: Run, to: int, frame: Frame) -> None:
+    def _send(self, run: Run, to: int, frame: Frame) -> None:
         peer = self._peers.find(to)
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)

@@ -134,8 +134,9 @@ class Recorder:
         scope = current_scope(self._worker)
         if scope is None:
             return None, None
-        note = record_send(self._container, scope.context, peer.record.id, encoded.tensors, place=scope.next_place())
-        return (self._encode(note), scope.context) if note is not None else (None, None)
+        context = scope.context
+        note = record_send(self._container, context, peer.record.id, encoded.tensors, place=scope.next_place())
+        return (None, None) if note is None else (self._encode(note), context)
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         if note is None:

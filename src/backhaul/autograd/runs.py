@@ -89,6 +89,23 @@ class _Early(contextlib.AbstractContextManager[None]):
         self._watch.__exit__(*args)
 
 
+class _Gathering:
+    """A group that needs more than one source, or orders.
+
+    Attributes:
+        active: The sources that take part.
+        missing: Those of them that have not come.
+        stepper: Runs it, if it waits in a circle.
+    """
+
+    __slots__ = ("active", "missing", "stepper")
+
+    def __init__(self, active: Sequence[MessageId], missing: set[MessageId], stepper: Stepper | None) -> None:
+        self.active = active
+        self.missing = missing
+        self.stepper = stepper
+
+
 class Run:
     """Thread-safe.
 
@@ -99,6 +116,15 @@ class Run:
         roots: Where the pass starts, on its driver.
         inputs: What it is restricted to, on its driver.
     """
+
+    drive: Drive | None = None  # on the driver
+    deadline: float | None = None  # where it is known: on the driver
+    failed = False
+    aborted = False
+    asked = False  # whether orders have been asked for
+    _orders: Orders | None = None
+    _grouping: Grouping | None = None
+    _reach: dict[MessageId, frozenset[MessageId]] | None = None
 
     def __init__(
         self,
@@ -111,26 +137,17 @@ class Run:
     ) -> None:
         self.spec = spec
         self.context = context
-        self.drive: Drive | None = None  # on the driver
         self.journal = Journal()
-        self.failed = False
-        self.aborted = False
-        self.deadline: float | None = None  # where it is known: on the driver
         self.sent_to: set[int] = set()  # workers that gradients went to
         self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it was to pass on to the driver
-        self.asked = False  # whether orders have been asked for
         self._send = send
         self._roots = roots
         self._inputs = inputs
         self._leaves = Leaves(context, spec, inputs)
-        self._task_number = new_task_number()
         self._walking = threading.Lock()  # held while the grouping is made
-        self._grouping: Grouping | None = None
-        self._reach: dict[MessageId, frozenset[MessageId]] | None = None
         self._lock = threading.Lock()  # guards what follows, and asked
-        self._orders: Orders | None = None
         self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
-        self._steppers: dict[int, Stepper] = {}
+        self._gatherings: dict[int, _Gathering] = {}  # by id of the group, once it is known who takes part
 
     @property
     def grouping(self) -> Grouping:
@@ -158,6 +175,7 @@ class Run:
                 self._born_in_passes.add(record.message)
             sources[record.message] = record.ends
             self._places[record.message] = record.order
+        self._task_number = new_task_number()
         return Grouping(sources, self._leaves.join)
 
     def send(self, recv: Recv, grads: Grads) -> None:
@@ -207,14 +225,16 @@ class Run:
             return True
         if len(group.sources) == 1:
             return False
-        return not self.spec.fast or any(source in self._born_in_passes for source in group.sources)
+        return not self.spec.fast or not self._born_in_passes.isdisjoint(group.sources)
 
     def follow(self, orders: Orders) -> list[Outcome]:
         """Orders are there: run what waited for them."""
+        waiting: dict[int, list[MessageId]] = {}
         with self._lock:
             self._orders = orders
-            groups = {id(group): group for group in map(self.grouping.of, self._waiting)}
-        return [outcome for group in groups.values() for outcome in self._try(group)]
+            for source in self._waiting:
+                waiting.setdefault(id(self.grouping.of(source)), []).append(source)
+        return [outcome for sources in waiting.values() for outcome in self._try(self.grouping.of(sources[0]), sources)]
 
     def arrive(self, source: MessageId, grads: Grads) -> list[Outcome] | None:
         """The gradients of a source are there: run its group if nothing is missing. None: there is no such source."""
@@ -225,39 +245,42 @@ class Run:
             return [self._run(group, {source: grads})]
         with self._lock:
             self._waiting[source] = grads
-        return self._try(group)
+        return self._try(group, (source,))
 
-    def _try(self, group: Group) -> list[Outcome]:
-        stepper = None
+    def _try(self, group: Group, arrived: Sequence[MessageId]) -> list[Outcome]:
         with self._lock:
-            orders = self._orders
-            if orders is not None:
-                active = [source for source in group.sources if source in orders.active]
-                circular = any(source in orders.circular for source in active)
-            elif self._needs_orders(group):
-                return []
-            else:  # all are taken to come; which of them wait for each other nobody has looked at
-                active = list(group.sources)
-                circular = len(active) > 1
-            here = {source: self._waiting[source] for source in active if source in self._waiting}
-            if circular:
-                stepper = self._steppers.get(id(group))
-                if stepper is None:
-                    stepper = self._steppers[id(group)] = self._make_stepper(group, active)
-            elif len(here) < len(active):
-                return []
-            for source in here:
-                del self._waiting[source]
+            gathering = self._gatherings.get(id(group))
+            if gathering is None:
+                if self._orders is None and self._needs_orders(group):
+                    return []
+                gathering = self._gatherings[id(group)] = self._gather(group)
+                arrived = gathering.active
+            else:
+                gathering.missing.difference_update(arrived)
+            if gathering.stepper is None:
+                arrived = () if gathering.missing else gathering.active
+            here = {source: self._waiting.pop(source) for source in arrived if source in self._waiting}
         if not here:
             return []
-        if stepper is None:
+        if gathering.stepper is None:
             return [self._run(group, here)]
-        fired, over = stepper.feed(here)
+        fired, over = gathering.stepper.feed(here)
         if not over:
             return [Outcome(None, fired)]
         if not self.spec.retain:
-            self._spend(active)
-        return [Outcome(Tally(tuple(active), stepper.produced), fired)]
+            self._spend(gathering.active)
+        return [Outcome(Tally(tuple(gathering.active), gathering.stepper.produced), fired)]
+
+    def _gather(self, group: Group) -> _Gathering:
+        orders = self._orders
+        if orders is not None:
+            active = [source for source in group.sources if source in orders.active]
+            circular = not orders.circular.isdisjoint(active)
+        else:  # all are taken to come; which of them wait for each other nobody has looked at
+            active = group.sources
+            circular = len(active) > 1
+        stepper = self._make_stepper(group, active) if circular else None
+        return _Gathering(active, set(active) - self._waiting.keys(), stepper)
 
     def _run(self, group: Group, arrived: Mapping[MessageId, Grads]) -> Outcome:
         """One native call for the whole group."""
@@ -281,18 +304,21 @@ class Run:
                     # A message brings equal gradients once; the roots' are the user's.
                     self._leaves.keep(end, grad, order, shared=source == ROOTS or id(grad) in seen)
                     seen.add(id(grad))
-        ends = self._answering(group, sources)
-        if self.spec.deterministic:
-            self._put_in_order(sources)
-        early = group.size > LARGE and self._send is not None and bool(ends)
-        if early or tasks_matter():
+        if len(sources) == len(group.sources) and self._orders is None:
+            ends = list(group.recvs.values())
+        else:
+            ends = self._answering(group, sources)
+        early = len(group.nodes) > LARGE and self._send is not None and bool(ends)
+        if early or self.spec.deterministic or tasks_matter():
             compute = functools.partial(self._compute, group, edges, seeds, ends, order)
             fired = self._watch(sources, ends if early else (), compute)
         else:
-            fired = self._compute(group, edges, seeds, ends, order)
+            fired = self._compute(group, edges, seeds, ends, order) if edges or ends else []
         if not self.spec.retain:
             self._spend(sources)
-        produced: dict[int, int] = {end.recv.message: end.recv.sender for end in ends}
+        produced: dict[int, int] = {}
+        for answered in ends:
+            produced[answered.recv.message] = answered.recv.sender
         return Outcome(Tally(tuple(sources), produced), fired)
 
     def _watch(
@@ -301,6 +327,8 @@ class Run:
         """Compute where hooks may ask what runs, or where the gradients of some messages are to go out before all of it
         is done. Returns those that are left.
         """
+        if self.spec.deterministic:
+            self._put_in_order(sources)
         if not early:
             with self._task(sources):
                 return compute()
@@ -341,11 +369,20 @@ class Run:
         """Run the engine to the group's leaves and to ``ends``, which all answer."""
         if not edges:
             return [(end.recv, [None] * end.recv.count) for end in ends]
-        wanted = [GradientEdge(node, 0) for end in ends for node in end.nodes.values()]
+        wanted = []
+        for end in ends:
+            for node in end.nodes.values():
+                wanted.append(GradientEdge(node, 0))
         if group.frozen and not self.spec.restricted:  # what leads to them runs all the same
             wanted += [GradientEdge(node, 0) for node in group.frozen]
-        found = iter(self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order))
-        return [(end.recv, end.answer({index: next(found) for index in end.nodes})) for end in ends]
+        found = self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order)
+        fired: list[Fired] = []
+        used = 0
+        for end in ends:
+            following = used + len(end.nodes)
+            fired.append((end.recv, end.answer(dict(zip(end.nodes, found[used:following], strict=True)))))
+            used = following
+        return fired
 
     def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> Stepper:
         sources = sorted(active, key=self._place)
