@@ -89,11 +89,11 @@ class Grouping:
         self._group_of = {source: self._walk(source, ends) for source, ends in sources.items()}
         if self._parent:
             self._merge()
-        del self._owner, self._meeting
-        for group in self._group_of.values():
-            if len(group.nodes) > DEEP:
+        if len(self._owner) > DEEP:
+            for group in self.groups:
                 heads = [end.node for source in group.sources for end in sources[source] if type(end) is GradientEdge]
                 free_one_by_one(heads, group.nodes)
+        del self._owner, self._meeting
 
     def of(self, source: MessageId) -> Group:
         """The group that a source belongs to."""
