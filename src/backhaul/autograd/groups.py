@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
-from torch.autograd.graph import GradientEdge
 
-from backhaul.autograd.functions import End, Grads, MessageId, Recv, edge_of, recv_of
+from backhaul.autograd.functions import ROOTS, End, Grads, MessageId, Recv, edge_of, recv_of
 from backhaul.autograd.native import DEEP, FenceNode, LeafNode, Node, free_one_by_one, node_hooks, pass_hooks
 
 
@@ -91,8 +90,10 @@ class Grouping:
             self._merge()
         if len(self._owner) > DEEP:
             for group in self.groups:
-                heads = [end.node for source in group.sources for end in sources[source] if type(end) is GradientEdge]
-                free_one_by_one(heads, group.nodes)
+                if len(group.nodes) > DEEP:
+                    # The roots last: so the order of the others is the same in every pass, and no two make a circle.
+                    ends = [end for source in sorted(group.sources, key=ROOTS.__eq__) for end in sources[source]]
+                    free_one_by_one([node for node in nodes_behind(ends) if type(node) not in (LeafNode, FenceNode)])
         del self._owner, self._meeting
 
     def of(self, source: MessageId) -> Group:

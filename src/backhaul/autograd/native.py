@@ -180,27 +180,22 @@ _MARK = "backhaul"
 
 
 DEEP = 10_000  # nodes of a graph from which on it has to be freed one by one
+_ROW = 2_000  # nodes that are freed by recursion at most
 
 
-def free_one_by_one(heads: Iterable[Node], nodes: Iterable[Node]) -> None:
-    """See to it that a graph is freed from node to node once its ``heads`` are gone. torch frees those that Python has
-    looked at by recursion, and a long row of them would need more stack than there is.
+def free_one_by_one(nodes: Sequence[Node]) -> None:
+    """See to it that a graph is freed from node to node, whoever holds on to whatever part of it. torch frees nodes
+    that Python has looked at by recursion, and a long row of them would need more stack than there is.
+
+    Args:
+        nodes: All nodes, each after those behind it. So what hangs on one of them never leads back there.
     """
-    first = {id(head): head for head in heads}
-    if any(_NODES in head.metadata for head in first.values()):
-        return
-    rest = [node for node in nodes if id(node) not in first]
-    rest.sort(key=_sequence_number)  # a list is freed from its end: there are those that no other leads to
-    for head in first.values():
-        head.metadata[_NODES] = rest
+    for end in range(len(nodes), 1, -_ROW):
+        row = nodes[max(end - _ROW, 0) : end]
+        row[-1].metadata[_BEHIND] = row[:-1]  # a list is freed from its end
 
 
-def _sequence_number(node: Node) -> int:
-    number: int = node._sequence_nr()
-    return number
-
-
-_NODES = "backhaul_nodes"
+_BEHIND = "backhaul_behind"
 
 
 class Task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -124,6 +125,30 @@ def test_work_is_linear(kind: Callable[[int], Callable[[], None]], monkeypatch: 
 
 def test_a_graph_of_many_nodes() -> None:
     deep(100_000)()
+
+
+def test_part_of_a_graph_of_many_nodes_may_be_kept() -> None:
+    """Freed later, it needs no more of the stack; and nothing of it stays."""
+    value = received(0)
+    kept = []
+    for number in range(100_000):
+        value = value + 1
+        if not number % 30_000 or number > 99_990:
+            kept.append(value)
+    context = context_of(kept)
+    sources = range(1, len(kept) + 1)
+    run = Run(PassSpec(ContextId(1), 7, 1), context)
+    run.follow(Orders(frozenset(sources), frozenset()))
+    for number in sources:
+        run.arrive(MessageId(number), SEED)
+    mark = torch.ones(0)
+    node: Any = kept[1].grad_fn
+    node.metadata["test"] = mark
+    gone = weakref.ref(mark)
+    del value, run, context, node, mark
+    while kept:
+        kept.pop()
+    assert gone() is None
 
 
 def test_many_sends() -> None:
