@@ -56,6 +56,7 @@ log = logging.getLogger("backhaul")
 T = TypeVar("T")
 _UNSEEN = contextlib.nullcontext()
 _LONG = 0.001  # seconds that one gradient takes from which on others that came with it are for other threads
+_CLOSELY = 0.0002  # seconds between releases that make it worth to send them together
 _ASKING = 1.0  # seconds that a worker has to say what it knows of a pass that is too late
 
 
@@ -68,6 +69,7 @@ class Engine:
         self.container = Container(self.id)
         self.agent = node.agent
         self._numbers = itertools.count(1)
+        self._released_at = 0.0  # when a context was last released
         self.drives: dict[tuple[int, int], Drive] = {}
         self._outbox = Outbox(node.worker, node.agent.peers, self.container)
         node.agent.interceptors.append(Recorder(node.worker, self.container))
@@ -165,7 +167,8 @@ class Engine:
         """
         while not drive.gate.opened:
             left = None if deadline is None else deadline - self.worker.runtime.now()
-            channels = [self.agent.peers.find(worker).channel for worker in list(drive.run.sent_to)]
+            peers = [self.agent.peers.find(worker) for worker in list(drive.run.sent_to)]
+            channels = dict.fromkeys(channel for peer in peers for channel in (peer.channel, peer.incoming))
             held = [channel for channel in channels if channel is not None and channel.hold()]
             if not held:
                 return drive.gate.wait(left)
@@ -610,9 +613,11 @@ class Engine:
         told.discard(self.id)
         told.discard(known)
         if told:
+            now = self.worker.runtime.now()
+            soon, self._released_at = now < self._released_at + _CLOSELY, now
             frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
             for worker in told:
-                self._post(worker, frame, soon=True)
+                self._post(worker, frame, soon=soon)
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
         peer = self.agent.peers.of(channel)

@@ -54,14 +54,27 @@ def main_identity() -> str:
 class Peer:
     """One worker as another sees it."""
 
-    __slots__ = ("called_at", "channel", "closely", "connecting", "info", "main_shared", "record", "sent_at")
+    __slots__ = (
+        "called_at",
+        "channel",
+        "closely",
+        "connecting",
+        "incoming",
+        "info",
+        "main_shared",
+        "record",
+        "sent_at",
+    )
 
     def __init__(self, record: WorkerRecord, own: WorkerRecord) -> None:
         self.record = record
         self.info = record.info
         # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
-        self.channel: Channel | None = None
+        self.channel: Channel | None = None  # what this end sends through
+        self.incoming: Channel | None = (
+            None  # the one that the other end opened; two that call each other at once have two
+        )
         # Of asynchronous calls, for those who may send them together:
         self.called_at = 0.0  # when the last was made
         self.closely = 0  # how many have followed each other closely
@@ -201,6 +214,7 @@ class Peers:
         assert peer is not None
         with self._lock:
             self._by_channel[channel] = peer
+        peer.incoming = channel
         if peer.channel is None:
             peer.channel = channel
         return None
@@ -221,6 +235,8 @@ class Peers:
             return
         if peer.channel is channel:
             peer.channel = None  # the next use opens another
+        if peer.incoming is channel:
+            peer.incoming = None
         for listener in self._listeners:
             listener(peer, channel, reason)
 

@@ -8,7 +8,7 @@ import select
 import threading
 
 from backhaul.transport.base import Channel
-from backhaul.transport.luck import LOOKS, Luck
+from backhaul.transport.luck import LOOKS, Luck, offer
 
 _LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
 
@@ -48,6 +48,7 @@ class Bell:
                 ready = poll(0)
                 if ready:
                     break
+                offer()
             self._luck.looked()
         if not ready:
             ready = poll(None if timeout is None else min(timeout, _LONGEST) * 1000)

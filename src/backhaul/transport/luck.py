@@ -2,8 +2,8 @@
 
 [Note: looking] A processor that goes to sleep takes tens of microseconds to wake up and is slow for a while after; most
 replies come sooner than that. So a thread that waits for a message looks for it some times before it sleeps, if
-messages came soon of late, nothing else is to be done in its process, which would want the interpreter, and nobody
-took the processor away when it last did.
+messages came soon of late, nothing else is to be done in its process, which would want the interpreter, and processors
+are not scarce. Between two looks it offers the processor to others; if they keep it for long, they need it more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import time
 LOOKS = 300 if len(os.sched_getaffinity(0)) > 1 else 0
 """How many times to look; each takes about a microsecond."""
 
-_TAKEN = 0.00004  # seconds that we would have noticed to be without the processor
+offer = os.sched_yield
+"""Called between two looks."""
+
+_TAKEN = 0.001  # seconds without the processor that mean that it is scarce
 _RESPECT = 4, 128  # waits for which we leave it to others then, at first and at most
 _SOON = 0.0005  # seconds; what comes within this time would come sooner if nobody slept
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost, Received
-from backhaul.transport.luck import LOOKS, Luck
+from backhaul.transport.luck import LOOKS, Luck, offer
 from backhaul.transport.slots import Budget
 from backhaul.wire.frames import Frame, FrameReader
 from backhaul.wire.memory import Buffer, Recycler
@@ -30,6 +30,7 @@ log = logging.getLogger("backhaul")
 _COALESCE = 1 << 16  # a frame up to this size may be copied so as not to wait for another writer
 _MAX_QUEUED = 16 << 20  # bytes of copied frames a channel holds before senders wait
 _LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
+_PLEAS = 200  # times to look whether a thread that lingers has let go; it looks every microsecond or two
 _MAX_PARTS = 512  # pieces per system call, well under the kernel's limit
 
 
@@ -73,6 +74,8 @@ class SocketChannel(Channel):
         self._poller = select.poll()  # for receive; used by the holder
         self._poller.register(self._fd, select.POLLIN)
         self._luck = Luck()
+        self._lingering = False  # the holder has nothing else to do
+        self._wanted = False  # and another thread waits for the channel
         self._ended: str | None = None  # why the channel is over; set once
         self._writing = threading.Lock()  # held by whoever writes to the socket; guards _stalled
         self._queue: collections.deque[bytes] = collections.deque()
@@ -107,10 +110,24 @@ class SocketChannel(Channel):
         return event
 
     def hold(self) -> bool:
-        if not self._held.acquire(blocking=False):
+        if not self._held.acquire(blocking=False) and not (self._lingering and self._take_over()):
             return False
         self._endpoint.arm(self._fd, 0)
         return True
+
+    def _take_over(self) -> bool:
+        """Get the channel from a thread that lingers: who waits for something comes first."""
+        self._wanted = True
+        taken = False
+        for _ in range(_PLEAS):
+            taken = self._held.acquire(blocking=False)
+            if taken or not self._lingering:
+                break
+            time.sleep(0)  # lets go of the interpreter
+        self._wanted = False
+        if not taken:
+            self._endpoint.arm(self._fd, select.EPOLLIN)  # the other may have left that to us
+        return taken
 
     def receive(self, timeout: float | None) -> Event | None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -133,9 +150,12 @@ class SocketChannel(Channel):
         """The thread that read the channel last has nothing else to do: see whether more comes. If so, the channel is
         held as after ``read``.
         """
-        if not self._endpoint.quiet or not self._luck.expecting or not self.hold():
+        if not self._endpoint.quiet or not self._luck.expecting or not self._held.acquire(blocking=False):
             return None
+        self._endpoint.arm(self._fd, 0)
+        self._lingering = True
         event = self._look()
+        self._lingering = False
         if event is None:
             self.resume()
         return event
@@ -146,10 +166,11 @@ class SocketChannel(Channel):
         wakes = endpoint.wakes
         event = None
         for _ in range(LOOKS):
-            if not endpoint.quiet or endpoint.wakes != wakes:
+            if not endpoint.quiet or endpoint.wakes != wakes or self._wanted:
                 return None  # whoever is at work here wanted the interpreter: that says nothing of processors
             if poll(0) and (event := self._read()) is not None:
                 break
+            offer()
         self._luck.looked()
         return event
 
@@ -202,7 +223,8 @@ class SocketChannel(Channel):
         self._luck.begin()
         # In this order: armed first, a poller could find the channel still held and drop its event.
         self._held.release()
-        self._endpoint.arm(self._fd, select.EPOLLIN)
+        if not self._wanted:  # else it is going to be held at once
+            self._endpoint.arm(self._fd, select.EPOLLIN)
 
     def _lose(self, reason: str) -> Lost:
         self._end(reason)

@@ -69,7 +69,7 @@ def test_leaves_the_processor_to_others_for_a_while(clocks: Clocks) -> None:
     luck = Luck()
     pauses = []
     for _ in range(8):
-        assert wait(luck, clocks, 0.0002, taken=0.0001)
+        assert wait(luck, clocks, 0.002, taken=0.0015)
         pauses.append(next(n for n in range(1000) if luck._waits + n + 1 > luck._pause))
         for _ in range(pauses[-1]):
             assert not wait(luck, clocks, 0.0001)
@@ -77,7 +77,7 @@ def test_leaves_the_processor_to_others_for_a_while(clocks: Clocks) -> None:
     assert pauses[0] < 10 < 100 < pauses[-1] == pauses[-2]
     looked = sum(wait(luck, clocks, 0.0001) for _ in range(200))
     assert looked == 200
-    assert wait(luck, clocks, 0.0002, taken=0.0001)
+    assert wait(luck, clocks, 0.002, taken=0.0015)
     shorter = 0
     while not wait(luck, clocks, 0.0001):
         shorter += 1
