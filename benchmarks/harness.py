@@ -104,6 +104,7 @@ def serve_ours(rows: Rows, address: str) -> None:
 def serve_theirs(rank: int, rows: Rows, address: str, place: tuple[int, int, int], transport: str) -> None:
     """Runs in every worker of the reference's cluster."""
     count, port, threads = place
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))  # as ``bh.launch`` does
     join_reference(f"worker{rank}", rank, count, port, threads=threads, transport=transport)
     if rank == 0:
         serve(rows, THEIRS, address)

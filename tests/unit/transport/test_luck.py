@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -134,3 +135,60 @@ def test_a_bell_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, Sock
     assert channel.take() is None
     channel.resume()
     bell.close()
+
+
+def test_who_waits_gets_the_channel_from_who_lingers(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
+    """One thread polls and lingers, another takes the channel for itself now and then: between them they see every
+    frame once and in order, and the second gets it although the first always has it.
+    """
+    here, there = ends
+    count, seen, held, over = 3000, [], 0, threading.Event()
+
+    def collect(event: object) -> None:
+        if isinstance(event, Received):
+            seen.extend(frame.number for frame in event.frames)
+
+    def poll() -> None:
+        while not over.is_set():
+            event = here.poll(0.05)
+            collect(event)
+            if isinstance(event, Received):
+                event.channel.resume()
+
+    accepted: list[Received] = []
+
+    def let_in() -> None:
+        while not accepted:
+            event = there.poll(0.01)
+            if isinstance(event, Received):
+                accepted.append(event)
+
+    host = threading.Thread(target=let_in)
+    host.start()
+    channel = here.connect(there.addresses[0], timeout=5.0)
+    channel.send(Frame(40, 1, b"hello"))
+    host.join()
+    poller = threading.Thread(target=poll)
+    poller.start()
+
+    def send() -> None:
+        for number in range(count):
+            accepted[0].channel.send(Frame(41, number, b""))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        deadline = time.monotonic() + 30
+        while len(seen) < count and time.monotonic() < deadline:
+            if channel.hold():
+                held += 1
+                collect(channel.receive(0.001))
+                channel.resume()
+            time.sleep(0.0002)
+    finally:
+        over.set()
+        here.wake()
+        poller.join()
+        sender.join()
+    assert seen == list(range(count))
+    assert held > 0
