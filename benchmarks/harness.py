@@ -33,6 +33,7 @@ import backhaul as bh
 OUT = Path(__file__).parent / "out"
 Numbers = dict[str, tuple[float, float]]
 _KEY = b"a conductor and two sides"
+_WARM_UP = 0.25  # seconds at the begin of each round: everything was stopped
 
 
 OURS, THEIRS = "backhaul", "reference"
@@ -87,11 +88,14 @@ def serve(rows: Rows, system: str, address: str) -> None:
         conductor.send([(row.name, row.rounds) for row in found])
         while (place := conductor.recv()) is not None:
             row, times = found[place], []
-            for number in range(-1 - row.calls // 8, row.calls):  # those below 0 warm up
+            warm = time.perf_counter() + _WARM_UP
+            row.call()
+            while time.perf_counter() < warm:
+                row.call()
+            for _ in range(row.calls):
                 start = time.perf_counter()
                 row.call()
-                if number >= 0:
-                    times.append((time.perf_counter() - start) / row.per)
+                times.append((time.perf_counter() - start) / row.per)
             conductor.send(times)
 
 
