@@ -31,6 +31,7 @@ from backhaul.wire.memory import Recycler
 
 log = logging.getLogger("backhaul")
 
+_REAL = Runtime()
 P = TypeVar("P")
 FrameHandler = Callable[[Channel, Frame], Task | None]
 """Acts on a frame while its channel is held: short, never blocks. May return what is left to run."""
@@ -172,7 +173,7 @@ class Worker:
         """
         held = set(channels)
         deadline = None if timeout is None else self.runtime.now() + timeout
-        bell = self._bells.pop() if self._bells else Bell(self._luck)
+        bell = self._bells.pop() if self._bells else self.endpoint.bell(self._luck)
         gate.bell = bell.ring
         try:
             while not gate.opened and not inbox:
@@ -318,6 +319,12 @@ def observer_here() -> Observer | None:
     """Who looks on at what the current worker does, if anybody."""
     worker = _current.get() or _only
     return None if worker is None else worker.observer
+
+
+def runtime_here() -> Runtime:
+    """That of the current worker; where there is none, the real thing."""
+    worker = _current.get() or _only
+    return _REAL if worker is None else worker.runtime
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from backhaul.errors import (
 from backhaul.observe import GradientKey
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
-from backhaul.runtime import Gate
+from backhaul.runtime import Runtime
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.faults import decode_fault, encode_fault
@@ -52,15 +52,15 @@ _ASKING = 1.0  # seconds that a worker has to say what it knows of a pass that i
 class Drive:
     """A pass, at its driver."""
 
-    def __init__(self, spec: PassSpec, run: Run, gate: Gate) -> None:
+    def __init__(self, spec: PassSpec, run: Run, runtime: Runtime) -> None:
         self.spec = spec
         self.run = run
-        self.gate = gate
+        self.gate = runtime.gate()
         self.error: BaseException | None = None
         self.lock = threading.Lock()  # guards ledger and error
         self.ledger = Ledger()
         self.lost: dict[int, str] = {}  # workers lost since the pass began, and why
-        self.planning = threading.Lock()  # held while the plan is made
+        self.planning = runtime.lock()  # held while the plan is made
         self.plan: Plan | None = None
         self.attendant = 0  # the thread that reads for the pass while it waits for its end
         self.inbox: collections.deque[Task] = collections.deque()  # what it has to do
@@ -127,7 +127,7 @@ class Engine:
         run = Run(spec, context, self._send_gradients, roots=edges, inputs=inputs)
         with context.lock:
             context.runs[self.id, spec.number] = run
-        drive = Drive(spec, run, self.worker.runtime.gate())
+        drive = Drive(spec, run, self.worker.runtime)
         self.drives[spec.context, spec.number] = drive
         deadline = run.deadline = self.worker.runtime.now() + timeout if timeout else None
         try:

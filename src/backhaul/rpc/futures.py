@@ -13,13 +13,10 @@ from typing import Any, TypeVar
 import torch.futures
 
 from backhaul.compiler import graph_break
-from backhaul.runtime import Runtime
-from backhaul.worker import blocking, observer_here
+from backhaul.worker import blocking, observer_here, runtime_here
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-_runtime = Runtime()
 
 
 class Future(torch.futures.Future[T]):
@@ -52,7 +49,7 @@ class Future(torch.futures.Future[T]):
 
     def _wait_until_done(self, timeout: float | None) -> None:
         if not self.done():
-            gate = _runtime.gate()
+            gate = runtime_here().gate()
             self._when_done(lambda _: gate.open())
             with blocking():
                 if not gate.wait(timeout):

@@ -13,6 +13,7 @@ import msgspec
 
 from backhaul.crew import Task
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
+from backhaul.runtime import Lock
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import WorkerId, WorkerInfo
 from backhaul.wire.frames import Frame
@@ -56,7 +57,7 @@ class Peer:
 
     __slots__ = ("called_at", "channel", "closely", "connecting", "info", "main_shared", "record", "sent_at")
 
-    def __init__(self, record: WorkerRecord, own: WorkerRecord) -> None:
+    def __init__(self, record: WorkerRecord, own: WorkerRecord, connecting: Lock) -> None:
         self.record = record
         self.info = record.info
         # A worker shares its main program with itself even where that has no file.
@@ -66,7 +67,7 @@ class Peer:
         self.called_at = 0.0  # when the last was made
         self.closely = 0  # how many have followed each other closely
         self.sent_at = 0.0  # when one was last sent at once
-        self.connecting = threading.Lock()  # held while a channel is being opened
+        self.connecting = connecting  # held while a channel is being opened
 
 
 LossListener = Callable[[Peer, Channel, str], None]
@@ -104,7 +105,8 @@ class Peers:
         with self._lock:
             if record.id in self._by_id or record.name in self._by_name:
                 return None
-            peer = self._by_id[record.id] = self._by_name[record.name] = Peer(record, self._own)
+            peer = Peer(record, self._own, self._worker.runtime.lock())
+            self._by_id[record.id] = self._by_name[record.name] = peer
             return peer
 
     def dismiss(self, worker: int) -> None:

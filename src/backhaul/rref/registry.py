@@ -10,7 +10,6 @@ import collections
 import functools
 import itertools
 import logging
-import queue
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -63,7 +62,7 @@ class RRefs:
         self._told = collections.defaultdict[int, Iterator[int]](itertools.count)  # owner -> numbers of news to it
         self._unheard = collections.defaultdict[int, list[tuple[int, list[News]]]](list)  # owner -> news to repeat
         self._met: set[int] = set()  # holders to which there is a channel, or is going to be
-        self._dead: queue.SimpleQueue[Dead | None] = queue.SimpleQueue()
+        self._dead = self.worker.runtime.queue()  # of Dead, or None at the end
         self._cleaner: threading.Thread | None = None
         node.agent.interceptors.append(self)
         node.peers.on_lost(self._on_lost)
@@ -249,7 +248,7 @@ class RRefs:
         self._dead.put(None)
         cleaner = self._cleaner
         if cleaner is not None and cleaner is not threading.current_thread():
-            cleaner.join(5.0)
+            self.worker.runtime.join(cleaner, 5.0)
         with self._lock:
             entries = list(self._owned.entries.values())
             self._owned.entries.clear()
