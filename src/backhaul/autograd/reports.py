@@ -43,6 +43,11 @@ class Reports:
         self._lock = threading.Lock()  # guards _open
         self._open: dict[PassSpec, _Open] = {}
 
+    @property
+    def open(self) -> int:
+        """How many passes have gradients at hand."""
+        return len(self._open)
+
     def begin(self, spec: PassSpec) -> None:
         """A gradient of that pass is at hand."""
         with self._lock:

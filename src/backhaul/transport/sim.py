@@ -194,6 +194,10 @@ class SimNetwork:
             cut.held.append(release)
             self.scheduler.after(self.weather.patience, give_up)
             return
+        if channel.other is not None and channel.other.endpoint.dead:  # its host is there, and knows of no connection
+            channel.severed = True
+            self.scheduler.after(self._delay(), functools.partial(channel.end, "connection reset by peer"))
+            return
         now = self.scheduler.now
         when = max(now + self._delay(), channel.due)
         if when <= now:
