@@ -52,7 +52,7 @@ FAULTS = (
 """What can go wrong. ``slow``, ``break`` and ``repeat`` change the weather; ``repeat`` is a connection of which the
 peer sees the first frame twice.
 """
-HARMLESS = frozenset({"slow", "repeat"})
+HARMLESS = frozenset({"slow"})
 """Faults under which every step has to succeed."""
 
 
@@ -101,6 +101,7 @@ class Verdict:
         outcomes: How many steps ended how: ``right``, the name of an error, or ``driver crashed``.
         faults: How many faults there were of which kind.
         problems: What must not be.
+        errors: What steps raised.
         switches: How often one thread went on after another.
         frames: How many were sent.
         virtual: Seconds that passed in the simulation.
@@ -112,6 +113,7 @@ class Verdict:
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
+    errors: list[BackhaulError] = dataclasses.field(default_factory=list)
     switches: int = 0
     frames: int = 0
     virtual: float = 0.0
@@ -187,7 +189,8 @@ class Fate:
         weather, draw = self._cluster.network.weather, self._draw
         self._cluster.scheduler.trace.note(f"weather: {kind}")
         if kind == "slow":
-            weather.slow, weather.slowness = draw.choice(((0.1, 20.0), (0.02, 500.0)))
+            weather.slow = draw.choice((0.02, 0.2))
+            weather.slowness = 0.02 / max(weather.delay, 0.0001)  # far below all timeouts
         elif kind == "break":
             weather.breaks = draw.choice((0.0, 0.002, 0.02))
         else:
@@ -236,7 +239,11 @@ class _Run:
         self._draw = draw
         self._taken = 0  # steps that have begun
         self._begun: dict[int, tuple[str, float]] = {}  # steps under way: driver, and since when
-        self._calm = True  # no fault has happened under which a step may fail
+
+    @property
+    def _calm(self) -> bool:
+        """Whether no fault has happened under which a step may fail."""
+        return set(self._verdict.faults) <= HARMLESS
 
     def run(self, fate: Fate, drivers: int) -> None:
         cluster = self._cluster
@@ -244,20 +251,18 @@ class _Run:
         programs: list[Program[None]] = []
         while self._taken < self._setting.steps or any(not program.ended for program in programs):
             programs = [program for program in programs if not program.ended]
-            self._calm = set(fate.happened) <= HARMLESS
             names = list(cluster.nodes)
             while len(programs) < drivers and self._taken < self._setting.steps:
                 programs.append(cluster.run(self._draw.choice(names), self._drive))
             cluster.sleep(0.05 if self._cluster.scheduler.random.random() < 0.5 else 0.5)
-            self._account(fate)
+            self._account()
             if self._verdict.problems:
                 return
         fate.over = True
-        self._calm = set(fate.happened) <= HARMLESS
         cluster.calm()
         self._settle()
 
-    def _account(self, fate: Fate) -> None:
+    def _account(self) -> None:
         """Notice steps whose driver is gone, and those that take too long."""
         now = self._cluster.scheduler.now
         for run, (incarnation, since) in list(self._begun.items()):
@@ -277,13 +282,13 @@ class _Run:
             draw = random.Random(self._setting.seed * 1_000_003 + run)
             known = [peer.record.id for peer in worker.part(Node).peers]
             trial = draw_trial(draw, run, worker.info.id, known)
-            calm = self._calm
             self._cluster.scheduler.trace.note(f"step {run} on {worker.name}")
             try:
                 differences = run_trial(trial)
             except BackhaulError as error:
                 self._end(run, type(error).__name__)
-                if calm and self._calm:
+                self._verdict.errors.append(error)
+                if self._calm:
                     self._complain(f"step {run} failed although nothing went wrong", error)
             except Exception as error:
                 self._end(run, type(error).__name__)
@@ -388,6 +393,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="of each seed")
     parser.add_argument("--faults", default=",".join(FAULTS), help="the kinds to draw from, or 'none'")
     parser.add_argument("--left-by-lost", action="store_true", help="also check what lost workers leave behind")
+    parser.add_argument("--errors", help="show errors of this kind that steps raised")
     parser.add_argument("--twice", action="store_true", help="run each seed twice, and compare")
     parser.add_argument("--trace", help="write what happened to this file; for one seed")
     parser.add_argument("--keep-going", type=int, default=10, help="stop after so many seeds that failed")
@@ -431,6 +437,9 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
         struck += verdict.faults
         switches += verdict.switches
         frames += verdict.frames
+        for error in verdict.errors:
+            if type(error).__name__ == given.errors:
+                write(f"seed {seed}: " + "".join(traceback.format_exception(error)))
         if verdict.problems:
             failed.append(seed)
             write(f"seed {seed} FAILED ({verdict.digest})")
