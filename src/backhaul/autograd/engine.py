@@ -526,7 +526,7 @@ class Engine:
         lost = peer.record.id
         for context in self.container.select(lambda context: lost in context.known):
             driver, _ = split(context.id)
-            if driver not in (self.id, lost):
+            if driver != self.id:  # if it is the lost one, perhaps only the channel is, and with it that all is over
                 self._post(driver, Frame(AutogradKind.KNOW, 0, pack(Know(context.id))))
         for context in self.container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):

@@ -15,7 +15,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from backhaul.autograd.engine import Engine
 from backhaul.rpc.node import Node, shutdown_together, start_node
@@ -278,9 +278,10 @@ def introduce(node: Node, record: WorkerRecord) -> None:
     """Tell a worker of a new incarnation of another. Stands for what will notice that by itself: a worker that has come
     back is not known to the others yet, unless they are told.
     """
-    old = node.peers.find(record.name)
-    channel: Any = old.channel
+    old = next((peer for peer in node.peers if peer.record.id == record.id), None)
+    if old is None:
+        return  # it has never come by, and will say who it is
     node.peers.dismiss(record.id)
     node.peers.admit(record)
-    if channel is not None:
-        channel.close()
+    if old.channel is not None:
+        old.channel.close()

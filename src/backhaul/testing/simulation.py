@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -113,7 +114,7 @@ class Verdict:
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
-    errors: list[BackhaulError] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
     switches: int = 0
     frames: int = 0
     virtual: float = 0.0
@@ -247,7 +248,7 @@ class _Run:
 
     def run(self, fate: Fate, drivers: int) -> None:
         cluster = self._cluster
-        cluster.spawn(fate.work, "fate")
+        cluster.spawn(functools.partial(self._guard, fate.work), "fate")
         programs: list[Program[None]] = []
         while self._taken < self._setting.steps or any(not program.ended for program in programs):
             programs = [program for program in programs if not program.ended]
@@ -261,6 +262,12 @@ class _Run:
         fate.over = True
         cluster.calm()
         self._settle()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._complain("the simulation itself failed", error)
 
     def _account(self) -> None:
         """Notice steps whose driver is gone, and those that take too long."""
@@ -286,10 +293,15 @@ class _Run:
             try:
                 differences = run_trial(trial)
             except BackhaulError as error:
-                self._end(run, type(error).__name__)
-                self._verdict.errors.append(error)
+                # As text: the error itself refers to all frames it went through, and so to what they held.
+                self._verdict.errors.append("".join(traceback.format_exception(error)))
+                kind = type(error).__name__
+                del error
+                self._end(run, kind)
                 if self._calm:
-                    self._complain(f"step {run} failed although nothing went wrong", error)
+                    self._verdict.problems.append(
+                        f"step {run} failed although nothing went wrong\n{self._verdict.errors[-1]}"
+                    )
             except Exception as error:
                 self._end(run, type(error).__name__)
                 self._complain(f"step {run} failed with an error that is not ours", error)
@@ -393,7 +405,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="of each seed")
     parser.add_argument("--faults", default=",".join(FAULTS), help="the kinds to draw from, or 'none'")
     parser.add_argument("--left-by-lost", action="store_true", help="also check what lost workers leave behind")
-    parser.add_argument("--errors", help="show errors of this kind that steps raised")
+    parser.add_argument("--errors", help="show errors that steps raised and in which this expression is found")
     parser.add_argument("--twice", action="store_true", help="run each seed twice, and compare")
     parser.add_argument("--trace", help="write what happened to this file; for one seed")
     parser.add_argument("--keep-going", type=int, default=10, help="stop after so many seeds that failed")
@@ -438,8 +450,8 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
         switches += verdict.switches
         frames += verdict.frames
         for error in verdict.errors:
-            if type(error).__name__ == given.errors:
-                write(f"seed {seed}: " + "".join(traceback.format_exception(error)))
+            if given.errors is not None and re.search(given.errors, error):
+                write(f"seed {seed}: {error}")
         if verdict.problems:
             failed.append(seed)
             write(f"seed {seed} FAILED ({verdict.digest})")
