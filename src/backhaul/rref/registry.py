@@ -202,15 +202,14 @@ class RRefs:
         while (dead := self._dead.get()) is not None:
             batch = [dead]
             while not self._dead.empty():
-                following = self._dead.get()
-                if following is None:
-                    return
-                batch.append(following)
+                batch.append(self._dead.get())
+            if None in batch:
+                return
             try:
                 self.worker.run(self._drop, batch)
             except Exception:
                 log.exception("references were not released")
-            del dead, batch
+            del dead, batch  # nothing here may keep values while it waits
 
     def _drop(self, batch: list[Dead]) -> None:
         by_owner: dict[int, list[News]] = {}
