@@ -302,7 +302,8 @@ class Agent:
             else:
                 self.outlet(pending, functools.partial(self._send, pending, frame, limit))
         except ChannelClosedError as error:
-            self._pending.pop(number, None)
+            if self._pending.pop(number, None) is None:
+                return number  # whoever noticed the loss first has settled it
             self._look_idle()
             if not isinstance(error, ChannelBrokenError):
                 discard(peer, self.interceptors, pending.notes)
