@@ -13,7 +13,7 @@ from backhaul.autograd.messages import AutogradKind
 from backhaul.rpc.agent import Pending
 from backhaul.testing.simulated import SimCluster
 from backhaul.transport.base import ChannelBrokenError
-from backhaul.transport.sim import SimChannel
+from backhaul.transport.sim import SimChannel, Weather
 from backhaul.wire.frames import Frame
 
 
@@ -95,3 +95,40 @@ def test_a_channel_that_is_lost_while_a_call_is_being_sent() -> None:
         assert cluster.run("worker0", program).result() == ("worker1", "worker1")
         agent.outlet = None
         assert not agent.pending
+
+
+def relay(value: bh.RRef[torch.Tensor]) -> torch.Tensor:
+    return value.to_here(timeout=2.0)
+
+
+def test_a_value_that_was_never_asked_for() -> None:
+    """Seed 340: a reference was passed on, but the call that was to make its value got lost. Whoever asked for the
+    value gave up, its owner waited for ever, and with it everyone who shut down.
+    """
+    with SimCluster(3, seed=1) as cluster:
+        agent = cluster.nodes["worker0"].agent
+
+        def program() -> bool:
+            agent.outlet = lambda pending, send: None
+            rref = bh.remote("worker1", torch.ones, args=(1,), timeout=5.0)
+            agent.outlet = None
+            try:
+                bh.rpc_sync("worker2", relay, args=(rref,))
+            except bh.CallTimeoutError:
+                return True
+            return False
+
+        assert cluster.run("worker0", program).result()
+        cluster.sleep(10.0)
+        cluster.collect()
+        cluster.sleep(1.0)
+        assert not cluster.leftovers()
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def test_a_worker_that_connects_again() -> None:
+    """Seed 449: the first connection is dead, but only one end knows it. The other uses the newer one."""
+    with SimCluster(2, seed=1, weather=Weather(duplicates=1.0)) as cluster:
+        cluster.run("worker0", lambda: bh.rpc_sync("worker1", torch.ones, args=(1,))).result()
+        back = cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,), timeout=1.0))
+        assert back.result().tolist() == [1.0]

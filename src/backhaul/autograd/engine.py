@@ -354,6 +354,13 @@ class Engine:
         except (ChannelClosedError, BackhaulError) as error:
             log.debug("worker '%s' was not told: %s", self.name_of(worker), error)
 
+    def _answer(self, channel: Channel, frame: Frame) -> None:
+        """Send a frame where another came from; if that is gone, whoever asked knows it."""
+        try:
+            channel.send(frame, timeout=0)
+        except ChannelClosedError as error:
+            log.debug("%s was not answered: %s", channel.peer, error)
+
     # Frames.
 
     def _on_gradient(self, channel: Channel, frame: Frame) -> Task | None:
@@ -520,7 +527,7 @@ class Engine:
         context = self.container.find(number)
         if peer is None or (context is not None and context.know(peer.record.id)):
             return None
-        return functools.partial(self._post, peer.record.id, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
+        return functools.partial(self._answer, channel, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         lost = peer.record.id

@@ -55,7 +55,17 @@ def main_identity() -> str:
 class Peer:
     """One worker as another sees it."""
 
-    __slots__ = ("called_at", "channel", "closely", "connecting", "info", "main_shared", "record", "sent_at")
+    __slots__ = (
+        "accepted",
+        "called_at",
+        "channel",
+        "closely",
+        "connecting",
+        "info",
+        "main_shared",
+        "record",
+        "sent_at",
+    )
 
     def __init__(self, record: WorkerRecord, own: WorkerRecord, connecting: Lock) -> None:
         self.record = record
@@ -63,6 +73,7 @@ class Peer:
         # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         self.channel: Channel | None = None
+        self.accepted = False  # whether it was the other worker that opened it
         # Of asynchronous calls, for those who may send them together:
         self.called_at = 0.0  # when the last was made
         self.closely = 0  # how many have followed each other closely
@@ -164,7 +175,7 @@ class Peers:
             raise AuthenticationError(f"cannot talk to worker '{name}' at {address}: {error}", worker=name) from None
         except (ConnectionError, ChannelClosedError) as error:
             raise PeerLostError(f"cannot reach worker '{name}': {error}", worker=name, reason=str(error)) from error
-        peer.channel = channel
+        peer.channel, peer.accepted = channel, False
         return channel
 
     def _choose(self, peer: Peer) -> str:
@@ -200,8 +211,8 @@ class Peers:
         assert peer is not None
         with self._lock:
             self._by_channel[channel] = peer
-        if peer.channel is None:
-            peer.channel = channel
+        if peer.channel is None or peer.accepted:  # it opens another only if it has lost the one before
+            peer.channel, peer.accepted = channel, True
         return None
 
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:

@@ -108,13 +108,23 @@ class RRefs:
         with self._lock:
             freed = self._owned.let_go(entry)
         del entry
-        freed.clear()  # values end here, not under the lock
+        self._end(freed)
+
+    def _end(self, freed: list[Entry[Future[Any]]]) -> None:
+        """Values end here, not under the lock. Whoever waits for one that was never made learns that it will not be:
+        the call that was to make it got lost.
+        """
+        for entry in freed:
+            if not entry.value.done():
+                name = self.worker.name
+                entry.value.set_exception(BackhaulError(f"worker '{name}' was never asked to make it", worker=name))
+        freed.clear()
 
     def hear(self, news: Sequence[News]) -> None:
         """Take in news about values of this worker's."""
         with self._lock:
             freed = self._owned.hear(news)
-        freed.clear()
+        self._end(freed)
 
     def take_news(self, sender: int, incarnation: str, number: int, news: list[News]) -> None:
         """News have come from another worker."""
@@ -123,7 +133,7 @@ class RRefs:
             freed = self._owned.hear(due)
             strangers = {holder for what, _, _, holder in due if what == "made"} - self._met - {self.id}
             self._met |= strangers
-        freed.clear()
+        self._end(freed)
         for holder in strangers:
             self.worker.crew.submit(functools.partial(self._meet, holder))
 
@@ -136,7 +146,7 @@ class RRefs:
             with self._lock:
                 self._met.discard(holder)
                 freed = self._owned.lose(holder)
-            freed.clear()
+            self._end(freed)
 
     # Forks that this worker holds, and news of them.
 

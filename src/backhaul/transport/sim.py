@@ -210,16 +210,18 @@ class SimNetwork:
         """A frame goes through a channel."""
         self.sent += 1
         other, ghost = channel.other, channel.ghost
+        if ghost is not None:  # what was tried before came first, and is there until the peer learns that it is over
+            channel.ghost = None
+            channel.due = self.scheduler.now + self._delay()
+            self._note("sent before", channel, frame)
+            self.scheduler.at(channel.due, functools.partial(self._deliver, ghost, frame.copied(Recycler())))
+            self.scheduler.at(
+                channel.due + self.scheduler.random.uniform(0.001, 3.0),
+                functools.partial(ghost.end, "closed by the peer"),
+            )
         if other is not None:
             self._note("sends", channel, frame)
             self._carry(channel, functools.partial(self._deliver, other, frame))
-        if ghost is not None:  # what somebody tried before is there too, until the peer learns that it was given up
-            channel.ghost = None
-            self._note("sent before", channel, frame)
-            self.scheduler.after(self._delay(), functools.partial(self._deliver, ghost, frame.copied(Recycler())))
-            self.scheduler.after(
-                self.scheduler.random.uniform(0.001, 3.0), functools.partial(ghost.end, "closed by the peer")
-            )
 
     def _deliver(self, channel: SimChannel, frame: Frame) -> None:
         if channel.open:
