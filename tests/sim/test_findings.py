@@ -132,3 +132,15 @@ def test_a_worker_that_connects_again() -> None:
         cluster.run("worker0", lambda: bh.rpc_sync("worker1", torch.ones, args=(1,))).result()
         back = cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,), timeout=1.0))
         assert back.result().tolist() == [1.0]
+
+
+def test_a_driver_that_has_come_back() -> None:
+    """Seed 700: its first context had the id of one that others remembered as released, so they recorded nothing, and
+    backward returned without their gradients.
+    """
+    with SimCluster(2, seed=1) as cluster:
+        cluster.run("worker0", step).result()
+        cluster.crash("worker0")
+        cluster.sleep(1.0)
+        cluster.start("worker0")
+        cluster.run("worker0", step).result()

@@ -72,7 +72,7 @@ class Engine:
     def __init__(self, node: Node) -> None:
         self.worker = node.worker
         self.id = node.worker.info.id
-        self.container = Container(self.id)
+        self.container = Container(self.id, node.worker.incarnation)
         self.agent = node.agent
         self._numbers = itertools.count(1)
         self.drives: dict[tuple[int, int], Drive] = {}

@@ -23,6 +23,7 @@ from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.rref.ownership import Entry, ForkId, Inbox, News, Owned, RRefId
 from backhaul.transport.base import Channel
+from backhaul.types import first_number
 from backhaul.wire.codec import Encoded
 from backhaul.wire.messages import pack, prepare, unpack
 from backhaul.worker import current_worker
@@ -54,7 +55,7 @@ class RRefs:
         self.worker = node.worker
         self.id = node.worker.info.id
         self.agent = node.agent
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first_number(node.worker.incarnation))
         self._lock = threading.Lock()  # guards _owned, _inboxes, _forks
         self._owned: Owned[Future[Any]] = Owned(Future)
         self._inboxes: dict[tuple[int, str], Inbox] = {}

@@ -54,7 +54,8 @@ FAULTS = (
 """What can go wrong. ``slow``, ``break`` and ``repeat`` change the weather; ``repeat`` is a connection of which the
 peer sees the first frame twice.
 """
-CRASHES = frozenset({"crash", "crash in silence"})
+UNREACHABLE = frozenset({"crash", "crash in silence", "cut", "cut one way", "pause"})
+"""Faults under which workers cannot be told that something is over."""
 HARMLESS = frozenset({"slow"})
 """Faults under which every step has to succeed."""
 
@@ -64,8 +65,9 @@ class Checks:
     """What is checked after a run besides what always is. Those that are off cannot hold yet.
 
     Attributes:
-        left_by_lost: Nothing is left of workers that are gone. Needs a failure detector: a worker that was lost without
-            a word is not noticed by those who do not call it.
+        left_by_lost: Nothing is left of workers that are gone, or could not be reached when a context was released.
+            Needs a failure detector: a worker that was lost without a word is not noticed by those who do not call it,
+            and nobody tells a worker later what it could not be told in time.
         references: Nothing refers to a value any more, even if messages were lost. References that were in a message
             which got lost with its channel are not given up.
     """
@@ -330,7 +332,7 @@ class _Run:
             cluster.collect()
         cluster.sleep(1.0)
         ignored: list[str] = []
-        if not checks.left_by_lost and not CRASHES.isdisjoint(faults):
+        if not checks.left_by_lost and not UNREACHABLE.isdisjoint(faults):
             ignored += ["num_autograd_contexts", *_REFERENCES]
             if faults["crash in silence"]:
                 ignored.append("num_pending_calls")  # those without a timeout

@@ -227,6 +227,8 @@ class SimNetwork:
         if channel.open:
             self._note("gets", channel, frame)
             channel.put(frame)
+        elif channel.severed and channel.other is not None:  # it was given up in silence; now the sender hears of it
+            self.scheduler.after(self._delay(), functools.partial(channel.other.end, "connection reset by peer"))
 
     def _note(self, what: str, channel: SimChannel, frame: Frame) -> None:
         digest = zlib.crc32(frame.body)
@@ -286,7 +288,8 @@ class SimNetwork:
         if channel is not None and (attempt.given_up or channel.endpoint.closed or channel.endpoint.dead):
             if channel.ghost is not None:
                 channel.ghost.end("closed by the peer")
-            channel.close()
+            channel.forsake()
+            self.close(channel)
             return
         if channel is not None:
             channel.endpoint.channels[channel] = None
@@ -460,7 +463,7 @@ class SimChannel(Channel):
         self._notify()
 
     def forsake(self) -> None:
-        """The worker of this end is dead, and nobody is told."""
+        """Nobody at this end is there to be told."""
         self._ended = "dead"
         self._told = True
 
