@@ -206,16 +206,22 @@ class Worker:
         waiting, observer = self.crew.blocking(), self.observer
         return waiting if observer is None else observer.waiting(waiting)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
+    def abandon(self) -> bool:
+        """Count as closed from now on, and free nothing. False if it was closed before."""
+        global _closed_last
         with _alive_lock:
             if self.closed:
-                return
+                return False
             self.closed = True
             _alive.discard(self)
             _find_only()
-            global _closed_last
             _closed_last = self.name
+        return True
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
+        if not self.abandon():
+            return
         for handler in reversed(self._on_close):
             handler()
         stuck = self.crew.close(timeout)

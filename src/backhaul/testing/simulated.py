@@ -127,7 +127,7 @@ class SimCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for node in self.nodes.values():
-            node.worker.closed = True  # nothing of it is current any more
+            node.worker.abandon()
         self.scheduler.__exit__(kind, error, trace)
         self.nodes.clear()
         gc.unfreeze()
@@ -198,7 +198,7 @@ class SimCluster:
         self._note(f"crash of {name}{' in silence' if silent else ''}")
         node = self.nodes.pop(name)
         home = self.runtime_of(node).home
-        node.worker.closed = True
+        node.worker.abandon()
         self.network.crash(home, silent=silent)
 
     def start(self, name: str) -> Node:
