@@ -7,6 +7,7 @@ rest.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
@@ -118,7 +119,9 @@ class RRefs:
         for entry in freed:
             if not entry.value.done():
                 name = self.worker.name
-                entry.value.set_exception(BackhaulError(f"worker '{name}' was never asked to make it", worker=name))
+                error = BackhaulError(f"worker '{name}' was never asked to make the value", worker=name)
+                with contextlib.suppress(RuntimeError):  # another thread has just said that making it failed
+                    entry.value.set_exception(error)
         freed.clear()
 
     def hear(self, news: Sequence[News]) -> None:
