@@ -13,7 +13,8 @@ from backhaul.testing import transport_kit
 from backhaul.testing.transport_kit import TransportConformance
 from backhaul.transport.base import EndpointFactory
 from backhaul.transport.sim import SimNetwork, Weather
-from backhaul.transport.strands import Scheduler, SimGate, Strand
+from backhaul.transport.sim_runtime import SimGate
+from backhaul.transport.strands import Scheduler, Strand
 
 
 class Threading:

@@ -13,7 +13,8 @@ from backhaul.autograd.messages import AutogradKind
 from backhaul.rpc.agent import Pending
 from backhaul.testing.simulated import SimCluster
 from backhaul.transport.base import ChannelBrokenError
-from backhaul.transport.sim import SimChannel, Weather
+from backhaul.transport.sim import Weather
+from backhaul.transport.sim_ends import SimChannel
 from backhaul.wire.frames import Frame
 
 

@@ -12,7 +12,8 @@ import torch
 import backhaul as bh
 from backhaul.testing.simulated import SimCluster
 from backhaul.transport.base import ChannelClosedError, ConnectTimeoutError, Lost, Received
-from backhaul.transport.sim import SimEndpoint, SimNetwork, Weather
+from backhaul.transport.sim import SimNetwork, Weather
+from backhaul.transport.sim_ends import SimEndpoint
 from backhaul.transport.strands import Scheduler
 from backhaul.types import Options
 from backhaul.wire.frames import Frame

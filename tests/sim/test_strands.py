@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from backhaul.transport.strands import DeadlockError, Killed, Scheduler, SimGate, SimRuntime
+from backhaul.transport.sim_runtime import SimGate, SimRuntime
+from backhaul.transport.strands import DeadlockError, Killed, Scheduler
 
 
 def several(scheduler: Scheduler, *targets: Callable[[], None]) -> None:

@@ -20,8 +20,10 @@ from typing import Generic, TypeVar
 from backhaul.autograd.engine import Engine
 from backhaul.rpc.node import Node, shutdown_together, start_node
 from backhaul.rpc.peers import WorkerRecord
-from backhaul.transport.sim import SimEndpoint, SimNetwork, Weather
-from backhaul.transport.strands import Home, Scheduler, SimRuntime, SimThread
+from backhaul.transport.sim import SimNetwork, Weather
+from backhaul.transport.sim_ends import SimEndpoint
+from backhaul.transport.sim_runtime import SimRuntime
+from backhaul.transport.strands import Home, Scheduler, SimThread
 from backhaul.types import Options
 
 T = TypeVar("T")

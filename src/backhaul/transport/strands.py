@@ -23,8 +23,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from backhaul.runtime import Gate, Lock, Queue, Runtime
-
 _QUANTUM = 0.00002  # seconds of processor time that a strand takes between two waits, on average
 _LONG = 0.02, 50  # how often it takes longer, and how many times
 
@@ -136,7 +134,7 @@ class Scheduler:
         self._numbers = itertools.count(1)
         self._ready: list[Strand] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._rung: collections.deque[SimQueue] = collections.deque()  # by destructors, which may run anywhere
+        self._rung: collections.deque[Callable[[], None]] = collections.deque()  # by destructors
         self._threads: list[SimThread] = []
         self._first: Strand | None = None
         self._running: Strand | None = None
@@ -299,6 +297,12 @@ class Scheduler:
         """Call ``action``, which must not wait, so many seconds later."""
         self.at(self.now + seconds, action)
 
+    def soon(self, action: Callable[[], None]) -> None:
+        """Call ``action``, which must not wait, before the next strand goes on. For destructors, which may run in the
+        middle of anything.
+        """
+        self._rung.append(action)
+
     def _put(self, when: float, number: int, action: Callable[[], None]) -> None:
         if when < float("inf"):
             heapq.heappush(self._timers, (when, number, action))
@@ -313,7 +317,7 @@ class Scheduler:
         self.now += quantum
         while True:
             while self._rung:
-                self._rung.popleft().notice()
+                self._rung.popleft()()
             while timers and timers[0][0] <= self.now:
                 heapq.heappop(timers)[2]()
             ready = self._ready
@@ -376,142 +380,3 @@ class SimThread(threading.Thread):
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self)))
         del context, todo
         scheduler._end(strand)
-
-
-# What the code under simulation gets in place of the real thing.
-
-
-class SimGate(Gate):
-    """A gate at which strands wait."""
-
-    __slots__ = ("_scheduler", "_waiters")
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._opened = False
-        self.bell = None
-        self._scheduler = scheduler
-        self._waiters: list[Strand] = []
-
-    def open(self) -> None:
-        self._opened = True
-        if self.bell is not None:
-            self.bell()
-        for waiter in self._waiters:
-            self._scheduler.wake(waiter)
-        self._waiters.clear()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        scheduler = self._scheduler
-        deadline = None if timeout is None else scheduler.now + timeout
-        while not self._opened:
-            left = None if deadline is None else deadline - scheduler.now
-            if left is not None and left <= 0:
-                break
-            me = scheduler.running
-            self._waiters.append(me)
-            if not scheduler.wait("a gate", left) and me in self._waiters:
-                self._waiters.remove(me)
-        return self._opened
-
-
-class SimLock:
-    """A lock that may be held across waits."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._held = False
-        self._waiters: list[Strand] = []
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        scheduler = self._scheduler
-        deadline = None if timeout < 0 else scheduler.now + timeout
-        while self._held:
-            left = None if deadline is None else deadline - scheduler.now
-            if not blocking or (left is not None and left <= 0):
-                return False
-            me = scheduler.running
-            self._waiters.append(me)
-            try:
-                scheduler.wait("a lock", left)
-            finally:
-                if me in self._waiters:
-                    self._waiters.remove(me)
-        self._held = True
-        return True
-
-    def release(self) -> None:
-        self._held = False
-        for waiter in self._waiters:  # whoever runs first gets it
-            self._scheduler.wake(waiter)
-        self._waiters.clear()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class SimQueue:
-    """Filled from anywhere, destructors included; emptied by one strand."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._items: collections.deque[Any] = collections.deque()
-        self._reader: Strand | None = None
-
-    def put(self, item: Any) -> None:
-        self._items.append(item)
-        self._scheduler._rung.append(self)  # nothing more: this may be in the middle of anything
-
-    def notice(self) -> None:
-        """Something was put there."""
-        if self._reader is not None and self._items:
-            self._scheduler.wake(self._reader)
-
-    def get(self) -> Any:
-        while not self._items:
-            self._reader = self._scheduler.running
-            try:
-                self._scheduler.wait("a queue")
-            finally:
-                self._reader = None
-        return self._items.popleft()
-
-    def empty(self) -> bool:
-        return not self._items
-
-
-class SimRuntime(Runtime):
-    """Threads, waits and the clock of one worker in a simulation.
-
-    Args:
-        scheduler: Of the simulation.
-        home: What its threads belong to.
-        clock: Seconds that its clock is ahead; clocks of different hosts have nothing to do with each other.
-    """
-
-    def __init__(self, scheduler: Scheduler, home: Home, *, clock: float = 0.0) -> None:
-        self.scheduler = scheduler
-        self.home = home
-        self.now = lambda: scheduler.now + clock
-        self.effort = lambda: scheduler.running.effort
-
-    def gate(self) -> Gate:
-        return SimGate(self.scheduler)
-
-    def lock(self) -> Lock:
-        return SimLock(self.scheduler)
-
-    def queue(self) -> Queue:
-        return SimQueue(self.scheduler)
-
-    def spawn(self, target: Callable[[], None], *, name: str) -> threading.Thread:
-        return self.scheduler.spawn(target, name=name, home=self.home)
-
-    def join(self, thread: threading.Thread, timeout: float | None = None) -> bool:
-        assert isinstance(thread, SimThread)
-        over = self.scheduler.join(thread.strand, timeout)
-        if over:
-            thread.join()  # it has given the baton away for good, and needs nothing of ours
-        return over
