@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test lint types browser bench memory reference format clean
+.PHONY: help env run test lint types browser bench memory reference sim format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -68,6 +68,14 @@ memory: env ## Show that memory stays flat over large echoes; ARGS go to benchma
 
 reference: env ## Run the reference's own suites against Backhaul; ARGS: parts of names, see tests/reference/run.py
 	@$(BIN)/python -m tests.reference.run $(ARGS)
+
+# A part of it runs with the tests; this is for many seeds. SEEDS=7 is one, SEEDS=0:5000 are five thousand.
+SEEDS := 0:200
+STEPS := 20
+WORKERS := 8
+
+sim: env ## Run random steps under random faults in simulation; SEEDS, STEPS, WORKERS, ARGS
+	@$(BIN)/python -W ignore -m backhaul.testing.simulation --seeds $(SEEDS) --steps $(STEPS) --workers $(WORKERS) $(ARGS)
 
 format: env ## Fix what can be fixed, and format
 	$(BIN)/ruff check --fix .

@@ -143,9 +143,11 @@ class Crew:
             pause.wait(0.001)
         with self._lock:
             threads = self._threads - {threading.current_thread()}
-        for thread in threads:
-            thread.join(max(deadline - self._runtime.now(), 0.01))
-        return [thread.name for thread in threads if thread.is_alive()]
+        return [
+            thread.name
+            for thread in sorted(threads, key=lambda thread: thread.name)
+            if not self._runtime.join(thread, max(deadline - self._runtime.now(), 0.01))
+        ]
 
     # The threads.
 

@@ -1,14 +1,46 @@
 """Threads, waits and the clock, behind one small object, so that a simulator can supply its own.
 
-Everything in Backhaul that blocks does so on a ``Gate`` or in a transport's ``poll``; everything that
-asks for the time asks ``Runtime.now``.
+Everything in Backhaul that blocks does so on something made here or in a transport's ``poll``; everything that
+asks for the time asks ``Runtime.now``. A lock that is only ever held for a moment may be a plain one.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+
+class Lock(Protocol):
+    """A lock that may be held across waits."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it; False if it could not be had in time."""
+
+    def release(self) -> None:
+        """Let go of it."""
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class Queue(Protocol):
+    """A queue that may be filled from destructors."""
+
+    def put(self, item: Any) -> None:
+        """Append an item. Neither blocks nor takes a lock."""
+
+    def get(self) -> Any:
+        """Wait for the next item."""
+
+    def empty(self) -> bool:
+        """Whether there is none now."""
 
 
 class Gate:
@@ -62,8 +94,21 @@ class Runtime:
         """Make a shut gate."""
         return Gate()
 
+    def lock(self) -> Lock:
+        """Make a lock that may be held while its holder waits for something else."""
+        return threading.Lock()
+
+    def queue(self) -> Queue:
+        """Make a queue."""
+        return queue.SimpleQueue()
+
     def spawn(self, target: Callable[[], None], *, name: str) -> threading.Thread:
         """Start ``target`` on a thread that does not keep the process alive."""
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
+
+    def join(self, thread: threading.Thread, timeout: float | None = None) -> bool:
+        """Wait for the end of a thread that ``spawn`` has started; False if ``timeout`` seconds passed first."""
+        thread.join(timeout)
+        return not thread.is_alive()

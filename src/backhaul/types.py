@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass
 from typing import Literal, NewType
 
@@ -22,6 +23,13 @@ def check_name(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a worker name: use 1 to 128 letters, digits, '_', '-', ':' or '.'")
     return name
+
+
+def first_number(incarnation: str) -> int:
+    """Where a worker begins to count what it gives ids to: each incarnation elsewhere in the 48 bits there are, or
+    others would take what it makes for something of its predecessor's.
+    """
+    return 1 + (zlib.crc32(incarnation.encode()) << 15)
 
 
 @dataclass(frozen=True, slots=True)

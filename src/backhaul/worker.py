@@ -31,6 +31,7 @@ from backhaul.wire.memory import Recycler
 
 log = logging.getLogger("backhaul")
 
+_REAL = Runtime()
 P = TypeVar("P")
 FrameHandler = Callable[[Channel, Frame], Task | None]
 """Acts on a frame while its channel is held: short, never blocks. May return what is left to run."""
@@ -175,7 +176,7 @@ class Worker:
         """
         held = list(channels)
         deadline = None if timeout is None else self.runtime.now() + timeout
-        bell = self._bells.pop() if self._bells else Bell(self._luck)
+        bell = self._bells.pop() if self._bells else self.endpoint.bell(self._luck)
         bell.expect()
         gate.bell = bell.ring
         try:
@@ -209,16 +210,22 @@ class Worker:
         waiting, observer = self.crew.blocking(), self.observer
         return waiting if observer is None else observer.waiting(waiting)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
+    def abandon(self) -> bool:
+        """Count as closed from now on, and free nothing. False if it was closed before."""
+        global _closed_last
         with _alive_lock:
             if self.closed:
-                return
+                return False
             self.closed = True
             _alive.discard(self)
             _find_only()
-            global _closed_last
             _closed_last = self.name
+        return True
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
+        if not self.abandon():
+            return
         for handler in reversed(self._on_close):
             handler()
         stuck = self.crew.close(timeout)
@@ -338,6 +345,12 @@ def observer_here() -> Observer | None:
     """Who looks on at what the current worker does, if anybody."""
     worker = _current.get() or _only
     return None if worker is None else worker.observer
+
+
+def runtime_here() -> Runtime:
+    """That of the current worker; where there is none, the real thing."""
+    worker = _current.get() or _only
+    return _REAL if worker is None else worker.runtime
 
 
 def blocking() -> contextlib.AbstractContextManager[None]:

@@ -115,3 +115,25 @@ class TestRuntime:
         assert thread.name == "a name"
         assert thread.daemon
         assert thread is not threading.current_thread()
+
+
+class TestRuntimeObjects:
+    def test_a_lock_can_be_waited_for_in_vain(self) -> None:
+        lock = Runtime().lock()
+        with lock:
+            assert not lock.acquire(timeout=0.001)
+        assert lock.acquire(blocking=False)
+
+    def test_a_queue_keeps_order(self) -> None:
+        queue = Runtime().queue()
+        assert queue.empty()
+        for item in (1, 2, None):
+            queue.put(item)
+        assert [queue.get() for _ in range(3)] == [1, 2, None]
+
+    def test_join_says_whether_the_thread_has_ended(self) -> None:
+        runtime, gate = Runtime(), Gate()
+        thread = runtime.spawn(lambda: gate.wait() and None, name="a name")
+        assert not runtime.join(thread, 0.001)
+        gate.open()
+        assert runtime.join(thread)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from backhaul.types import Options, WorkerId, WorkerInfo, check_name
+from backhaul.types import Options, WorkerId, WorkerInfo, check_name, first_number
 
 SECRET = "hunter2 is the secret"
 
@@ -124,3 +124,9 @@ def test_bad_names(name: Any) -> None:
     with pytest.raises(ValueError) as caught:
         check_name(name)
     assert repr(name) in str(caught.value)
+
+
+def test_incarnations_count_from_different_numbers() -> None:
+    firsts = {first_number(f"{number:016x}") for number in range(1000)}
+    assert len(firsts) == 1000
+    assert all(0 < first < 1 << 47 for first in firsts)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ContextId, MessageId
 from backhaul.errors import UnknownContextError
+from backhaul.types import first_number
 
 _COUNTER_BITS = 48
 
@@ -25,14 +26,15 @@ _REMEMBERED = 4096  # ids of released contexts that are still recognised
 class Container:
     """Thread-safe."""
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, incarnation: str = "") -> None:
         self._worker = worker
         self._high = worker << _COUNTER_BITS
         self._contexts: dict[int, Context] = {}
         self._lock = threading.Lock()  # guards _contexts and _released together
         self._released: collections.OrderedDict[int, None] = collections.OrderedDict()
-        self._context_numbers = itertools.count(1)
-        self._message_numbers = itertools.count(1)
+        first = first_number(incarnation)
+        self._context_numbers = itertools.count(first)
+        self._message_numbers = itertools.count(first)
 
     def new(self) -> Context:
         """A context with an id that no other context of the cluster has."""

@@ -9,21 +9,21 @@ from backhaul.autograd.messages import PassSpec, Tally
 from backhaul.autograd.passes import Ledger, Plan
 from backhaul.autograd.runs import Run
 from backhaul.crew import Task
-from backhaul.runtime import Gate
+from backhaul.runtime import Runtime
 
 
 class Drive:
     """Thread-safe."""
 
-    def __init__(self, spec: PassSpec, run: Run, gate: Gate) -> None:
+    def __init__(self, spec: PassSpec, run: Run, runtime: Runtime) -> None:
         self.spec = spec
         self.run = run
-        self.gate = gate
+        self.gate = runtime.gate()
         self.error: BaseException | None = None
         self.lock = threading.Lock()  # guards ledger, lost and error
         self.ledger = Ledger()
         self.lost: dict[int, str] = {}  # workers lost since the pass began, and why
-        self.planning = threading.Lock()  # held while the plan is made
+        self.planning = runtime.lock()  # held while the plan is made
         self.plan: Plan | None = None
         self.attendant = 0  # the thread that reads for the pass while it waits for its end
         self.inbox: collections.deque[Task] = collections.deque()  # what it has to do

@@ -66,7 +66,7 @@ class Engine:
     def __init__(self, node: Node) -> None:
         self.worker = node.worker
         self.id = node.worker.info.id
-        self.container = Container(self.id)
+        self.container = Container(self.id, node.worker.incarnation)
         self.agent = node.agent
         self._numbers = itertools.count(1)
         self._released_at = 0.0  # when a context was last released
@@ -122,7 +122,7 @@ class Engine:
         )
         edges = [get_gradient_edge(root) for root in roots]
         run = Run(spec, context, self._outbox.send, roots=edges, inputs=inputs)
-        drive = run.drive = Drive(spec, run, self.worker.runtime.gate())
+        drive = run.drive = Drive(spec, run, self.worker.runtime)
         with context.lock:
             context.runs[self.id, number] = run
         self.drives[context.id, number] = drive
@@ -340,6 +340,13 @@ class Engine:
         except (ChannelClosedError, BackhaulError) as error:
             log.debug("worker '%s' was not told: %s", self.name_of(worker), error)
 
+    def _answer(self, channel: Channel, frame: Frame) -> None:
+        """Send a frame where another came from; if that is gone, whoever asked knows it."""
+        try:
+            channel.send(frame, timeout=0)
+        except ChannelClosedError as error:
+            log.debug("%s was not answered: %s", channel.peer, error)
+
     # Frames.
 
     def _on_gradients(self, channel: Channel, frame: Frame) -> Task | None:
@@ -538,13 +545,13 @@ class Engine:
         context = self.container.find(number)
         if peer is None or (context is not None and context.know(peer.record.id)):
             return None
-        return functools.partial(self._post, peer.record.id, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
+        return functools.partial(self._answer, channel, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         lost = peer.record.id
         for context in self.container.select(lambda context: lost in context.known):
             driver, _ = split(context.id)
-            if driver not in (self.id, lost):
+            if driver != self.id:  # if it is the lost one, perhaps only the channel is, and with it that all is over
                 self._post(driver, Frame(AutogradKind.KNOW, 0, pack(Know(context.id))))
         for context in self.container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):

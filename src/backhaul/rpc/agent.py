@@ -210,7 +210,8 @@ class Agent:
             else:
                 self._send(pending, channel, frame, limit)
         except ChannelClosedError as error:
-            self._pending.pop(number, None)
+            if self._pending.pop(number, None) is None:
+                return  # whoever noticed the loss first has settled it
             self._look_idle()
             if not isinstance(error, ChannelBrokenError):
                 discard(peer, self.interceptors, pending.notes)

@@ -320,7 +320,7 @@ class _Loop:
 
         loop.call_soon_threadsafe(cancel_all)
         if thread is not threading.current_thread():
-            thread.join(5.0)
+            self._worker.runtime.join(thread, 5.0)
 
     @staticmethod
     def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -13,13 +13,11 @@ from typing import Any, TypeVar
 import torch.futures
 
 from backhaul.compiler import graph_break
-from backhaul.runtime import Runtime
-from backhaul.worker import blocking, observer_here
+from backhaul.worker import blocking, observer_here, runtime_here
 
 T = TypeVar("T")
 S = TypeVar("S")
 
-_runtime = Runtime()
 
 # torch's own, without what its module puts around them in Python.
 _init: Callable[[Any, list[torch.device]], None] = torch._C.Future.__init__
@@ -66,7 +64,7 @@ class Future(torch.futures.Future[T]):
 
     def _wait_until_done(self, timeout: float | None) -> None:
         if not _is_done(self):
-            gate = _runtime.gate()
+            gate = runtime_here().gate()
             _call_when_done(self, lambda _: gate.open())
             with blocking():
                 if not gate.wait(timeout):
@@ -247,7 +245,7 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     members = list(futures)
     missing = [member for member in members if not _is_done(member)]
     if missing:
-        gate = _runtime.gate()
+        gate = runtime_here().gate()
         _count_down(missing, gate.open)
         with blocking():
             gate.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.peers import Peers, WorkerRecord, main_identity
+from backhaul.runtime import Runtime
 from backhaul.transport.base import Endpoint
 from backhaul.types import Options
 from backhaul.worker import Worker, serving
@@ -39,7 +39,7 @@ class Node:
         self.dispatcher = Dispatcher(worker, self.agent)
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
         self.audits: list[Audit] = []
-        self._ending = threading.Lock()  # held by the thread that shuts down
+        self._ending = worker.runtime.lock()  # held by the thread that shuts down
         worker.attach(self)
         worker.counters["num_pending_calls"] = lambda: len(self.agent.pending)
         worker.counters["num_calls_served"] = lambda: self.dispatcher.served
@@ -101,12 +101,13 @@ def start_node(
     options: Options,
     *,
     open_to_others: bool = False,
+    runtime: Runtime | None = None,
 ) -> Node:
     """Make the worker that ``own`` describes and let it listen.
 
     With ``open_to_others`` workers may come that are not in ``records``; then there is no graceful shutdown.
     """
-    node = Node(Worker(own.info, own.incarnation, endpoint, options), own, records)
+    node = Node(Worker(own.info, own.incarnation, endpoint, options, runtime), own, records)
     node.peers.open = open_to_others
     for extend in extensions:
         extend(node)
@@ -128,7 +129,7 @@ def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) 
     threads = [
         node.worker.runtime.spawn(functools.partial(end, node), name=f"shutdown-{node.worker.name}") for node in nodes
     ]
-    for thread in threads:
-        thread.join()
+    for node, thread in zip(nodes, threads, strict=True):
+        node.worker.runtime.join(thread)
     if errors:
         raise errors[0]

@@ -13,6 +13,7 @@ import msgspec
 
 from backhaul.crew import Task
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
+from backhaul.runtime import Lock
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import WorkerId, WorkerInfo
 from backhaul.wire.frames import Frame
@@ -66,20 +67,18 @@ class Peer:
         "sent_at",
     )
 
-    def __init__(self, record: WorkerRecord, own: WorkerRecord) -> None:
+    def __init__(self, record: WorkerRecord, own: WorkerRecord, connecting: Lock) -> None:
         self.record = record
         self.info = record.info
         # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         self.channel: Channel | None = None  # what this end sends through
-        self.incoming: Channel | None = (
-            None  # the one that the other end opened; two that call each other at once have two
-        )
+        self.incoming: Channel | None = None  # what the other end opened; two that call each other at once have two
         # Of asynchronous calls, for those who may send them together:
         self.called_at = 0.0  # when the last was made
         self.closely = 0  # how many have followed each other closely
         self.sent_at = 0.0  # when one was last sent at once
-        self.connecting = threading.Lock()  # held while a channel is being opened
+        self.connecting = connecting  # held while a channel is being opened
 
 
 LossListener = Callable[[Peer, Channel, str], None]
@@ -117,7 +116,8 @@ class Peers:
         with self._lock:
             if record.id in self._by_id or record.name in self._by_name:
                 return None
-            peer = self._by_id[record.id] = self._by_name[record.name] = Peer(record, self._own)
+            peer = Peer(record, self._own, self._worker.runtime.lock())
+            self._by_id[record.id] = self._by_name[record.name] = peer
             return peer
 
     def dismiss(self, worker: int) -> None:
@@ -214,9 +214,10 @@ class Peers:
         assert peer is not None
         with self._lock:
             self._by_channel[channel] = peer
-        peer.incoming = channel
-        if peer.channel is None:
+        # It opens another only if it has lost the one before.
+        if peer.channel is None or peer.channel is peer.incoming:
             peer.channel = channel
+        peer.incoming = channel
         return None
 
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:

@@ -7,10 +7,10 @@ rest.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
-import queue
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +24,7 @@ from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.rref.ownership import Entry, ForkId, Inbox, News, Owned, RRefId
 from backhaul.transport.base import Channel
+from backhaul.types import first_number
 from backhaul.wire.codec import Encoded
 from backhaul.wire.messages import pack, prepare, unpack
 from backhaul.worker import current_worker
@@ -55,7 +56,7 @@ class RRefs:
         self.worker = node.worker
         self.id = node.worker.info.id
         self.agent = node.agent
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first_number(node.worker.incarnation))
         self._lock = threading.Lock()  # guards _owned, _inboxes, _forks
         self._owned: Owned[Future[Any]] = Owned(Future)
         self._inboxes: dict[tuple[int, str], Inbox] = {}
@@ -63,7 +64,7 @@ class RRefs:
         self._told = collections.defaultdict[int, Iterator[int]](itertools.count)  # owner -> numbers of news to it
         self._unheard = collections.defaultdict[int, list[tuple[int, list[News]]]](list)  # owner -> news to repeat
         self._met: set[int] = set()  # holders to which there is a channel, or is going to be
-        self._dead: queue.SimpleQueue[Dead | None] = queue.SimpleQueue()
+        self._dead = self.worker.runtime.queue()  # of Dead, or None at the end
         self._cleaner: threading.Thread | None = None
         node.agent.interceptors.append(self)
         node.peers.on_lost(self._on_lost)
@@ -109,13 +110,25 @@ class RRefs:
         with self._lock:
             freed = self._owned.let_go(entry)
         del entry
-        freed.clear()  # values end here, not under the lock
+        self._end(freed)
+
+    def _end(self, freed: list[Entry[Future[Any]]]) -> None:
+        """Values end here, not under the lock. Whoever waits for one that was never made learns that it will not be:
+        the call that was to make it got lost.
+        """
+        for entry in freed:
+            if not entry.value.done():
+                name = self.worker.name
+                error = BackhaulError(f"worker '{name}' was never asked to make the value", worker=name)
+                with contextlib.suppress(RuntimeError):  # another thread has just said that making it failed
+                    entry.value.set_exception(error)
+        freed.clear()
 
     def hear(self, news: Sequence[News]) -> None:
         """Take in news about values of this worker's."""
         with self._lock:
             freed = self._owned.hear(news)
-        freed.clear()
+        self._end(freed)
 
     def take_news(self, sender: int, incarnation: str, number: int, news: list[News]) -> None:
         """News have come from another worker."""
@@ -124,7 +137,7 @@ class RRefs:
             freed = self._owned.hear(due)
             strangers = {holder for what, _, _, holder in due if what == "made"} - self._met - {self.id}
             self._met |= strangers
-        freed.clear()
+        self._end(freed)
         for holder in strangers:
             self.worker.crew.submit(functools.partial(self._meet, holder))
 
@@ -137,7 +150,7 @@ class RRefs:
             with self._lock:
                 self._met.discard(holder)
                 freed = self._owned.lose(holder)
-            freed.clear()
+            self._end(freed)
 
     # Forks that this worker holds, and news of them.
 
@@ -203,15 +216,14 @@ class RRefs:
         while (dead := self._dead.get()) is not None:
             batch = [dead]
             while not self._dead.empty():
-                following = self._dead.get()
-                if following is None:
-                    return
-                batch.append(following)
+                batch.append(self._dead.get())
+            if None in batch:
+                return
             try:
                 self.worker.run(self._drop, batch)
             except Exception:
                 log.exception("references were not released")
-            del dead, batch
+            del dead, batch  # nothing here may keep values while it waits
 
     def _drop(self, batch: list[Dead]) -> None:
         by_owner: dict[int, list[News]] = {}
@@ -249,7 +261,7 @@ class RRefs:
         self._dead.put(None)
         cleaner = self._cleaner
         if cleaner is not None and cleaner is not threading.current_thread():
-            cleaner.join(5.0)
+            self.worker.runtime.join(cleaner, 5.0)
         with self._lock:
             entries = list(self._owned.entries.values())
             self._owned.entries.clear()

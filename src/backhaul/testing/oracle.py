@@ -278,7 +278,7 @@ def run_body(body: Body, args: Sequence[torch.Tensor], state: State, call: Call)
     return [values[index] for index in body.results]
 
 
-def _copies(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copies(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As a message does it: what is one tensor stays one."""
     made: dict[int, torch.Tensor] = {}
     return [made.setdefault(id(value), value.clone()) for value in values]
@@ -289,7 +289,7 @@ def run_locally(program: Program, *, order: int = 1, retain: bool = False) -> Re
     states = [State(program, worker) for worker in range(program.workers)]
 
     def call(worker: int, body: Body, args: list[torch.Tensor]) -> list[torch.Tensor]:
-        return _copies(run_body(body, _copies(args), states[worker], call))
+        return copies(run_body(body, copies(args), states[worker], call))
 
     roots = run_body(program.body, [], states[0], call)
     loss = [root.sum() for root in roots if root.requires_grad]

@@ -14,8 +14,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from backhaul.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from backhaul.transport.bell import Bell
+    from backhaul.transport.luck import Luck
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,12 @@ class Endpoint(abc.ABC):
 
     def flush(self) -> None:  # noqa: B027
         """Send what waits in any channel, see ``Channel.send_soon``."""
+
+    def bell(self, luck: Luck) -> Bell:
+        """Make something to wait with for several channels of this end that one thread holds."""
+        from backhaul.transport.bell import Bell  # which knows channels
+
+        return Bell(luck)
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -10,8 +10,7 @@ import torch.futures
 
 from backhaul.compat.errors import reworded
 from backhaul.rpc import futures
-from backhaul.runtime import Runtime
-from backhaul.worker import blocking
+from backhaul.worker import blocking, runtime_here
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -45,7 +44,7 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
 
     Torch's own gives up early only for errors that were set in C++, and there is no way to set one from Python.
     """
-    members, gate = list(futures), Runtime().gate()
+    members, gate = list(futures), runtime_here().gate()
     left, lock, errors = len(members), threading.Lock(), list[Exception]()
 
     def note(done: torch.futures.Future[Any]) -> None:

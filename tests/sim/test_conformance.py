@@ -1,0 +1,90 @@
+"""The simulated network passes the conformance kit, whose threads become strands for that."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from backhaul.testing import transport_kit
+from backhaul.testing.transport_kit import TransportConformance
+from backhaul.transport.base import EndpointFactory
+from backhaul.transport.sim import SimNetwork, Weather
+from backhaul.transport.sim_runtime import SimGate
+from backhaul.transport.strands import Scheduler, Strand
+
+
+class Threading:
+    """What the kit uses of ``threading``, for strands."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.Thread = functools.partial(Thread, scheduler)
+        self.Condition = functools.partial(Condition, scheduler)
+        self.Event = functools.partial(Event, scheduler)
+        self.active_count = threading.active_count
+
+
+class Thread:
+    def __init__(self, scheduler: Scheduler, target: Callable[[], None], name: str, daemon: bool) -> None:
+        self._scheduler = scheduler
+        self._start = functools.partial(scheduler.spawn, target, name=name, home=scheduler.outside)
+        self._strand: Strand | None = None
+
+    def start(self) -> None:
+        self._strand = self._start().strand
+
+    def join(self, timeout: float | None = None) -> None:
+        assert self._strand is not None
+        self._scheduler.join(self._strand, timeout)
+
+    def is_alive(self) -> bool:
+        return self._strand is not None and not self._strand.done
+
+
+class Condition:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._waiters: list[Strand] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def notify_all(self) -> None:
+        for waiter in self._waiters:
+            self._scheduler.wake(waiter)
+        self._waiters.clear()
+
+    def wait_for(self, enough: Callable[[], bool], timeout: float) -> bool:
+        deadline = self._scheduler.now + timeout
+        while not enough():
+            self._waiters.append(self._scheduler.running)
+            if not self._scheduler.wait("a condition", deadline - self._scheduler.now):
+                return enough()
+        return True
+
+
+class Event:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._gate = SimGate(scheduler)
+        self.set = self._gate.open
+        self.wait = self._gate.wait
+
+    def is_set(self) -> bool:
+        return self._gate.opened
+
+
+class TestSim(TransportConformance):
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[EndpointFactory]:
+        with Scheduler(7, eagerness=0.3) as scheduler:
+            shim: Any = Threading(scheduler)
+            monkeypatch.setattr(transport_kit, "threading", shim)
+            # The kit takes what has been sent to be there; on a real machine it is.
+            network = SimNetwork(scheduler, Weather(delay=0.0, capacity=1e6))
+            yield lambda: network.endpoint(scheduler.home("here"))

@@ -1,0 +1,147 @@
+"""What simulation has found, each case by itself."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import torch
+
+import backhaul as bh
+from backhaul.autograd.messages import AutogradKind
+from backhaul.rpc.agent import Pending
+from backhaul.testing.simulated import SimCluster
+from backhaul.transport.base import ChannelBrokenError
+from backhaul.transport.sim import Weather
+from backhaul.transport.sim_ends import SimChannel
+from backhaul.wire.frames import Frame
+
+
+def test_a_release_that_is_lost_with_its_channel() -> None:
+    """Seeds 6 and 36: the driver has forgotten the context, and nobody told the worker."""
+    with SimCluster(2, seed=1) as cluster:
+        send = SimChannel.send
+
+        def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
+            if frame.kind == AutogradKind.RELEASE and channel.home == "worker0" and not lost:
+                lost.append(frame)
+                cluster.network.drop(channel, 0.0, 1.0)
+            else:
+                send(channel, frame, timeout=timeout)
+
+        lost: list[Frame] = []
+        SimChannel.send = lossy  # type: ignore[method-assign]
+        try:
+            cluster.run("worker0", step).result()
+            cluster.sleep(5.0)
+        finally:
+            SimChannel.send = send  # type: ignore[method-assign]
+        assert lost
+        assert not cluster.leftovers()
+
+
+def step() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with bh.context() as ctx:
+        ctx.backward(bh.rpc_sync("worker1", torch.mul, args=(weight, 2)).sum())
+        assert ctx.grads[weight].tolist() == [2.0, 2.0]
+
+
+class Thing:
+    """Can be watched."""
+
+
+def test_values_whose_references_die_together() -> None:
+    """Seed 82: the last of them stayed as long as nothing else died."""
+
+    def program() -> list[weakref.ref[Thing]]:
+        things = [Thing(), Thing(), Thing()]
+        rrefs = [bh.RRef(thing) for thing in things]
+        watched = [weakref.ref(thing) for thing in things]
+        del things
+        rrefs.clear()
+        return watched
+
+    with SimCluster(1, seed=1) as cluster:
+        watched = cluster.run("worker0", program).result()
+        cluster.sleep(1.0)
+        gc.collect()
+        assert [ref() for ref in watched] == [None] * 3
+
+
+def test_a_channel_that_is_lost_while_a_call_is_being_sent() -> None:
+    """Seed 230: the call failed twice, once for the loss and once for the sending."""
+    with SimCluster(2, seed=1) as cluster:
+        agent = cluster.nodes["worker0"].agent
+
+        def break_down(pending: Pending, send: Callable[[], None]) -> None:
+            assert pending.channel is not None
+            pending.channel.close()
+            cluster.sleep(1.0)  # others notice that first
+            raise ChannelBrokenError("broken")
+
+        def program() -> tuple[str | None, str | None]:
+            future = bh.rpc_async("worker1", torch.ones, args=(1,))
+            return failure(future.wait), failure(lambda: bh.rpc_sync("worker1", torch.ones, args=(1,)))
+
+        def failure(call: Callable[[], object]) -> str | None:
+            try:
+                call()
+            except bh.PeerLostError as error:
+                return error.worker
+            return None
+
+        agent.outlet = break_down
+        assert cluster.run("worker0", program).result() == ("worker1", "worker1")
+        agent.outlet = None
+        assert not agent.pending
+
+
+def relay(value: bh.RRef[torch.Tensor]) -> torch.Tensor:
+    return value.to_here(timeout=2.0)
+
+
+def test_a_value_that_was_never_asked_for() -> None:
+    """Seed 340: a reference was passed on, but the call that was to make its value got lost. Whoever asked for the
+    value gave up, its owner waited for ever, and with it everyone who shut down.
+    """
+    with SimCluster(3, seed=1) as cluster:
+        agent = cluster.nodes["worker0"].agent
+
+        def program() -> bool:
+            agent.outlet = lambda pending, send: None
+            rref = bh.remote("worker1", torch.ones, args=(1,), timeout=5.0)
+            agent.outlet = None
+            try:
+                bh.rpc_sync("worker2", relay, args=(rref,))
+            except bh.CallTimeoutError:
+                return True
+            return False
+
+        assert cluster.run("worker0", program).result()
+        cluster.sleep(10.0)
+        cluster.collect()
+        cluster.sleep(1.0)
+        assert not cluster.leftovers()
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def test_a_worker_that_connects_again() -> None:
+    """Seed 449: the first connection is dead, but only one end knows it. The other uses the newer one."""
+    with SimCluster(2, seed=1, weather=Weather(duplicates=1.0)) as cluster:
+        cluster.run("worker0", lambda: bh.rpc_sync("worker1", torch.ones, args=(1,))).result()
+        back = cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,), timeout=1.0))
+        assert back.result().tolist() == [1.0]
+
+
+def test_a_driver_that_has_come_back() -> None:
+    """Seed 700: its first context had the id of one that others remembered as released, so they recorded nothing, and
+    backward returned without their gradients.
+    """
+    with SimCluster(2, seed=1) as cluster:
+        cluster.run("worker0", step).result()
+        cluster.crash("worker0")
+        cluster.sleep(1.0)
+        cluster.start("worker0")
+        cluster.run("worker0", step).result()
