@@ -10,6 +10,7 @@ NAMES = [
     "AuthenticationError",
     "BackhaulError",
     "BackwardTimeoutError",
+    "CallCancelledError",
     "CallTimeoutError",
     "ContextError",
     "ContextHandle",
@@ -35,10 +36,12 @@ NAMES = [
     "WorkerInfo",
     "async_execution",
     "backward",
+    "cancelled",
     "cluster",
     "collect_all",
     "context",
     "current_worker",
+    "deadline",
     "get_debug_info",
     "get_gradients",
     "get_worker_info",
@@ -54,6 +57,7 @@ NAMES = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "time_left",
     "wait_all",
 ]
 

@@ -10,6 +10,7 @@ from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
     BackwardTimeoutError,
+    CallCancelledError,
     CallTimeoutError,
     ContextError,
     FrameTooLargeError,
@@ -30,6 +31,7 @@ from backhaul.errors import (
 )
 from backhaul.launch.embedded import cluster
 from backhaul.launch.local import launch
+from backhaul.limits import cancelled, deadline, time_left
 from backhaul.ops import remote_op
 from backhaul.profiler.session import profile
 from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
@@ -44,6 +46,7 @@ __all__ = [
     "AuthenticationError",
     "BackhaulError",
     "BackwardTimeoutError",
+    "CallCancelledError",
     "CallTimeoutError",
     "ContextError",
     "ContextHandle",
@@ -69,10 +72,12 @@ __all__ = [
     "WorkerInfo",
     "async_execution",
     "backward",
+    "cancelled",
     "cluster",
     "collect_all",
     "context",
     "current_worker",
+    "deadline",
     "get_debug_info",
     "get_gradients",
     "get_worker_info",
@@ -88,5 +93,6 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "time_left",
     "wait_all",
 ]

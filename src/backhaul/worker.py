@@ -340,6 +340,12 @@ def observer_here() -> Observer | None:
     return None if worker is None else worker.observer
 
 
+def clock_here() -> Callable[[], float]:
+    """The clock of the current worker; the real one if there is none."""
+    worker = _current.get() or _only
+    return Runtime.now if worker is None else worker.runtime.now
+
+
 def blocking() -> contextlib.AbstractContextManager[None]:
     """To be inside of while this thread waits: the current worker, if any, is told."""
     worker = _current.get() or _only

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from backhaul import limits
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv
@@ -31,6 +32,7 @@ from backhaul.errors import (
     PeerLostError,
     UnknownContextError,
 )
+from backhaul.limits import FOREVER
 from backhaul.observe import GradientKey
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
@@ -45,7 +47,7 @@ from backhaul.worker import current_worker
 log = logging.getLogger("backhaul")
 
 T = TypeVar("T")
-_UNSEEN = contextlib.nullcontext()
+_UNSEEN = _NOT_WOKEN = contextlib.nullcontext()
 _ASKING = 1.0  # seconds that a worker has to say what it knows of a pass that is too late
 
 
@@ -129,17 +131,22 @@ class Engine:
             context.runs[self.id, spec.number] = run
         drive = Drive(spec, run, self.worker.runtime.gate())
         self.drives[spec.context, spec.number] = drive
-        deadline = run.deadline = self.worker.runtime.now() + timeout if timeout else None
+        deadline, limit, cut_by = self.worker.runtime.now() + timeout if timeout else None, limits.current.get(), None
+        if limit is not None and limit.until < (FOREVER if deadline is None else deadline):
+            deadline, cut_by = limit.until, limit.label
+        run.deadline = deadline
         try:
             with self._observed_pass(spec):
                 self._reports.begin(spec)
                 with self._observed_group(spec, ROOTS):
                     self._enter_source(run, ROOTS, seeds)
                     self._tell(spec)
-                with self.worker.blocking():
+                with self.worker.blocking(), _NOT_WOKEN if limit is None else limit.waking(drive.gate.open):
                     over = self._attend(drive, deadline)
+                if limit is not None and limit.root.cancelled:
+                    raise limit.unwanted(f"backward of context {spec.context} was not done")
                 if not over:
-                    raise self._too_late(drive, timeout)
+                    raise self._too_late(drive, timeout, cut_by)
                 if drive.error is not None:
                     raise drive.error
         except BaseException:  # an interrupt of the user's too
@@ -171,16 +178,19 @@ class Engine:
                 break
         return drive.gate.opened
 
-    def _too_late(self, drive: Drive, timeout: float) -> BackwardTimeoutError:
+    def _too_late(self, drive: Drive, timeout: float, cut_by: str | None) -> BackwardTimeoutError:
         self._ask_around(drive)
         with drive.lock:
             waiting = {m: self.name_of(worker) for m, worker in drive.ledger.outstanding.items()}
         where = ", ".join(f"message {m} at worker '{name}'" if m else "the roots" for m, name in waiting.items())
         return BackwardTimeoutError(
-            f"backward of context {drive.spec.context} was not done within {timeout:g} s; under way: {where}",
+            f"backward of context {drive.spec.context} was not done "
+            + (f"within {timeout:g} s" if cut_by is None else f"when the deadline of {cut_by} was over")
+            + f"; under way: {where}",
             worker=self.worker.name,
             context=drive.spec.context,
             outstanding=waiting,
+            cut_by=cut_by,
         )
 
     def _ask_around(self, drive: Drive) -> None:
@@ -208,7 +218,8 @@ class Engine:
         """Call one of our own functions on a worker; that is not part of any context."""
         token = enter(None)
         try:
-            return self.agent.call_async(worker, function, args, None, timeout, mode="internal").wait()  # type: ignore[no-any-return]
+            with limits.deadline(None):
+                return self.agent.call_async(worker, function, args, None, timeout, mode="internal").wait()  # type: ignore[no-any-return]
         finally:
             leave(token)
 
