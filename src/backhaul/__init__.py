@@ -37,6 +37,7 @@ from backhaul.profiler.session import profile
 from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
+from backhaul.rpc.retry import Retry
 from backhaul.rref.handle import RRef
 from backhaul.rref.remote import remote
 from backhaul.types import Options, WorkerInfo
@@ -63,6 +64,7 @@ __all__ = [
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
+    "Retry",
     "SerializationError",
     "ShutdownTimeoutError",
     "UnknownContextError",

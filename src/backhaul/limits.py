@@ -132,6 +132,13 @@ def wait(gate: Gate, timeout: float | None, what: str) -> bool:
     return opened
 
 
+def check(what: str) -> None:
+    """Raise as ``wait`` does if the current limit is over already."""
+    limit = current.get()
+    if limit is not None and not limit.left:
+        raise limit.unwanted(what) if limit.root.cancelled else limit.cut(what)
+
+
 @graph_break
 def time_left() -> float | None:
     """How many seconds are left to what runs here: until the caller of this handler gives up, or the block of

@@ -119,7 +119,7 @@ class Run:
             records = [r for r in context.sends.values() if r.born_in != (spec.driver, spec.number)]
         sources: dict[MessageId, Sequence[End]] = {r.message: r.ends for r in records}
         self._places = {r.message: r.order for r in records}
-        self._born_in_passes = {r.message for r in records if r.born_in is not None}
+        self._uncertain = {r.message for r in records if r.born_in is not None or r.failed}
         if roots is not None:
             sources = {ROOTS: roots, **sources}
         self._leaves = Leaves(context, spec, inputs)
@@ -177,12 +177,12 @@ class Run:
             return True
 
     def _needs_orders(self, group: Group) -> bool:
-        """Fast mode can tell what takes part by itself, but for messages of earlier passes."""
+        """Fast mode can tell what takes part by itself, but for messages of earlier passes and of failed calls."""
         if self.spec.restricted:
             return True
         if len(group.sources) == 1:
             return False
-        return not self.spec.fast or any(source in self._born_in_passes for source in group.sources)
+        return not self.spec.fast or any(source in self._uncertain for source in group.sources)
 
     def follow(self, orders: Orders) -> list[Outcome]:
         """Orders are there: run what waited for them."""

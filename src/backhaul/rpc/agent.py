@@ -22,7 +22,7 @@ from backhaul.errors import (
     SerializationError,
 )
 from backhaul.limits import FOREVER, Limit
-from backhaul.rpc.calls import SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard
+from backhaul.rpc.calls import SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard, tell_failed
 from backhaul.rpc.futures import Future, set_result
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer, Peers
@@ -61,7 +61,7 @@ class Agent:
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._completing: dict[int, AsyncCall] = {}  # taken off the table, but their futures are not done
-        self._lock = threading.Lock()  # guards served, _busy, _check_at
+        self._lock = threading.Lock()  # guards served, cancels, retries, _busy, _check_at
         self.under_way: dict[object, object] = {}  # what may lead to calls: requests served, futures being completed
         self._busy = 0  # and other things
         self._check_at = FOREVER  # when deadlines are next looked at
@@ -69,6 +69,8 @@ class Agent:
         self._closed = False
         self._itself = weakref.ref(self)  # for futures, which may outlive their worker
         self.cancels = 0  # calls that were cancelled here, for people
+        self.retries = 0  # calls that were made again, likewise
+        self.paused: set[Future[Any]] = set()  # of calls that are going to be made again
         worker.on_frame(Kind.REPLY, self._on_reply)
         worker.on_frame(Kind.FAULT, self._on_reply)
         peers.on_lost(self._on_lost)
@@ -242,8 +244,8 @@ class Agent:
         except ChannelClosedError as error:
             self._pending.pop(number, None)
             self._look_idle()
-            if not isinstance(error, ChannelBrokenError):
-                discard(peer, self.interceptors, pending.notes)
+            give_up = tell_failed if isinstance(error, ChannelBrokenError) else discard
+            give_up(peer, self.interceptors, pending.notes)
             if self._closed:
                 raise NotInitializedError(f"worker '{self.worker.name}' was shut down") from None
             raise pending.lost(str(error)) from None
@@ -442,6 +444,11 @@ class Agent:
             self.cancels += len(over)
         self._tell_cancelled(over)
 
+    def count_retry(self) -> None:
+        """A call is made again."""
+        with self._lock:
+            self.retries += 1
+
     def _forsake(self, pending: SyncCall) -> bool:
         """Nobody waits for a call any more; False if its outcome is there."""
         if self._pending.pop(pending.number, None) is None:
@@ -508,6 +515,12 @@ class Agent:
 
     def abandon(self) -> None:
         """Complete what no thread is left to complete."""
+        while self.paused:
+            future = self.paused.pop()
+            if not future.done():
+                future.set_exception(
+                    NotInitializedError(f"worker '{self.worker.name}' was shut down", worker=self.worker.name)
+                )
         for number in list(self._completing):
             pending = self._completing.pop(number, None)
             if pending is not None:

@@ -83,6 +83,7 @@ class Pending:
         if self.trace is not None:
             return self._read_observed(outcome, worker, interceptors)
         if not isinstance(outcome, Frame):
+            tell_failed(self.peer, interceptors, self.notes)
             raise outcome
         if outcome.kind == Kind.FAULT:
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
@@ -147,6 +148,14 @@ def discard(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str,
         note = notes.get(interceptor.key)
         if note is not None:
             interceptor.discard(peer, note)
+
+
+def tell_failed(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str, bytes]) -> None:
+    """Tell those who put notes on a request that it has failed, but may have arrived."""
+    for interceptor in interceptors if notes else ():
+        note = notes.get(interceptor.key)
+        if note is not None:
+            interceptor.failed(peer, note)
 
 
 SMALL = 1 << 15  # bytes of a frame that any worker accepts

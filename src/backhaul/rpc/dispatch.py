@@ -46,8 +46,7 @@ ASYNC_MARK = "_backhaul_async_execution"
 _RESULT = ("result",)
 _NO_KEYWORDS: dict[str, Any] = {}
 
-never_dropped: set[str] = set()
-"""Names of functions that run even if nobody waits for them any more: those of layers above that have to know."""
+_never_dropped: set[str] = set()  # names
 
 
 def async_execution(function: F) -> F:
@@ -68,6 +67,12 @@ def async_execution(function: F) -> F:
     if not callable(function):
         raise TypeError(f"async_execution marks functions, not a {type(function).__name__}; put it innermost")
     setattr(function, ASYNC_MARK, True)
+    return function
+
+
+def never_dropped(function: F) -> F:
+    """Mark a function of a layer above that runs even if nobody waits for it any more: it has to know of the call."""
+    _never_dropped.add(f"{function.__module__}:{function.__qualname__}")
     return function
 
 
@@ -179,7 +184,7 @@ class Dispatcher:
         name, payload, notes, buffers = request.function, request.payload, request.notes, frame.buffers
         if request.left:
             answer.until = answer.arrived + request.left
-        if (answer.cancelled or answer.now() > answer.until) and name not in never_dropped:
+        if (answer.cancelled or answer.now() > answer.until) and name not in _never_dropped:
             raise self._drop(answer, name, notes)
         if PROFILE in notes:
             observer = self._worker.observer
