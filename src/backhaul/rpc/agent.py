@@ -484,10 +484,11 @@ class Agent:
             self._look_idle()
 
     def answered(self, request: object) -> None:
-        """A request that was under way has its reply."""
+        """A request that was under way has its reply, or needs none any more."""
+        if self.under_way.pop(request, None) is None:
+            return
         with self._lock:
             self.served += 1
-        self.under_way.pop(request, None)
         if self._idle_callbacks:
             self._look_idle()
 

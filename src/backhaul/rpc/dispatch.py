@@ -147,6 +147,8 @@ class Dispatcher:
         self._agent.cancel_within(frozenset(answers))
         for answer in answers:
             answer.cancel()
+            if answer.later:  # the future may be another's, and never be done
+                self._finish(answer)
 
     def _run(self, answer: _Answer, frame: Frame, arrived: int) -> None:
         limits.current.set(answer)
@@ -168,6 +170,9 @@ class Dispatcher:
                         f"but it returned a {type(result).__name__}"
                     )
                 result.add_done_callback(lambda done: self._reply_with_future(answer, done))
+                answer.later = True
+                if answer.cancelled:
+                    self._finish(answer)
                 return
             if type(result) is types.CoroutineType:
                 self._loop.run(self._reply_with_coroutine(answer, result))
@@ -313,8 +318,9 @@ class Dispatcher:
 
     def _finish(self, answer: _Answer) -> None:
         """A request that was cancelled is over; there is nothing to tell."""
-        if answer.trace is not None:
-            answer.trace.replied(0)
+        trace, answer.trace = answer.trace, None
+        if trace is not None:
+            trace.replied(0)
         self._agent.answered((answer.channel, answer.number))
 
 
@@ -341,6 +347,7 @@ class _Answer(Limit):
     function: Any = None  # once it is known
     kept: Mapping[str, Any] = {}  # by the keys of those who kept something
     trace: ServeTrace | None = None
+    later = False  # nothing runs any more, but a future is waited for
 
     def __init__(self, peer: Peer, channel: Channel, number: int, now: Callable[[], float]) -> None:
         self.peer = peer

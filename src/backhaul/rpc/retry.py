@@ -57,7 +57,7 @@ class Retry:
     longest: float = 30.0
     jitter: float = 0.5
     timeout: float | None = None
-    on: tuple[type[BackhaulError], ...] = (PeerLostError,)
+    on: type[BackhaulError] | tuple[type[BackhaulError], ...] = (PeerLostError,)
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
