@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.calls import Pending
 from backhaul.rpc.node import Node
 from backhaul.testing.faults import Faults
+from backhaul.wire.messages import Kind
 
 from . import remote_functions as remote
 from .remote_functions import PATIENCE, gate, open_gate, wait_at
@@ -75,19 +75,18 @@ def _note_run() -> None:
 
 def test_while_it_waits_for_a_thread(workers: list[bh.Worker], gate_name: str) -> None:
     bob = workers[1].part(Node)
-    hold, tasks = threading.Event(), []
+    tasks: list[Any] = []
     submit = workers[1].crew.submit
     try:
         # All of bob's requests wait from here on, as if all his threads were busy.
         keep = bob.dispatcher._on_request
-        workers[1].on_frame(3, lambda channel, frame: tasks.append(keep(channel, frame)))
+        workers[1].on_frame(Kind.REQUEST, lambda channel, frame: tasks.append(keep(channel, frame)))
         future = bh.rpc_async("bob", wait_at, args=(gate_name,))
         until(lambda: tasks)
         assert future.cancel()
         until(lambda: any(getattr(answer, "cancelled", False) for answer in bob.agent.under_way.values()))
     finally:
-        workers[1].on_frame(3, keep)
-        hold.set()
+        workers[1].on_frame(Kind.REQUEST, keep)
         for task in tasks:
             submit(task)
     assert_cancelled(future)
@@ -356,7 +355,3 @@ def _stuck_backward(name: str) -> None:
             bh.backward(ctx, [y.sum()])
             return
         seen[name] = bh.CallCancelledError
-
-
-def last_word(pending: Pending) -> list[str]:
-    return [pending.label.rpartition(".")[2]]
