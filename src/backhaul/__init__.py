@@ -10,6 +10,7 @@ from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
     BackwardTimeoutError,
+    CallCancelledError,
     CallTimeoutError,
     ContextError,
     FrameTooLargeError,
@@ -30,11 +31,13 @@ from backhaul.errors import (
 )
 from backhaul.launch.embedded import cluster
 from backhaul.launch.local import launch
+from backhaul.limits import cancelled, deadline, time_left
 from backhaul.ops import remote_op
 from backhaul.profiler.session import profile
 from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
+from backhaul.rpc.retry import Retry
 from backhaul.rref.handle import RRef
 from backhaul.rref.remote import remote
 from backhaul.types import Options, WorkerInfo
@@ -44,6 +47,7 @@ __all__ = [
     "AuthenticationError",
     "BackhaulError",
     "BackwardTimeoutError",
+    "CallCancelledError",
     "CallTimeoutError",
     "ContextError",
     "ContextHandle",
@@ -60,6 +64,7 @@ __all__ = [
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
+    "Retry",
     "SerializationError",
     "ShutdownTimeoutError",
     "UnknownContextError",
@@ -69,10 +74,12 @@ __all__ = [
     "WorkerInfo",
     "async_execution",
     "backward",
+    "cancelled",
     "cluster",
     "collect_all",
     "context",
     "current_worker",
+    "deadline",
     "get_debug_info",
     "get_gradients",
     "get_worker_info",
@@ -88,5 +95,6 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "time_left",
     "wait_all",
 ]

@@ -6,6 +6,8 @@ fields say what it is about. Bad arguments stay plain ``ValueError``/``TypeError
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
+
 
 class BackhaulError(RuntimeError):
     """Root of all errors of Backhaul.
@@ -32,11 +34,13 @@ class UnknownWorkerError(BackhaulError, LookupError):
 
 
 class CallTimeoutError(BackhaulError, TimeoutError):
-    """A call had no reply within its timeout. What it does on the other worker is unknown.
+    """A call had no reply within its timeout. The other worker is told, but may have done some or all of it.
 
     Attributes:
         function: Label of the called function.
         timeout: The timeout in seconds.
+        cut_by: Where the time was not the call's own, whose deadline it was: the label of the outer call, or
+            ``bh.deadline``.
     """
 
     def __init__(
@@ -46,10 +50,25 @@ class CallTimeoutError(BackhaulError, TimeoutError):
         worker: str | None = None,
         function: str | None = None,
         timeout: float | None = None,
+        cut_by: str | None = None,
     ) -> None:
         super().__init__(message, worker=worker)
         self.function = function
         self.timeout = timeout
+        self.cut_by = cut_by
+
+
+class CallCancelledError(BackhaulError, CancelledError):
+    """A call was cancelled before it had a reply, or what it was made for was. It may have been done on the other
+    worker all the same. Not asyncio's error of that name, which ends tasks.
+
+    Attributes:
+        function: Label of the called function, if it was a call.
+    """
+
+    def __init__(self, message: str, *, worker: str | None = None, function: str | None = None) -> None:
+        super().__init__(message, worker=worker)
+        self.function = function
 
 
 class PeerLostError(BackhaulError, ConnectionError):
@@ -213,6 +232,7 @@ class BackwardTimeoutError(ContextError, TimeoutError):
 
     Attributes:
         outstanding: Messages that were under way, each with the name of the worker it was at.
+        cut_by: As of ``CallTimeoutError``.
     """
 
     def __init__(
@@ -223,6 +243,8 @@ class BackwardTimeoutError(ContextError, TimeoutError):
         context: int | None = None,
         message: int | None = None,
         outstanding: dict[int, str] | None = None,
+        cut_by: str | None = None,
     ) -> None:
         super().__init__(text, worker=worker, context=context, message=message)
         self.outstanding = outstanding or {}
+        self.cut_by = cut_by

@@ -50,6 +50,18 @@ class Context:
             self.known.add(record.to)
             return True
 
+    def drop_send(self, message: MessageId) -> None:
+        """A message was not sent after all."""
+        with self.lock:
+            self.sends.pop(message, None)
+
+    def doubt_send(self, message: MessageId) -> None:
+        """The call that a message was part of has failed."""
+        with self.lock:
+            record = self.sends.get(message)
+            if record is not None:
+                record.failed = True
+
     def add_recv(self, recv: Recv) -> None:
         """Note a message that came in, and that its sender has this context."""
         with self.lock:

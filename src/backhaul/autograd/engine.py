@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from backhaul import limits
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.drives import Drive
@@ -41,6 +42,7 @@ from backhaul.errors import (
     PeerLostError,
     UnknownContextError,
 )
+from backhaul.limits import FOREVER
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
@@ -54,7 +56,7 @@ from backhaul.worker import current_worker
 log = logging.getLogger("backhaul")
 
 T = TypeVar("T")
-_UNSEEN = contextlib.nullcontext()
+_UNSEEN = _NOT_WOKEN = contextlib.nullcontext()
 _LONG = 0.001  # seconds that one gradient takes from which on others that came with it are for other threads
 _CLOSELY = 0.0002  # seconds between releases that make it worth to send them together
 _ASKING = 1.0  # seconds that a worker has to say what it knows of a pass that is too late
@@ -153,11 +155,16 @@ class Engine:
         self._ship(run, ROOTS, parcels)
 
     def _wait(self, drive: Drive, timeout: float) -> None:
+        limit, run, cut_by = limits.current.get(), drive.run, None
+        if limit is not None and limit.until < (FOREVER if run.deadline is None else run.deadline):
+            run.deadline, cut_by = limit.until, limit.label
         if not drive.gate.opened:
-            with self.worker.blocking():
-                over = self._attend(drive, drive.run.deadline)
+            with self.worker.blocking(), _NOT_WOKEN if limit is None else limit.waking(drive.gate.open):
+                over = self._attend(drive, run.deadline)
+            if limit is not None and limit.root.cancelled:
+                raise limit.unwanted(f"backward of context {drive.spec.context} was not done")
             if not over:
-                raise self._too_late(drive, timeout)
+                raise self._too_late(drive, timeout, cut_by)
         if drive.error is not None:
             raise drive.error
 
@@ -183,16 +190,19 @@ class Engine:
                 break
         return drive.gate.opened
 
-    def _too_late(self, drive: Drive, timeout: float) -> BackwardTimeoutError:
+    def _too_late(self, drive: Drive, timeout: float, cut_by: str | None) -> BackwardTimeoutError:
         self._ask_around(drive)
         with drive.lock:
             waiting = {m: self.name_of(worker) for m, worker in drive.ledger.outstanding.items()}
         where = ", ".join(f"message {m} at worker '{name}'" if m else "the roots" for m, name in waiting.items())
         return BackwardTimeoutError(
-            f"backward of context {drive.spec.context} was not done within {timeout:g} s; under way: {where}",
+            f"backward of context {drive.spec.context} was not done "
+            + (f"within {timeout:g} s" if cut_by is None else f"when the deadline of {cut_by} was over")
+            + f"; under way: {where}",
             worker=self.worker.name,
             context=drive.spec.context,
             outstanding=waiting,
+            cut_by=cut_by,
         )
 
     def _ask_around(self, drive: Drive) -> None:
@@ -220,7 +230,8 @@ class Engine:
         """Call one of our own functions on a worker; that is not part of any context."""
         token = enter(None)
         try:
-            return self.agent.call_async(worker, function, args, None, timeout, mode="internal").wait()  # type: ignore[no-any-return]
+            with limits.deadline(None):
+                return self.agent.call_async(worker, function, args, None, timeout, mode="internal").wait()  # type: ignore[no-any-return]
         finally:
             leave(token)
 

@@ -48,7 +48,7 @@ def edge_of(end: End) -> GradientEdge:
 class SendRecord:
     """The sending end of a message: where its gradients enter this worker."""
 
-    __slots__ = ("born_in", "ends", "message", "order", "to")
+    __slots__ = ("born_in", "ends", "failed", "message", "order", "to")
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class SendRecord:
             self.ends.append(tensor if node is None else GradientEdge(node, tensor.output_nr))
         self.order = order  # place in program order; see recording
         self.born_in = born_in  # the pass that sent it, if it is a gradient message
+        self.failed = False  # so did its call; whether it was done there, and is part of anything, is not known
 
 
 class Recv:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from backhaul.autograd.container import Container
+from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, Recv, SendRecord, receive, receive_one
 from backhaul.autograd.messages import Note
@@ -163,4 +163,16 @@ class Recorder:
         return record_recv(kept, peer.record.id, unpack(note, Note), tensors)
 
     def discard(self, peer: Peer, note: bytes) -> None:
-        """Nothing to do: an end whose other end is not used gets no gradients."""
+        """An end whose other end is not used gets no gradients, but it keeps its graph: forget one of ours."""
+        read, context = self._find(note)
+        if context is not None and split(read.message)[0] == self._worker.info.id:
+            context.drop_send(read.message)
+
+    def failed(self, peer: Peer, note: bytes) -> None:
+        read, context = self._find(note)
+        if context is not None:
+            context.doubt_send(read.message)
+
+    def _find(self, note: bytes) -> tuple[Note, Context | None]:
+        read = unpack(note, Note)
+        return read, self._container.find(read.context)

@@ -165,14 +165,16 @@ class Run:
         spec, context = self.spec, self.context
         sources: dict[MessageId, Sequence[End]] = {} if self._roots is None else {ROOTS: self._roots}
         self._places: dict[MessageId, tuple[int, ...]] = {}
-        self._born_in_passes: set[MessageId] = set()
+        self._uncertain: set[MessageId] = set()  # those of which it is not known whether gradients come
         with context.lock:
             records = list(context.sends.values())
         for record in records:
             if record.born_in is not None:
                 if record.born_in == (spec.driver, spec.number):
                     continue
-                self._born_in_passes.add(record.message)
+                self._uncertain.add(record.message)
+            elif record.failed:
+                self._uncertain.add(record.message)
             sources[record.message] = record.ends
             self._places[record.message] = record.order
         self._task_number = new_task_number()
@@ -220,12 +222,12 @@ class Run:
             return True
 
     def _needs_orders(self, group: Group) -> bool:
-        """Fast mode can tell what takes part by itself, but for messages of earlier passes."""
+        """Fast mode can tell what takes part by itself, but for messages of earlier passes and of failed calls."""
         if self.spec.restricted:
             return True
         if len(group.sources) == 1:
             return False
-        return not self.spec.fast or not self._born_in_passes.isdisjoint(group.sources)
+        return not self.spec.fast or not self._uncertain.isdisjoint(group.sources)
 
     def follow(self, orders: Orders) -> list[Outcome]:
         """Orders are there: run what waited for them."""

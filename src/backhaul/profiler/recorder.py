@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from backhaul.limits import deadline
 from backhaul.observe import CallTrace, GradientKey, ServeTrace, Sessions
 from backhaul.profiler import kineto
 from backhaul.profiler.records import (
@@ -395,10 +396,10 @@ class _Serve:
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Calls made inside are part of no profile and of no context."""
+    """Calls made inside are part of no profile and of no context, and have their own time."""
     token = _quiet.set(True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), deadline(None):
             yield
     finally:
         _quiet.reset(token)

@@ -1,5 +1,5 @@
 """Outgoing calls: each is sent, waits in the table of pending calls, and ends exactly once: by its reply, by the
-loss of its channel, by its deadline, or by shutdown.
+loss of its channel, by its deadline, by being cancelled, or by shutdown.
 """
 
 from __future__ import annotations
@@ -7,18 +7,22 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from backhaul import limits
 from backhaul.crew import Task
 from backhaul.errors import (
+    CallCancelledError,
     CallTimeoutError,
     FrameTooLargeError,
     NotInitializedError,
     PeerLostError,
     SerializationError,
 )
-from backhaul.rpc.calls import FOREVER, SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard
+from backhaul.limits import FOREVER, Limit
+from backhaul.rpc.calls import SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard, tell_failed
 from backhaul.rpc.futures import Future, set_result
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer, Peers
@@ -26,7 +30,7 @@ from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedEr
 from backhaul.wire.callables import Named, label_of, named
 from backhaul.wire.codec import encode
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Kind, Reply, Request, pack, unpack
+from backhaul.wire.messages import Cancel, Kind, Reply, Request, pack, unpack
 from backhaul.worker import Worker
 
 PROFILE = "profile"
@@ -34,6 +38,7 @@ PROFILE = "profile"
 
 _CLOSELY = 0.0002  # seconds between calls to one worker that make it worth to send them together
 _BURST = 4  # calls that follow each other so closely before the first is held back
+_SHORT = 0.05  # seconds within which a nested call is not disturbed: most are over, and to be woken costs some time
 
 
 Outlet = Callable[[Pending, Callable[[], None]], None]
@@ -56,12 +61,16 @@ class Agent:
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._completing: dict[int, AsyncCall] = {}  # taken off the table, but their futures are not done
-        self._lock = threading.Lock()  # guards served, _busy, _check_at
-        self.under_way: set[object] = set()  # what may lead to calls: requests served, futures being completed
+        self._lock = threading.Lock()  # guards served, cancels, retries, _busy, _check_at
+        self.under_way: dict[object, object] = {}  # what may lead to calls: requests served, futures being completed
         self._busy = 0  # and other things
         self._check_at = FOREVER  # when deadlines are next looked at
         self._idle_callbacks: list[Callable[[], None]] = []
         self._closed = False
+        self._itself = weakref.ref(self)  # for futures, which may outlive their worker
+        self.cancels = 0  # calls that were cancelled here, for people
+        self.retries = 0  # calls that were made again, likewise
+        self.paused: set[Future[Any]] = set()  # of calls that are going to be made again
         worker.on_frame(Kind.REPLY, self._on_reply)
         worker.on_frame(Kind.FAULT, self._on_reply)
         peers.on_lost(self._on_lost)
@@ -89,12 +98,19 @@ class Agent:
             self.timeout if timeout is None else timeout,
             label or (label_of(function) if known is None else known.label),
         )
-        if worker.observer is None:
-            self._start(pending, function, known, args, kwargs)
-        else:
-            self._start_observed(mode, pending, function, known, args, kwargs)
-        with worker.blocking():
-            outcome = self._read_outcome(pending) or self._await_outcome(pending)
+        limit = limits.current.get()
+        if limit is not None:
+            pending.limit = limit
+        try:
+            if worker.observer is None:
+                self._start(pending, function, known, args, kwargs)
+            else:
+                self._start_observed(mode, pending, function, known, args, kwargs)
+            with worker.blocking():
+                outcome = self._read_outcome(pending) or self._await_outcome(pending)
+        except BaseException:  # an interrupt of the user's: nobody waits any more
+            self._forsake(pending)
+            raise
         return pending.read(outcome, worker, self.interceptors)
 
     def _read_outcome(self, pending: SyncCall) -> Outcome | None:
@@ -107,6 +123,8 @@ class Agent:
         try:
             while pending.outcome is None:
                 left = None if deadline == FOREVER else deadline - self.worker.runtime.now()
+                if pending.limit is not None and (left is None or left > _SHORT):
+                    left = _SHORT
                 event = channel.receive(left)
                 if event is None:
                     break
@@ -123,9 +141,16 @@ class Agent:
         """Somebody else reads the channel, or our time is over."""
         deadline, runtime = pending.deadline, self.worker.runtime
         pending.gate = gate = runtime.gate()
-        if pending.outcome is None and not gate.wait(None if deadline == FOREVER else deadline - runtime.now()):
-            if self._pending.pop(pending.number, None) is not None:
-                self._look_idle()
+        left = None if deadline == FOREVER else deadline - runtime.now()
+        if pending.outcome is None and pending.limit is not None and (left is None or left > 0):
+            # It takes long, and may be cancelled: read on as one who can be woken.
+            channel = pending.channel
+            assert channel is not None
+            if channel.hold():
+                self.worker.attend([channel], gate, left, ())
+                left = None if deadline == FOREVER else deadline - runtime.now()
+        if pending.outcome is None and not gate.wait(left):
+            if self._forsake(pending):
                 return pending.timed_out()
             gate.wait()  # the outcome came just now
         assert pending.outcome is not None
@@ -149,14 +174,18 @@ class Agent:
             self.timeout if timeout is None else timeout,
             label or (label_of(function) if known is None else known.label),
         )
+        limit = limits.current.get()
+        if limit is not None and mode != "internal":
+            pending.limit = limit
         try:
             if self.worker.observer is None:
                 self._start(pending, function, known, args, kwargs)
             else:
                 self._start_observed(mode, pending, function, known, args, kwargs)
-        except (PeerLostError, CallTimeoutError) as error:
+        except (PeerLostError, CallTimeoutError, CallCancelledError) as error:
             pending.future.set_exception(error)
             return pending.future
+        pending.future._call = self._itself, pending.number
         if pending.deadline < self._check_at:
             self._watch(pending.deadline)
         return pending.future
@@ -194,10 +223,13 @@ class Agent:
             raise ValueError(f"timeout must not be negative, got {left}; 0 means none")
         if not callable(function):
             raise TypeError(f"only a callable can be called, not a {type(function).__name__}")
+        if pending.limit is not None:
+            self._shorten(pending, pending.limit)
+            left = pending.timeout
         self.sent = pending.number = number = next(self._numbers)
         frame = self._encode(pending, function, known, args, kwargs)
         peer, limit = pending.peer, left or None
-        if limit is not None:
+        if limit is not None and not pending.cut:
             # From now on: pickling the arguments was this worker's own business.
             pending.deadline = self.worker.runtime.now() + left
         try:
@@ -206,15 +238,15 @@ class Agent:
             if self._closed:
                 raise ChannelClosedError("this worker was shut down")
             if self.outlet is not None:
-                self.outlet(pending, functools.partial(self._send, pending, channel, frame, limit))
+                self.outlet(pending, functools.partial(self._send_late, pending, channel, frame, limit))
             else:
                 self._send(pending, channel, frame, limit)
         except ChannelClosedError as error:
             if self._pending.pop(number, None) is None:
                 return  # whoever noticed the loss first has settled it
             self._look_idle()
-            if not isinstance(error, ChannelBrokenError):
-                discard(peer, self.interceptors, pending.notes)
+            give_up = tell_failed if isinstance(error, ChannelBrokenError) else discard
+            give_up(peer, self.interceptors, pending.notes)
             if self._closed:
                 raise NotInitializedError(f"worker '{self.worker.name}' was shut down") from None
             raise pending.lost(str(error)) from None
@@ -223,6 +255,25 @@ class Agent:
             if pending.deadline <= self.worker.runtime.now():
                 raise pending.timed_out() from None
             raise
+
+    def _shorten(self, pending: Pending, limit: Limit) -> None:
+        """A call has no more time than what it is made for."""
+        if limit.root.cancelled:
+            raise pending.cancelled(f" before it was sent: {limit.root.label}, for which it was, was cancelled")
+        left = limit.until - self.worker.runtime.now()
+        if not pending.timeout or left < pending.timeout:
+            if left == FOREVER:
+                return
+            pending.cut, pending.timeout, pending.deadline = True, max(left, 0.0), limit.until
+            if left <= 0:
+                raise pending.timed_out()
+
+    def _send_late(self, pending: Pending, *rest: Any) -> None:
+        """Send a call that an outlet may have kept for some time, if somebody still waits for it."""
+        if pending.number in self._pending:
+            self._send(pending, *rest)
+        else:
+            discard(pending.peer, self.interceptors, pending.notes)
 
     def _send(self, pending: Pending, channel: Channel, frame: Frame, timeout: float | None) -> None:
         """Somebody waits for a ``SyncCall``. Others that follow closely on another go out together: the system call
@@ -277,7 +328,10 @@ class Agent:
             notes[PROFILE] = pending.trace.encoded()
         if notes:
             pending.notes = notes
-        body = pack(Request(name, encoded.payload, keywords, notes))
+        left = pending.timeout
+        if pending.cut:
+            left = max(pending.deadline - self.worker.runtime.now(), 0.001)
+        body = pack(Request(name, encoded.payload, keywords, notes, left))
         frame = Frame(Kind.REQUEST, pending.number, body, encoded.buffers, encoded.keep)
         if encoded.buffers or len(body) > SMALL:
             try:
@@ -309,7 +363,7 @@ class Agent:
         if self._pending.pop(number, None) is None:
             return None
         if isinstance(pending, AsyncCall):
-            self.under_way.add(pending)
+            self.under_way[pending] = pending
             self._completing[number] = pending
             return functools.partial(self.worker.context.copy().run, self._complete, pending, outcome)
         assert isinstance(pending, SyncCall)
@@ -328,7 +382,7 @@ class Agent:
         else:
             set_result(pending.future, value)
         finally:
-            self.under_way.discard(pending)
+            self.under_way.pop(pending, None)
             if self._idle_callbacks:
                 self._look_idle()
 
@@ -345,17 +399,76 @@ class Agent:
             self._check_at = FOREVER
         now = self.worker.runtime.now()
         soonest = FOREVER
+        over = []
         for pending in self.pending:
             if not isinstance(pending, AsyncCall):
                 continue  # its own thread watches the clock
             if pending.deadline <= now:
                 task = self._settle(pending, pending.timed_out())
                 if task is not None:
+                    over.append(pending)
                     self.worker.crew.submit(task)
             else:
                 soonest = min(soonest, pending.deadline)
+        self._tell_cancelled(over)
         if soonest < FOREVER:
             self._watch(soonest)
+
+    # Cancelling.
+
+    def cancel(self, number: int) -> bool:
+        """Cancel an asynchronous call; False if it had its outcome. Once this returns, its future is done."""
+        pending = self._pending.get(number)
+        task = None if pending is None else self._settle(pending, pending.cancelled())
+        if pending is None or task is None:
+            return False
+        with self._lock:
+            self.cancels += 1
+        self._tell_cancelled([pending])
+        task()
+        return True
+
+    def cancel_within(self, roots: Collection[Limit]) -> None:
+        """Cancel all calls that were made within these limits."""
+        over = []
+        for pending in self.pending:
+            limit = pending.limit
+            if limit is None or limit.root not in roots:
+                continue
+            task = self._settle(pending, pending.cancelled(f", as was {limit.root.label}, for which it was"))
+            if task is not None:
+                self.worker.crew.submit(task)
+            elif not isinstance(pending, SyncCall) or not isinstance(pending.outcome, CallCancelledError):
+                continue  # its outcome was faster
+            over.append(pending)
+        with self._lock:
+            self.cancels += len(over)
+        self._tell_cancelled(over)
+
+    def count_retry(self) -> None:
+        """A call is made again."""
+        with self._lock:
+            self.retries += 1
+
+    def _forsake(self, pending: SyncCall) -> bool:
+        """Nobody waits for a call any more; False if its outcome is there."""
+        if self._pending.pop(pending.number, None) is None:
+            return False
+        self._tell_cancelled([pending])
+        self._look_idle()
+        return True
+
+    def _tell_cancelled(self, calls: Iterable[Pending]) -> None:
+        """Let the workers that were called know that nobody waits."""
+        by_channel: dict[Channel, list[int]] = {}
+        for pending in calls:
+            if pending.channel is not None:
+                by_channel.setdefault(pending.channel, []).append(pending.number)
+        for channel, numbers in by_channel.items():
+            try:
+                channel.send(Frame(Kind.CANCEL, 0, pack(Cancel(tuple(numbers)))), timeout=0)
+            except ChannelClosedError:  # then so are they
+                pass
 
     # Idleness.
 
@@ -372,10 +485,11 @@ class Agent:
             self._look_idle()
 
     def answered(self, request: object) -> None:
-        """A request that was under way has its reply."""
+        """A request that was under way has its reply, or needs none any more."""
+        if self.under_way.pop(request, None) is None:
+            return
         with self._lock:
             self.served += 1
-        self.under_way.discard(request)
         if self._idle_callbacks:
             self._look_idle()
 
@@ -403,6 +517,12 @@ class Agent:
 
     def abandon(self) -> None:
         """Complete what no thread is left to complete."""
+        while self.paused:
+            future = self.paused.pop()
+            if not future.done():
+                future.set_exception(
+                    NotInitializedError(f"worker '{self.worker.name}' was shut down", worker=self.worker.name)
+                )
         for number in list(self._completing):
             pending = self._completing.pop(number, None)
             if pending is not None:

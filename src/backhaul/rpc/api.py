@@ -13,6 +13,7 @@ from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.rendezvous import Meeting, check_rank, open_store, secret_of
+from backhaul.rpc.retry import Attempts, Retry
 from backhaul.transport.addresses import host_identity, is_loopback
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.types import Options, WorkerInfo, check_name
@@ -130,6 +131,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
+    *,
+    retry: Retry | None = None,
 ) -> T:
     """Call ``func(*args, **kwargs)`` on another worker and return its result.
 
@@ -138,12 +141,15 @@ def rpc_sync(
         func: Any callable: functions both sides can import go by name, others by value.
         args: Positional arguments; they travel by value.
         kwargs: Keyword arguments.
-        timeout: Seconds to wait; 0: for ever; None: the worker's default (60).
+        timeout: Seconds to wait; 0: for ever; None: the worker's default (60). Never longer than what is left to the
+            handler or block that this is called in, see ``time_left``.
+        retry: Make the call again if the worker is lost; says that the function may run more than once.
 
     Raises:
         Exception: What ``func`` raised, with its own type if that can be imported here, else ``RemoteError``; its
             ``__cause__`` is the remote traceback.
         CallTimeoutError: No reply in time.
+        CallCancelledError: The handler that this is called in was cancelled.
         PeerLostError: The worker cannot be reached, or went away.
         SerializationError: An argument or the result cannot travel.
         UnknownWorkerError: There is no such worker.
@@ -154,7 +160,12 @@ def rpc_sync(
         ...     bh.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
         tensor([4., 4.])
     """
-    result: T = current_worker().part(Node).agent.call(to, func, args, kwargs, timeout)
+    agent = current_worker().part(Node).agent
+    result: T = (
+        agent.call(to, func, args, kwargs, timeout)
+        if retry is None
+        else Attempts(agent, retry, to, func, args, kwargs, timeout).run()
+    )
     return result
 
 
@@ -165,8 +176,11 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
+    *,
+    retry: Retry | None = None,
 ) -> Future[T]:
-    """Start a call and return its future. Once this returns, the arguments may be changed.
+    """Start a call and return its future. Once this returns, the arguments may be changed (with ``retry``, once the
+    future is done).
 
     Arguments as for ``rpc_sync``. What is wrong with the call itself (unknown worker, an argument that cannot travel)
     raises here; what goes wrong later is the future's exception.
@@ -178,7 +192,10 @@ def rpc_async(
         ...     bh.wait_all(futures)
         [tensor([1.]), tensor([2.]), tensor([3.])]
     """
-    return current_worker().part(Node).agent.call_async(to, func, args, kwargs, timeout)
+    agent = current_worker().part(Node).agent
+    if retry is not None:
+        return Attempts(agent, retry, to, func, args, kwargs, timeout).start()
+    return agent.call_async(to, func, args, kwargs, timeout)
 
 
 @graph_break
@@ -194,7 +211,8 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 
 @graph_break
 def get_debug_info() -> dict[str, int]:
-    """Counters of the current worker: calls pending and served, bytes sent, shared memory it has made and how many
+    """Counters of the current worker: calls pending, served, cancelled, made again, and dropped because nobody waited
+    for them any more when their turn came; bytes sent, shared memory it has made and how many
     slots of that others use, contexts, backward passes it drives.
     """
     return {name: count() for name, count in current_worker().counters.items()}

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from backhaul.errors import BackhaulError, CallTimeoutError, FrameTooLargeError, PeerLostError, SerializationError
+from backhaul.errors import (
+    BackhaulError,
+    CallCancelledError,
+    CallTimeoutError,
+    FrameTooLargeError,
+    PeerLostError,
+    SerializationError,
+)
+from backhaul.limits import FOREVER, Limit
 from backhaul.observe import CallTrace
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import Interceptor
@@ -17,8 +25,6 @@ from backhaul.wire.faults import decode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Fault, Kind, Reply, unpack
 from backhaul.worker import Worker
-
-FOREVER = float("inf")
 
 Outcome = Frame | BackhaulError
 """Of a call: the reply, or why there is none."""
@@ -34,6 +40,8 @@ class Pending:
     kept: Sequence[tuple[Interceptor, Any]] = ()  # by those who kept something
     notes: Mapping[str, bytes] = {}
     trace: CallTrace | None = None
+    limit: Limit | None = None  # of the handler or block that made the call
+    cut = False  # the time is the limit's, not the call's own
 
     def __init__(self, peer: Peer, timeout: float, label: str) -> None:
         self.peer = peer
@@ -43,11 +51,21 @@ class Pending:
     def timed_out(self) -> CallTimeoutError:
         """The error of a call whose deadline has passed."""
         name = self.peer.info.name
+        cut_by = self.limit.label if self.cut and self.limit is not None else None
+        of_another = "" if cut_by is None else f", which is what was left until the deadline of {cut_by}"
         return CallTimeoutError(
-            f"{self.label} on worker '{name}' gave no reply within {self.timeout:g} s",
+            f"{self.label} on worker '{name}' gave no reply within {self.timeout:.4g} s{of_another}",
             worker=name,
             function=self.label,
             timeout=self.timeout,
+            cut_by=cut_by,
+        )
+
+    def cancelled(self, why: str = "") -> CallCancelledError:
+        """The error of a call that was cancelled."""
+        name = self.peer.info.name
+        return CallCancelledError(
+            f"{self.label} on worker '{name}' was cancelled{why}", worker=name, function=self.label
         )
 
     def lost(self, reason: str) -> PeerLostError:
@@ -65,6 +83,7 @@ class Pending:
         if self.trace is not None:
             return self._read_observed(outcome, worker, interceptors)
         if not isinstance(outcome, Frame):
+            tell_failed(self.peer, interceptors, self.notes)
             raise outcome
         if outcome.kind == Kind.FAULT:
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
@@ -129,6 +148,14 @@ def discard(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str,
         note = notes.get(interceptor.key)
         if note is not None:
             interceptor.discard(peer, note)
+
+
+def tell_failed(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str, bytes]) -> None:
+    """Tell those who put notes on a request that it has failed, but may have arrived."""
+    for interceptor in interceptors if notes else ():
+        note = notes.get(interceptor.key)
+        if note is not None:
+            interceptor.failed(peer, note)
 
 
 SMALL = 1 << 15  # bytes of a frame that any worker accepts

@@ -15,8 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from backhaul import limits
 from backhaul.crew import Task
-from backhaul.errors import FunctionNotFoundError, ProtocolError, SerializationError
+from backhaul.errors import (
+    CallCancelledError,
+    CallTimeoutError,
+    FunctionNotFoundError,
+    ProtocolError,
+    SerializationError,
+)
+from backhaul.limits import Limit
 from backhaul.observe import ServeTrace
 from backhaul.rpc.agent import PROFILE, Agent
 from backhaul.rpc.calls import SMALL, check_size, discard
@@ -27,7 +35,7 @@ from backhaul.wire.callables import label_of, resolve
 from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.faults import encode_fault
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Kind, Reply, Request, pack, unpack
+from backhaul.wire.messages import Cancel, Kind, Reply, Request, pack, unpack
 from backhaul.worker import Worker, observer_here, serving
 
 log = logging.getLogger("backhaul")
@@ -37,6 +45,8 @@ T = TypeVar("T")
 ASYNC_MARK = "_backhaul_async_execution"
 _RESULT = ("result",)
 _NO_KEYWORDS: dict[str, Any] = {}
+
+_never_dropped: set[str] = set()  # names
 
 
 def async_execution(function: F) -> F:
@@ -60,6 +70,12 @@ def async_execution(function: F) -> F:
     return function
 
 
+def never_dropped(function: F) -> F:
+    """Mark a function of a layer above that runs even if nobody waits for it any more: it has to know of the call."""
+    _never_dropped.add(f"{function.__module__}:{function.__qualname__}")
+    return function
+
+
 def answers_later(function: Any, result: Any) -> bool:
     """Whether the value of a call is that of the future which the function returned.
 
@@ -79,7 +95,10 @@ class Dispatcher:
         self._loop = _Loop(worker)
         self._context = worker.context.copy()  # of handlers; each runs in a copy
         self._context.run(serving.set, True)
+        self._dropping = threading.Lock()  # guards dropped
+        self.dropped = 0  # requests that nobody waited for any more when their turn came, for people
         worker.on_frame(Kind.REQUEST, self._on_request)
+        worker.on_frame(Kind.CANCEL, self._on_cancel)
 
     @property
     def served(self) -> int:
@@ -93,6 +112,9 @@ class Dispatcher:
         async def run() -> None:
             try:
                 made.set_result(await _stepwise(coroutine))
+            except asyncio.CancelledError:
+                what = label_of(coroutine)
+                made.set_exception(CallCancelledError(f"{what} was cancelled", worker=self._worker.name, function=what))
             except BaseException as error:
                 made.set_exception(error)
 
@@ -104,16 +126,32 @@ class Dispatcher:
         self._loop.close()
 
     def _on_request(self, channel: Channel, frame: Frame) -> Task:
-        agent, observer = self._agent, self._worker.observer
-        peer = agent.peers.of(channel)
+        agent, worker = self._agent, self._worker
+        peer, observer = agent.peers.of(channel), worker.observer
         if peer is None:
             raise ProtocolError("a request from a peer that has not said who it is")
-        answer = _Answer(peer, channel, frame.number)
-        agent.under_way.add(answer)
+        answer = _Answer(peer, channel, frame.number, worker.runtime.now)
+        agent.under_way[channel, frame.number] = answer
         arrived = 0 if observer is None else observer.now()
         return functools.partial(self._context.copy().run, self._run, answer, frame, arrived)
 
+    def _on_cancel(self, channel: Channel, frame: Frame) -> Task | None:
+        found = [self._agent.under_way.get((channel, number)) for number in unpack(frame.body, Cancel).numbers]
+        answers = [answer for answer in found if isinstance(answer, _Answer)]
+        for answer in answers:
+            answer.cancelled = True  # at once: those that wait for a thread are not to begin
+        return functools.partial(self._worker.run, self._cancel, answers) if answers else None
+
+    def _cancel(self, answers: list[_Answer]) -> None:
+        """What the handlers wait for ends; they themselves, unless in asyncio, cannot be made to."""
+        self._agent.cancel_within(frozenset(answers))
+        for answer in answers:
+            answer.cancel()
+            if answer.later:  # the future may be another's, and never be done
+                self._finish(answer)
+
     def _run(self, answer: _Answer, frame: Frame, arrived: int) -> None:
+        limits.current.set(answer)
         if not torch.is_grad_enabled():  # an earlier handler may have switched it off for this thread
             torch.set_grad_enabled(True)
         try:
@@ -132,6 +170,9 @@ class Dispatcher:
                         f"but it returned a {type(result).__name__}"
                     )
                 result.add_done_callback(lambda done: self._reply_with_future(answer, done))
+                answer.later = True
+                if answer.cancelled:
+                    self._finish(answer)
                 return
             if type(result) is types.CoroutineType:
                 self._loop.run(self._reply_with_coroutine(answer, result))
@@ -146,6 +187,10 @@ class Dispatcher:
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         request = unpack(frame.body, Request)
         name, payload, notes, buffers = request.function, request.payload, request.notes, frame.buffers
+        if request.left:
+            answer.until = answer.arrived + request.left
+        if (answer.cancelled or answer.now() > answer.until) and name not in _never_dropped:
+            raise self._drop(answer, name, notes)
         if PROFILE in notes:
             observer = self._worker.observer
             if observer is not None:
@@ -168,6 +213,19 @@ class Dispatcher:
             ) from error
         return function, values, kwargs
 
+    def _drop(self, answer: _Answer, name: str, notes: Mapping[str, bytes]) -> Exception:
+        """A request has waited for a thread until nobody waited for it."""
+        name, worker, caller = name or "a function", self._worker.name, answer.peer.info.name
+        why = "was cancelled" if answer.cancelled else "has no time left"
+        log.debug("%s does not run %s: the call of worker '%s' %s", worker, name, caller, why)
+        with self._dropping:
+            self.dropped += 1
+        discard(answer.peer, self._agent.interceptors, notes)
+        text = f"worker '{worker}' did not run {name}: its call {why}"
+        if answer.cancelled:
+            return CallCancelledError(text, worker=worker, function=name)
+        return CallTimeoutError(text, worker=worker, function=name)
+
     def _find(self, name: str) -> Callable[..., Any]:
         try:
             return resolve(name)
@@ -187,7 +245,7 @@ class Dispatcher:
                     answer.kept = {**answer.kept, interceptor.key: kept}
         return tensors
 
-    # Replies. Each request gets exactly one, and is counted as served after that.
+    # Replies. Each request gets exactly one, unless it was cancelled, and is counted as served after that.
 
     def _reply_with_future(self, answer: _Answer, done: torch.futures.Future[Any]) -> None:
         try:
@@ -209,6 +267,9 @@ class Dispatcher:
         peer = answer.peer
         if answer.trace is not None:
             answer.trace.resumed()
+        if answer.cancelled:
+            self._finish(answer)
+            return
         try:
             encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared)
             notes: dict[str, bytes] = {}
@@ -235,6 +296,9 @@ class Dispatcher:
     def _reply_fault(self, answer: _Answer, error: BaseException) -> None:
         if answer.trace is not None:
             answer.trace.resumed()
+        if answer.cancelled:
+            self._finish(answer)
+            return
         fault, encoded = encode_fault(error, self._worker.name)
         buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
         self._send(answer, Frame(Kind.FAULT, answer.number, pack(fault), buffers, keep))
@@ -250,7 +314,14 @@ class Dispatcher:
         except ChannelClosedError as error:
             log.debug("a reply was not sent: %s", error)  # the caller is gone, and knows it
         finally:
-            self._agent.answered(answer)
+            self._agent.answered((answer.channel, answer.number))
+
+    def _finish(self, answer: _Answer) -> None:
+        """A request that was cancelled is over; there is nothing to tell."""
+        trace, answer.trace = answer.trace, None
+        if trace is not None:
+            trace.replied(0)
+        self._agent.answered((answer.channel, answer.number))
 
 
 @types.coroutine
@@ -270,20 +341,23 @@ def _stepwise(coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
             step = functools.partial(coroutine.throw, error)
 
 
-class _Answer:
-    """Where the reply to one request goes, and what is needed for it."""
+class _Answer(Limit):
+    """Where the reply to one request goes, and what is needed for it; and how long that is waited for."""
 
     function: Any = None  # once it is known
     kept: Mapping[str, Any] = {}  # by the keys of those who kept something
     trace: ServeTrace | None = None
+    later = False  # nothing runs any more, but a future is waited for
 
-    def __init__(self, peer: Peer, channel: Channel, number: int) -> None:
+    def __init__(self, peer: Peer, channel: Channel, number: int, now: Callable[[], float]) -> None:
         self.peer = peer
         self.channel = channel
         self.number = number
+        self.now = now
+        self.arrived = now()
 
     @property
-    def label(self) -> str:
+    def label(self) -> str:  # type: ignore[override]
         """What to call the function."""
         return "a function" if self.function is None else label_of(self.function)
 
@@ -296,15 +370,32 @@ class _Loop:
         self._lock = threading.Lock()  # guards both fields
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them; used on its thread only
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine, with the context variables that are set here; cancel it if the current limit is."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = self._worker.runtime.spawn(
                     functools.partial(self._serve, self._loop), name=f"backhaul-{self._worker.name}-asyncio"
                 )
-            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._loop.call_soon_threadsafe(self._begin, self._loop, coroutine)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        limit = limits.current.get()
+        if limit is None:
+            return
+
+        def cancel() -> None:  # after the first step, which waits already: so the coroutine gets to know
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+
+        number = limit.wake_with(cancel)
+        task.add_done_callback(lambda _: limit.forget(number))
 
     def close(self) -> None:
         with self._lock:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
+from backhaul import limits
 from backhaul.compiler import graph_break
+from backhaul.limits import FOREVER
 from backhaul.worker import blocking, observer_here, runtime_here
 
 T = TypeVar("T")
 S = TypeVar("S")
 
+_counting = threading.Lock()  # guards the count of those who wait for a future
 
 # torch's own, without what its module puts around them in Python.
 _init: Callable[[Any, list[torch.device]], None] = torch._C.Future.__init__
@@ -25,6 +29,12 @@ set_result: Callable[[Any, Any], None] = torch._C.Future.set_result
 _is_done: Callable[[Any], bool] = torch._C.Future.done
 _value_of: Callable[[Any], Any] = torch._C.Future.wait
 _call_when_done: Callable[[Any, Callable[[Any], None]], None] = torch._C.Future.add_done_callback
+
+
+class Calls(Protocol):
+    """Who made the calls that futures are of."""
+
+    def cancel(self, number: int) -> bool: ...
 
 
 class Future(torch.futures.Future[T]):
@@ -44,6 +54,9 @@ class Future(torch.futures.Future[T]):
     # Here and not in torch's part, where the collector cannot see it: an exception refers to all frames that it went
     # through, so to whoever waited, so to the future.
     _error: BaseException | None = None
+    _call: tuple[Callable[[], Calls | None], int] | None = None  # which call it is of, if it is of one
+    _cancel: Callable[[], bool] | None = None  # else, how to cancel what it waits for
+    _waiting = 0  # threads and tasks that wait for it
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         if devices is None:
@@ -57,6 +70,10 @@ class Future(torch.futures.Future[T]):
 
         Args:
             timeout: Give up after so many seconds with ``TimeoutError``; the future itself goes on.
+
+        Raises:
+            CallTimeoutError: The deadline of the handler or block around this wait is over, see ``deadline``.
+            CallCancelledError: The future, or the handler that waits here, was cancelled.
         """
         if not _is_done(self):
             self._wait_until_done(timeout)
@@ -66,9 +83,53 @@ class Future(torch.futures.Future[T]):
         if not _is_done(self):
             gate = runtime_here().gate()
             _call_when_done(self, lambda _: gate.open())
-            with blocking():
-                if not gate.wait(timeout):
+            with blocking(), self._counted():
+                if not limits.wait(gate, timeout, "the future was not done"):
                     raise TimeoutError(f"the future was not done within {timeout:g} s")
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One more waits for the future, while inside."""
+        with _counting:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with _counting:
+                self._waiting -= 1
+
+    @graph_break
+    def cancel(self) -> bool:
+        """Cancel the call that this is the future of. Once this returns True, the future is done, and ``wait`` raises
+        ``CallCancelledError``.
+
+        The other worker is told. There, a call that has not begun is dropped; a coroutine is cancelled; a function
+        cannot be interrupted, but what it waits for is cancelled (calls of its own, futures, backward passes), and
+        ``cancelled()`` tells it. Its result is discarded.
+
+        A task of asyncio that is cancelled while it awaits the future does this too, if nobody else waits for it;
+        ``asyncio.shield`` keeps it from that.
+
+        What ``then`` or ``collect_all`` returned stands for the calls behind it. They are cancelled, and it is done
+        when its callback has run.
+
+        Returns:
+            Whether there was something to cancel: False if the call is done, or the future is of none.
+
+        Example:
+            >>> import time, backhaul as bh
+            >>> with bh.cluster(2):
+            ...     future = bh.rpc_async("worker1", time.sleep, args=(0.1,))
+            ...     print(future.cancel(), future.cancel())
+            True False
+        """
+        if _is_done(self):
+            return False
+        if self._call is not None:
+            find, number = self._call
+            calls = find()
+            return calls is not None and calls.cancel(number)
+        return self._cancel is not None and self._cancel()
 
     def _fresh_value(self, timeout: float | None = None) -> T:
         """As ``wait``; but if there is an exception, raise a copy of it, so that it does not collect the frames of all
@@ -127,6 +188,7 @@ class Future(torch.futures.Future[T]):
         """
         _check(callback)
         made: Future[S] = Future()
+        made._cancel = self.cancel
         context = contextvars.copy_context()
 
         def run(_: Any) -> None:
@@ -158,7 +220,20 @@ class Future(torch.futures.Future[T]):
                 return
 
         self._when_done(notify)
-        yield from waiter
+        limit, timer = limits.current.get(), None
+        if limit is not None and limit.until != FOREVER:
+            error = limit.cut("the future was not done")
+            timer = loop.call_later(limit.left, lambda: None if waiter.done() else waiter.set_exception(error))
+        try:
+            with self._counted():
+                yield from waiter
+        except asyncio.CancelledError:
+            if not self._waiting:  # else others want it still
+                self.cancel()
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
         return self.wait()
 
 
@@ -199,6 +274,7 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[tor
     """
     members = list(futures)
     made: Future[list[torch.futures.Future[Any]]] = Future()
+    made._cancel = lambda: any([member.cancel() for member in members if isinstance(member, Future)])
 
     def finish() -> None:
         for member in members:
@@ -248,5 +324,5 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
         gate = runtime_here().gate()
         _count_down(missing, gate.open)
         with blocking():
-            gate.wait()
+            limits.wait(gate, None, "not all futures were done")
     return [_value_of(member) for member in members]

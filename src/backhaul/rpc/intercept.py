@@ -44,6 +44,11 @@ class Interceptor(Protocol):
         decoded, or was not sent. Must not block.
         """
 
+    def failed(self, peer: Peer, note: bytes) -> None:
+        """The call whose request had this note has failed: lost, too late or cancelled. It may have been done, or be
+        done yet. Must not block.
+        """
+
 
 extensions: list[Callable[[Node], None]] = []
 """What to call with each new node before it listens; layers above add themselves when they are imported."""

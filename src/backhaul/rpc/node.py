@@ -43,6 +43,9 @@ class Node:
         worker.attach(self)
         worker.counters["num_pending_calls"] = lambda: len(self.agent.pending)
         worker.counters["num_calls_served"] = lambda: self.dispatcher.served
+        worker.counters["num_calls_cancelled"] = lambda: self.agent.cancels
+        worker.counters["num_retries"] = lambda: self.agent.retries
+        worker.counters["num_calls_dropped"] = lambda: self.dispatcher.dropped
         worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent
         worker.counters["shm_bytes"] = lambda: worker.endpoint.shm_bytes
         worker.counters["shm_lent"] = lambda: worker.endpoint.shm_lent

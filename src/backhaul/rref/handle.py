@@ -139,8 +139,8 @@ class RRef(Generic[T]):
             try:
                 return cast(T, self._entry.value._fresh_value(limit or None))
             except TimeoutError as error:
-                if self._entry.value.done():
-                    raise  # that is how it was made
+                if self._entry.value.done() or isinstance(error, CallTimeoutError):
+                    raise  # that is how it was made, or it is the deadline of what runs here
                 raise CallTimeoutError(
                     f"the value of {self} was not there within {limit:g} s", worker=self.owner_name(), timeout=limit
                 ) from error

@@ -304,6 +304,9 @@ class RRefs:
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return tensors
 
+    def failed(self, peer: Peer, note: bytes) -> None:
+        """Nothing to do: if the message came, its forks tell when they die; if its receiver is gone, so are they."""
+
     def discard(self, peer: Peer, note: bytes) -> None:
         """Forks that arrived with a message nobody is going to read, or that were never sent, are gone."""
         self._start_cleaner()

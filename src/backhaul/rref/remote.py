@@ -9,12 +9,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from backhaul import limits
 from backhaul.compiler import graph_break
 from backhaul.errors import SerializationError
-from backhaul.rpc.dispatch import answers_later, async_execution
+from backhaul.rpc.dispatch import answers_later, async_execution, never_dropped
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.node import Node
+from backhaul.rpc.retry import Retry, start
 from backhaul.rref.handle import RRef, forward, make_handle
 from backhaul.rref.ownership import ForkId, RRefId, maker_of
 from backhaul.rref.registry import RRefs, current_rrefs
@@ -39,6 +41,8 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
+    *,
+    retry: Retry | None = None,
 ) -> RRef[T]:
     """Call ``func(*args, **kwargs)`` on another worker, where the result stays; return a reference to it at once.
 
@@ -49,7 +53,9 @@ def remote(
         func: As for ``rpc_sync``; a class makes an object there.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        timeout: Seconds that making the value may take; 0: any time; None: the worker's default.
+        timeout: Seconds that making the value may take; 0: any time; None: the worker's default. Never longer than what
+            is left to the handler or block that this is called in.
+        retry: As for ``rpc_async``.
 
     Example:
         >>> import backhaul as bh
@@ -59,7 +65,7 @@ def remote(
         ...     counter.to_here()
         {'a': 1, 'b': 2}
     """
-    return make_remote(to, func, args, kwargs, timeout)
+    return make_remote(to, func, args, kwargs, timeout, retry=retry)
 
 
 def make_remote(
@@ -70,6 +76,7 @@ def make_remote(
     timeout: float | None = None,
     *,
     label: str | None = None,
+    retry: Retry | None = None,
 ) -> RRef[T]:
     """``remote``, by another name for people."""
     if not callable(func):
@@ -82,9 +89,8 @@ def make_remote(
     arguments = (int(number), int(fork), what, *(args or ()))
     entry = rrefs.own(number) if fork < 0 else None
     try:
-        created = rrefs.agent.call_async(
-            peer.record.id, create, arguments, kwargs, timeout, label=label or label_of(func), mode="remote"
-        )
+        call = rrefs.agent, peer.record.id, create, arguments, kwargs, timeout
+        created = start(*call, retry, label=label or label_of(func), mode="remote")
     except BaseException as error:
         if entry is not None:
             rrefs.let_go(entry)
@@ -93,6 +99,8 @@ def make_remote(
         raise
     handle: RRef[T] = make_handle(rrefs, number, peer.info, entry=entry, fork=None if fork < 0 else fork)
     handle._created = created
+    if retry is not None:
+        handle._keep_until(created)  # else an attempt might make the value after its last reference was gone
     if entry is not None:
         created._when_done(lambda done: _fail(entry.value, done))
     return handle
@@ -117,6 +125,7 @@ def _fail(value: Future[Any], created: Future[Any]) -> None:
 
 
 @async_execution
+@never_dropped
 def create(number: int, fork: int, what: Any, /, *args: Any, **kwargs: Any) -> Future[None]:
     """Makes a value. What goes wrong is kept in its place."""
     entry = current_rrefs().create(number, fork, maker_of(fork) if fork >= 0 else -1)
@@ -126,6 +135,7 @@ def create(number: int, fork: int, what: Any, /, *args: Any, **kwargs: Any) -> F
     made: torch.futures.Future[Any]
     try:
         function = resolve(what) if isinstance(what, str) else what
+        limits.check(f"{label_of(function)} was not run")
         result = function(*args, **kwargs)
         if answers_later(function, result):
             if not isinstance(result, torch._C.Future):

@@ -23,6 +23,7 @@ class Kind(enum.IntEnum):
     REQUEST = 3
     REPLY = 4
     FAULT = 5  # a reply that is an exception
+    CANCEL = 6  # nobody waits for these calls any more
     READY = 8  # shutdown: the sender has nothing more to start
     COUNT = 9  # shutdown: say what you sent and served, once you are idle
     TALLY = 10  # shutdown: the answer
@@ -70,6 +71,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     payload: Payload
     keywords: bool = False
     notes: dict[str, bytes] = {}  # of layers above; see rpc.intercept
+    left: float = 0.0  # seconds that the caller still waits, when it sends; 0: for ever
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -87,6 +89,12 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
     message: str
     traceback: str
     payload: Payload | None = None
+
+
+class Cancel(msgspec.Struct, array_like=True, frozen=True):
+    """Nobody waits for these calls any more; there will be no use for replies."""
+
+    numbers: tuple[int, ...]
 
 
 class Tally(msgspec.Struct, array_like=True, frozen=True):
@@ -126,4 +134,4 @@ def unpack(body: Buffer, kind: type[M]) -> M:
         raise ProtocolError(f"not a {kind.__name__}: {error}") from error
 
 
-prepare(Hello, Refuse, Payload, Request, Reply, Fault, Tally, Count)
+prepare(Hello, Refuse, Payload, Request, Reply, Fault, Cancel, Tally, Count)

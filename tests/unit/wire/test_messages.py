@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from backhaul.errors import ProtocolError
 from backhaul.wire.codec import encode
-from backhaul.wire.messages import Count, Fault, Hello, Refuse, Reply, Request, Tally, pack, unpack
+from backhaul.wire.messages import Cancel, Count, Fault, Hello, Refuse, Reply, Request, Tally, pack, unpack
 
-KINDS = [Hello, Refuse, Request, Reply, Fault, Tally, Count]
+KINDS = [Hello, Refuse, Request, Reply, Fault, Cancel, Tally, Count]
 payload = encode([torch.ones(2), "x", 3], names="abc").payload
 
 MESSAGES = [
@@ -22,6 +22,8 @@ MESSAGES = [
     Reply(payload),
     Fault("worker", "builtins.ValueError", "message", "traceback", payload),
     Fault("worker", "builtins.ValueError", "message", "traceback"),
+    Request("module:function", payload, left=1.5),
+    Cancel((1, 2)),
     Tally(1, 2, 3),
     Count((1 << 63) - 1),
 ]
