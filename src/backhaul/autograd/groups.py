@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 
-from backhaul.autograd.functions import ROOTS, End, Grads, MessageId, Recv, edge_of, recv_of
+from backhaul.autograd.functions import End, Grads, MessageId, Recv, edge_of, recv_of
 from backhaul.autograd.native import DEEP, FenceNode, LeafNode, Node, free_one_by_one, node_hooks, pass_hooks
 
 
@@ -91,8 +91,7 @@ class Grouping:
         if len(self._owner) > DEEP:
             for group in self.groups:
                 if len(group.nodes) > DEEP:
-                    # The roots last: so the order of the others is the same in every pass, and no two make a circle.
-                    ends = [end for source in sorted(group.sources, key=ROOTS.__eq__) for end in sources[source]]
+                    ends = [end for source in group.sources for end in sources[source]]
                     free_one_by_one([node for node in nodes_behind(ends) if type(node) not in (LeafNode, FenceNode)])
         del self._owner, self._meeting
 

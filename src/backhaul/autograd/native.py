@@ -187,12 +187,28 @@ def free_one_by_one(nodes: Sequence[Node]) -> None:
     """See to it that a graph is freed from node to node, whoever holds on to whatever part of it. torch frees nodes
     that Python has looked at by recursion, and a long row of them would need more stack than there is.
 
+    On a node hang only nodes that it leads to: so they make no circle, in whatever order other passes come by, and
+    nothing is kept that the graph would not keep itself.
+
     Args:
-        nodes: All nodes, each after those behind it. So what hangs on one of them never leads back there.
+        nodes: All nodes, each after those behind it.
     """
     for end in range(len(nodes), 1, -_ROW):
         row = nodes[max(end - _ROW, 0) : end]
-        row[-1].metadata[_BEHIND] = row[:-1]  # a list is freed from its end
+        places = {node: place for place, node in enumerate(row)}
+        left = set(row)
+        for node in reversed(row):
+            if node not in left:
+                continue
+            behind: list[Node] = []
+            ahead = [node]
+            while ahead:
+                following = {n for n, _ in ahead.pop().next_functions} & left
+                left -= following
+                ahead += following
+                behind += following
+            if behind:
+                node.metadata[_BEHIND] = sorted(behind, key=places.__getitem__)  # a list is freed from its end
 
 
 _BEHIND = "backhaul_behind"

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from backhaul import autograd
-from backhaul.autograd import groups
+from backhaul.autograd import groups, native
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ContextId, MessageId, Recv, SendRecord, receive
+from backhaul.autograd.functions import ROOTS, ContextId, MessageId, Recv, SendRecord, receive
 from backhaul.autograd.messages import PassSpec
 from backhaul.autograd.runs import Orders, Run
 
@@ -149,6 +150,42 @@ def test_part_of_a_graph_of_many_nodes_may_be_kept() -> None:
     while kept:
         kept.pop()
     assert gone() is None
+
+
+def two_branches(length: int) -> tuple[torch.Tensor, torch.Tensor, list[weakref.ref[torch.Tensor]]]:
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    ends = []
+    for leaf in leaves:
+        end = leaf
+        for _ in range(length):
+            end = end + 1
+        ends.append(end)
+    return ends[0], ends[1], [weakref.ref(leaf) for leaf in leaves]
+
+
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "DEEP", 20)
+    monkeypatch.setattr(native, "_ROW", 7)
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_passes_that_go_other_ways_leave_no_circle_in_a_graph_of_many_nodes() -> None:
+    one, other, leaves = two_branches(23)
+    for root in (one + other, other + one):
+        groups.Grouping({ROOTS: [get_gradient_edge(root)]})
+    del one, other, root
+    assert [leaf() for leaf in leaves] == [None, None]
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_who_keeps_a_branch_of_a_graph_of_many_nodes_keeps_no_other() -> None:
+    one, other, leaves = two_branches(23)
+    groups.Grouping({ROOTS: [get_gradient_edge(one + other)]})
+    del one
+    assert leaves[0]() is None
+    del other
+    assert leaves[1]() is None
 
 
 def test_many_sends() -> None:
