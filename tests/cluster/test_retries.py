@@ -107,7 +107,7 @@ def test_cancelling_ends_the_attempts(workers: list[bh.Worker]) -> None:
     with pytest.raises(bh.CallCancelledError):
         future.wait(PATIENCE)
     assert not future.cancel()
-    workers[0].part(Node).agent.end()  # what would be done after the pause
+    assert not workers[0].part(Node).agent._busy, "a shutdown would wait for the end of the pause"
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])

@@ -205,8 +205,17 @@ class Attempts:
         again = functools.partial(self._context.copy().run, self._again, made)
         worker.crew.call_at(worker.runtime.now() + pause, functools.partial(worker.crew.submit, again))
 
+    def _resume(self, made: Future[Any]) -> bool:
+        """The pause is over; False if that was known already."""
+        try:
+            self._agent.paused.remove(made)
+        except KeyError:
+            return False
+        return True
+
     def _again(self, made: Future[Any]) -> None:
-        self._agent.paused.discard(made)
+        if not self._resume(made):
+            return
         try:
             if not made.done():
                 self._watch(made, self._attempt())
@@ -226,6 +235,8 @@ class Attempts:
             made.set_exception(CallCancelledError(text, function=self._label))
         except RuntimeError:  # it was done just now
             return False
+        if self._resume(made):
+            self._agent.end()
         return True
 
     def _next(self, error: BaseException) -> float | None:
