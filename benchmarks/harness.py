@@ -124,8 +124,12 @@ class Side:
         with connection.Listener(address, "AF_UNIX", authkey=_KEY) as listener:
             command = [sys.executable, *sys.argv, "--side", system, "--at", address]
             self._head = subprocess.Popen(command, start_new_session=True)
-            self._first = listener.accept()
-        self.rows: list[tuple[str, int]] = self._first.recv()
+            try:
+                self._first = listener.accept()
+                self.rows: list[tuple[str, int]] = self._first.recv()
+            except BaseException:  # an interrupt reaches this process alone
+                self._kill()
+                raise
 
     def measure(self, row: int) -> list[float]:
         """One round of a row, in seconds per call."""
@@ -148,10 +152,13 @@ class Side:
             self._first.send(None)
             self._head.wait(60)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._head.pid, signal.SIGKILL)
+            self._kill()
             self._first.close()
             self._folder.cleanup()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._head.pid, signal.SIGKILL)
 
 
 def conduct() -> Numbers:
@@ -160,6 +167,7 @@ def conduct() -> Numbers:
     Each has processes of its own: threads of the reference poll without end, also when it has nothing to do, and would
     take the processors from whoever is measured beside them. So the processes of the other system are stopped.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # else processes that are stopped would stay
     with contextlib.ExitStack() as stack:
         sides = []
         for system in (OURS, THEIRS):

@@ -158,6 +158,15 @@ class Worker:
                     tasks.append(task)
         return tasks
 
+    def take_in(self, event: Event) -> None:
+        """The same, for a thread that waits for something else; what is left is for the crew."""
+        try:
+            for task in self.accept(event):
+                self.crew.submit(task)
+        except BaseException:  # an interrupt of the user's: what was not dealt with is lost, and all have to know
+            event.channel.close()
+            raise
+
     def _lose(self, event: Lost) -> None:
         for handler in self._on_lost:
             handler(event.channel, event.reason)
@@ -188,8 +197,7 @@ class Worker:
                     event = channel.take()
                     if event is None:
                         continue
-                    for task in self.accept(event):
-                        self.crew.submit(task)
+                    self.take_in(event)
                     if isinstance(event, Lost):
                         held.remove(channel)
                         bell.know(held)

@@ -125,7 +125,8 @@ def test_a_failure_that_cannot_travel() -> None:
         expect_a_working_cluster(workers)
 
 
-def test_a_failure_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gradients", [1, 3])
+def test_a_failure_before_anything_runs(monkeypatch: pytest.MonkeyPatch, gradients: int) -> None:
     """Whatever goes wrong on a worker that has gradients of a pass, its driver is told."""
 
     class Broken(Grouping):
@@ -136,7 +137,7 @@ def test_a_failure_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
     with bh.cluster(2) as workers:
         with bh.context() as ctx:
-            y = bh.rpc_sync(1, scale, args=(vector(1.0),))
+            y = torch.stack([bh.rpc_sync(1, scale, args=(vector(1.0),)) for _ in range(gradients)])
             with monkeypatch.context() as patch:
                 patch.setattr(runs, "Grouping", Broken)
                 with pytest.raises(OwnError) as caught:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.rpc import dispatch
 from backhaul.rpc.node import Node
 from backhaul.rref.registry import RRefs
 from backhaul.testing.faults import Faults
@@ -475,3 +476,23 @@ def test_a_cluster_that_is_never_left() -> None:
     program = "import backhaul as bh; c = bh.cluster(2); c.__enter__(); r = bh.remote(1, dict); print(r.to_here())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "{}\n"
+
+
+def test_what_goes_to_a_function_that_is_not_there_is_let_go(
+    workers: Sequence[bh.Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = dispatch.resolve
+
+    def resolve(name: str) -> Any:
+        if name.endswith("add"):
+            raise bh.FunctionNotFoundError(f"no {name}", function=name)
+        return found(name)
+
+    reference = bh.remote(1, torch.ones, args=(2,))
+    reference.to_here()
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "resolve", resolve)
+        with pytest.raises(bh.FunctionNotFoundError, match="'worker2' has no function"):
+            bh.rpc_sync(2, torch.add, args=(reference, 1))
+    del reference
+    eventually(lambda: counts(workers) == [(0, 0)] * len(workers))

@@ -417,7 +417,11 @@ class Engine:
         buffers: Sequence[Buffer],
         parcels: Parcels,
     ) -> None:
-        run.prepare()
+        try:
+            run.prepare()  # not to be counted as the first one's
+        except BaseException as error:
+            self._fail(run, gradients[0].message, error)
+            return
         now, used = self.worker.runtime.now, 0
         began = now()
         for number, gradient in enumerate(gradients):

@@ -128,8 +128,7 @@ class Agent:
                 event = channel.receive(left)
                 if event is None:
                     break
-                for task in self.worker.accept(event):
-                    self.worker.crew.submit(task)
+                self.worker.take_in(event)
                 if isinstance(event, Lost):
                     break  # its tasks settle the call
         finally:

@@ -195,8 +195,8 @@ class Dispatcher:
             observer = self._worker.observer
             if observer is not None:
                 answer.trace = observer.serve(notes[PROFILE], answer.peer.record.id, arrived)
-        function = self._find(name) if name else None
         try:
+            function = self._find(name) if name else None
             tensors = tensors_of(payload, buffers)
             if notes:
                 tensors = self._show(answer, notes, tensors)
@@ -206,6 +206,8 @@ class Dispatcher:
             kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
         except Exception as error:
             discard(answer.peer, self._agent.interceptors, notes)
+            if isinstance(error, FunctionNotFoundError) and error.worker == self._worker.name:
+                raise
             raise SerializationError(
                 f"worker '{self._worker.name}' cannot decode the call to {name or 'a function'}: "
                 f"{type(error).__name__}: {error}",

@@ -112,21 +112,27 @@ class SocketChannel(Channel):
     def hold(self) -> bool:
         if not self._held.acquire(blocking=False) and not (self._lingering and self._take_over()):
             return False
-        self._endpoint.arm(self._fd, 0)
+        try:
+            self._endpoint.arm(self._fd, 0)
+        except BaseException:  # an interrupt of the user's: nobody holds the channel then
+            self.resume()
+            raise
         return True
 
     def _take_over(self) -> bool:
         """Get the channel from a thread that lingers: who waits for something comes first."""
         self._wanted = True
         taken = False
-        for _ in range(_PLEAS):
-            taken = self._held.acquire(blocking=False)
-            if taken or not self._lingering:
-                break
-            time.sleep(0)  # lets go of the interpreter
-        self._wanted = False
-        if not taken:
-            self._endpoint.arm(self._fd, select.EPOLLIN)  # the other may have left that to us
+        try:
+            for _ in range(_PLEAS):
+                taken = self._held.acquire(blocking=False)
+                if taken or not self._lingering:
+                    break
+                time.sleep(0)  # lets go of the interpreter
+        finally:  # also after an interrupt: nobody would arm the channel again
+            self._wanted = False
+            if not taken:
+                self._endpoint.arm(self._fd, select.EPOLLIN)  # the other may have left that to us
         return taken
 
     def receive(self, timeout: float | None) -> Event | None:
@@ -194,6 +200,9 @@ class SocketChannel(Channel):
             return self._lose(f"malformed input: {error}")
         except OSError as error:
             return self._lose(os.strerror(error.errno or 0))
+        except BaseException:  # an interrupt of the user's: what was read may be lost with it
+            self._end("interrupted while it was read")
+            raise
 
     def resolve(self, place: int, size: int) -> Buffer:
         """See ``frames.Slots``."""
@@ -222,9 +231,11 @@ class SocketChannel(Channel):
     def resume(self) -> None:
         self._luck.begin()
         # In this order: armed first, a poller could find the channel still held and drop its event.
-        self._held.release()
-        if not self._wanted:  # else it is going to be held at once
-            self._endpoint.arm(self._fd, select.EPOLLIN)
+        try:
+            self._held.release()
+        finally:  # an interrupt of the user's may come in between
+            if not self._wanted:  # else it is going to be held at once
+                self._endpoint.arm(self._fd, select.EPOLLIN)
 
     def _lose(self, reason: str) -> Lost:
         self._end(reason)

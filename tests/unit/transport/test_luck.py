@@ -9,9 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from backhaul.transport import luck as module
-from backhaul.transport.base import Received
+from backhaul.transport import socket_channel
+from backhaul.transport.base import Event, Lost, Received
 from backhaul.transport.bell import Bell
 from backhaul.transport.luck import Luck
+from backhaul.transport.socket_channel import SocketChannel
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.wire.frames import Frame
 
@@ -192,3 +194,89 @@ def test_who_waits_gets_the_channel_from_who_lingers(ends: tuple[SocketEndpoint,
         sender.join()
     assert seen == list(range(count))
     assert held > 0
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def connect(here: SocketEndpoint, there: SocketEndpoint) -> tuple[SocketChannel, SocketChannel]:
+    accepted: list[Received] = []
+
+    def let_in() -> None:
+        while not accepted:
+            event = there.poll(0.01)
+            if isinstance(event, Received):
+                accepted.append(event)
+
+    host = threading.Thread(target=let_in)
+    host.start()
+    channel = here.connect(there.addresses[0], timeout=5.0)
+    channel.send(Frame(40, 1, b"hello"))
+    host.join()
+    back = accepted[0].channel
+    back.resume()
+    assert isinstance(channel, SocketChannel)
+    assert isinstance(back, SocketChannel)
+    return channel, back
+
+
+def comes(end: SocketEndpoint) -> Event:
+    event = None
+    deadline = time.monotonic() + 5
+    while event is None and time.monotonic() < deadline:
+        event = end.poll(0.1)
+    assert event is not None
+    return event
+
+
+class Lingers:
+    """A lock that somebody else has, until the thread that wants it is interrupted."""
+
+    def acquire(self, *, blocking: bool) -> bool:
+        return False
+
+
+def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
+    ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = ends
+    channel, back = connect(here, there)
+    free, channel._held = channel._held, Lingers()  # type: ignore[assignment]
+    channel._lingering = True
+
+    def interrupt(_: float) -> None:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket_channel.time, "sleep", interrupt)
+        with pytest.raises(Interrupt):
+            channel.hold()
+    channel._held, channel._lingering = free, False
+    for number in range(2):  # armed, and again after it was read
+        back.send(Frame(41, number))
+        event = comes(here)
+        assert isinstance(event, Received)
+        assert [frame.number for frame in event.frames] == [number]
+        channel.resume()
+
+
+def test_an_interrupt_while_a_channel_is_read_ends_it(
+    ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of what came is lost; nobody may wait for it for ever."""
+    here, there = ends
+    channel, back = connect(here, there)
+
+    def interrupt(_: int) -> list[Frame]:
+        raise Interrupt
+
+    assert channel.hold()
+    monkeypatch.setattr(channel._reader, "fed", interrupt)
+    back.send(Frame(41, 7))
+    with pytest.raises(Interrupt):
+        channel.receive(5.0)
+    channel.resume()
+    event = comes(here)
+    assert isinstance(event, Lost)
+    assert "interrupted" in event.reason
