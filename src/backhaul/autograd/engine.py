@@ -32,6 +32,7 @@ from backhaul.errors import (
     UnknownContextError,
 )
 from backhaul.observe import GradientKey
+from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.runtime import Gate
@@ -224,7 +225,7 @@ class Engine:
 
     def _send_abort(self, spec: PassSpec, workers: Iterable[int]) -> None:
         for worker in set(workers) - {self.id}:
-            self._post(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
+            self._hint(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
 
     # Sources and groups.
 
@@ -331,7 +332,7 @@ class Engine:
         frame = Frame(AutogradKind.GRADIENT, 0, pack(message), encoded.buffers, encoded.keep)
         peer = self.agent.peers.find(recv.sender)
         try:
-            channel = self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+            channel = self._channel_for(run.spec, recv, peer)
             left = None if run.deadline is None else max(run.deadline - self.worker.runtime.now(), 0.0)
             if observer is not None:
                 observer.gradient(run.spec.profiles, _key(run.spec, recv.message), recv.sender, begun, frame.nbytes)
@@ -340,19 +341,34 @@ class Engine:
             else:
                 channel.send(frame, timeout=left)
         except ChannelClosedError as error:
-            raise PeerLostError(
-                f"lost worker '{peer.info.name}', to which gradients were due: {error}",
-                worker=peer.info.name,
-                reason=str(error),
-            ) from None
+            raise self._loss(run.spec, peer, str(error), (recv.message,)) from None
 
-    def _post(self, worker: int, frame: Frame) -> None:
-        """Send a frame to a worker that may be gone."""
+    def _channel_for(self, spec: PassSpec, recv: Recv, peer: Peer) -> Channel:
+        try:
+            return self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+        except PeerLostError as error:
+            raise self._loss(spec, peer, error.reason or str(error), (recv.message,)) from error
+
+    def _hint(self, worker: int, frame: Frame) -> None:
+        """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
+        it asks by itself, see ``_ask_makers``.
+        """
+        try:
+            channel = self.agent.peers.find(worker).channel
+            if channel is not None:
+                channel.send(frame, timeout=0)
+        except (ChannelClosedError, BackhaulError) as error:
+            log.debug("worker %d was not told: %s", worker, error)
+
+    def _post(self, worker: int, frame: Frame) -> bool:
+        """Send a frame to a worker that may be gone; whether it could be sent. May block."""
         try:
             peer = self.agent.peers.find(worker)
             self.agent.peers.channel_to(peer, self.worker.options.connect_timeout).send(frame, timeout=0)
+            return True
         except (ChannelClosedError, BackhaulError) as error:
-            log.debug("worker '%s' was not told: %s", self.name_of(worker), error)
+            log.debug("worker %d was not told: %s", worker, error)
+            return False
 
     # Frames.
 
@@ -476,9 +492,7 @@ class Engine:
         with drive.lock:
             drive.ledger.report(report.tally.consumed, report.tally.produced)
             drive.lost[report.lost] = report.reason
-            missed = report.lost in drive.ledger.outstanding.values()
-        if missed:
-            self._end(drive, self._loss(drive.spec, self.agent.peers.find(report.lost), drive.lost[report.lost]))
+        self._miss(drive, report.lost)
 
     def _account(self, spec: PassSpec, tally: Tally) -> None:
         drive = self.drives.get((spec.context, spec.number))
@@ -487,11 +501,17 @@ class Engine:
         with drive.lock:
             drive.ledger.report(tally.consumed, tally.produced)
             over = drive.ledger.over
-            missed = [w for w in drive.ledger.outstanding.values() if w in drive.lost] if drive.lost else []
-        if missed:  # a loss that was noticed before this report came
-            self._end(drive, self._loss(drive.spec, self.agent.peers.find(missed[0]), drive.lost[missed[0]]))
-        elif over:
+        for lost in list(drive.lost):  # a loss that was noticed before this report came
+            self._miss(drive, lost)
+        if over:
             drive.gate.open()
+
+    def _miss(self, drive: Drive, lost: int) -> None:
+        """A worker is lost: end the pass if something of it was there."""
+        with drive.lock:
+            messages = tuple(m for m, worker in drive.ledger.outstanding.items() if worker == lost)
+        if messages:
+            self._end(drive, self._loss(drive.spec, self.agent.peers.find(lost), drive.lost[lost], messages))
 
     def _end(self, drive: Drive, error: BaseException) -> None:
         with drive.lock:
@@ -520,33 +540,45 @@ class Engine:
         context = self.container.find(number)
         if peer is None or (context is not None and context.know(peer.record.id)):
             return None
-        return functools.partial(self._post, peer.record.id, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
+        return functools.partial(self._hint, peer.record.id, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         lost = peer.record.id
-        for context in self.container.select(lambda context: lost in context.known):
-            driver, _ = split(context.id)
-            if driver not in (self.id, lost):
-                self._post(driver, Frame(AutogradKind.KNOW, 0, pack(Know(context.id))))
+        for drive in list(self.drives.values()):  # before anything that may take time
+            with drive.lock:
+                drive.lost[lost] = reason
+            self._miss(drive, lost)
         for context in self.container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):
                 # The driver may never have spoken to that worker; it knows whether something was under way there.
                 if lost in run.sent_to and run.spec.driver not in (self.id, lost):
                     report = Report(run.spec, merge(run.entrusted.get(lost, ())), lost=lost, reason=reason)
                     self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
-        for drive in list(self.drives.values()):
-            with drive.lock:
-                drive.lost[lost] = reason
-                waiting = [m for m, worker in drive.ledger.outstanding.items() if worker == lost]
-            if waiting:
-                error = self._loss(drive.spec, peer, reason)
-                self._end(drive, error)
+        if not self.worker.closed:
+            self._ask_makers(lost)
 
-    def _loss(self, spec: PassSpec, peer: Peer, reason: str) -> PeerLostError:
+    def _ask_makers(self, lost: int) -> None:
+        """Whoever would have told this worker of a context's end may be gone. Its maker is asked to; if that is gone,
+        this is the end.
+        """
+        for context in self.container.select(lambda context: lost in context.known):
+            maker, _ = split(context.id)
+            if maker == self.id:
+                continue
+            if not self._post(maker, Frame(AutogradKind.KNOW, 0, pack(Know(context.id)))) and not self.worker.closed:
+                self.release(context.id)
+
+    def _loss(self, spec: PassSpec, peer: Peer, reason: str, messages: tuple[int, ...]) -> PeerLostError:
+        what = ", ".join(f"message {message}" for message in messages[:4])
+        what += f" and {len(messages) - 4} more" if len(messages) > 4 else ""
+        where = f", where {what} was due" if what else ""
         return PeerLostError(
-            f"lost worker '{peer.info.name}' in the backward pass of context {spec.context}: {reason}",
+            f"lost worker '{peer.info.name}' in backward pass {spec.number} of context {spec.context}{where}: {reason}",
             worker=peer.info.name,
             reason=reason,
+            context=spec.context,
+            pass_number=spec.number,
+            messages=messages,
         )
 
     # The plan.
@@ -578,8 +610,14 @@ class Engine:
             if self.id in missing:
                 plan.add(self.id, drive.run.summary())
             for worker, call in calls.items():
-                plan.add(worker, call.wait())
+                plan.add(worker, self._answer_of(drive.spec, worker, call))
         drive.plan = plan
+
+    def _answer_of(self, spec: PassSpec, worker: int, call: Future[T]) -> T:
+        try:
+            return call.wait()
+        except PeerLostError as error:
+            raise self._loss(spec, self.agent.peers.find(worker), error.reason or str(error), ()) from error
 
     def summary_of(self, spec: PassSpec) -> Summary:
         """What the driver of a pass needs to know of this worker's graph."""
@@ -599,7 +637,7 @@ class Engine:
                 )
         frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
         for worker in released.end() - {self.id, known}:
-            self._post(worker, frame)
+            self._hint(worker, frame)
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
         peer = self.agent.peers.of(channel)

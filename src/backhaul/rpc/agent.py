@@ -61,9 +61,10 @@ class Pending:
 
     def timed_out(self) -> CallTimeoutError:
         """The error of a call whose deadline has passed."""
-        name = self.peer.info.name
+        name, suspicion = self.peer.info.name, self.peer.suspicion
+        doubt = f"; that worker is suspected to be lost: {suspicion}" if suspicion else ""
         return CallTimeoutError(
-            f"{self.label} on worker '{name}' gave no reply within {self.timeout:g} s",
+            f"{self.label} on worker '{name}' gave no reply within {self.timeout:g} s{doubt}",
             worker=name,
             function=self.label,
             timeout=self.timeout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -99,6 +100,11 @@ class Farewell:
         self._dismissed.open()
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
+        if self._roundup is None and peer.record.id == self._leader and self._started and not self._dismissed.opened:
+            # Perhaps only the channel is gone: see whether the leader is still there.
+            deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
+            self._worker.crew.submit(functools.partial(self._send, peer, Frame(Kind.READY), deadline))
+            return
         self._gone(peer.record.id, reason)
 
     def _gone(self, who: int, reason: str) -> None:
@@ -151,8 +157,6 @@ class Farewell:
 
     def _send(self, peer: Peer, frame: Frame, deadline: float) -> None:
         channel = self._reach(peer, deadline)
-        try:
+        with contextlib.suppress(ChannelClosedError):  # its loss is told, and dealt with then
             if channel is not None:
                 channel.send(frame, timeout=0)
-        except ChannelClosedError as error:
-            self._gone(peer.record.id, str(error))

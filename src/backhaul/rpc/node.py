@@ -12,6 +12,7 @@ from backhaul.errors import BackhaulError, LeakError
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
+from backhaul.rpc.heartbeat import Heartbeat
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.peers import Peers, WorkerRecord, main_identity
 from backhaul.transport.base import Endpoint
@@ -35,6 +36,7 @@ class Node:
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
         self.worker = worker
         self.peers = Peers(worker, own, records)
+        self.heartbeat = Heartbeat(worker, self.peers)
         self.agent = Agent(worker, self.peers)
         self.dispatcher = Dispatcher(worker, self.agent)
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
@@ -43,7 +45,8 @@ class Node:
         worker.attach(self)
         worker.counters["num_pending_calls"] = lambda: len(self.agent.pending)
         worker.counters["num_calls_served"] = lambda: self.dispatcher.served
-        worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent
+        worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent - self.heartbeat.bytes_sent
+        worker.counters["num_suspected_peers"] = lambda: len(self.heartbeat.suspected)
         worker.counters["shm_bytes"] = lambda: worker.endpoint.shm_bytes
         worker.counters["shm_lent"] = lambda: worker.endpoint.shm_lent
 
@@ -91,6 +94,7 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         addresses=endpoint.addresses,
         main=main_identity(),
         limit=options.max_frame_bytes,
+        beat=options.heartbeat_interval,
     )
 
 

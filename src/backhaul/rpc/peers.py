@@ -32,6 +32,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     main: str  # equal and not empty: the same program
     limit: int  # the largest frame it accepts
+    beat: float = 0.0  # seconds within which it says something on every channel; 0: it may be silent
 
     @property
     def info(self) -> WorkerInfo:
@@ -54,7 +55,17 @@ def main_identity() -> str:
 class Peer:
     """One worker as another sees it."""
 
-    __slots__ = ("called_at", "channel", "closely", "connecting", "info", "main_shared", "record", "sent_at")
+    __slots__ = (
+        "called_at",
+        "channel",
+        "closely",
+        "connecting",
+        "info",
+        "main_shared",
+        "record",
+        "sent_at",
+        "suspicion",
+    )
 
     def __init__(self, record: WorkerRecord, own: WorkerRecord) -> None:
         self.record = record
@@ -62,6 +73,7 @@ class Peer:
         # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         self.channel: Channel | None = None
+        self.suspicion = ""  # why it may be dead, if it is suspected
         # Of asynchronous calls, for those who may send them together:
         self.called_at = 0.0  # when the last was made
         self.closely = 0  # how many have followed each other closely
@@ -86,6 +98,7 @@ class Peers:
         self.open = False
         self._lock = threading.Lock()  # guards the tables
         self._listeners: list[LossListener] = []
+        self._watchers: list[Callable[[Channel], None]] = []
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
@@ -163,6 +176,7 @@ class Peers:
         except (ConnectionError, ChannelClosedError) as error:
             raise PeerLostError(f"cannot reach worker '{name}': {error}", worker=name, reason=str(error)) from error
         peer.channel = channel
+        self._tell_watchers(channel)
         return channel
 
     def _choose(self, peer: Peer) -> str:
@@ -200,11 +214,25 @@ class Peers:
             self._by_channel[channel] = peer
         if peer.channel is None:
             peer.channel = channel
+        self._tell_watchers(channel)
         return None
 
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:
         log.warning("%s refused this worker: %s", channel.peer, unpack(frame.body, Refuse).reason)
         channel.close()
+
+    def channels(self) -> list[tuple[Channel, Peer]]:
+        """All channels to other workers that are known to be theirs."""
+        with self._lock:
+            return [(channel, peer) for channel, peer in self._by_channel.items() if peer is not self.own]
+
+    def on_channel(self, watcher: Callable[[Channel], None]) -> None:
+        """Call ``watcher`` with each new channel to a worker. It must not block."""
+        self._watchers.append(watcher)
+
+    def _tell_watchers(self, channel: Channel) -> None:
+        for watcher in self._watchers:
+            watcher(channel)
 
     def on_lost(self, listener: LossListener) -> None:
         """Call ``listener`` when a channel to a known worker is gone, in the order of registration."""
@@ -218,6 +246,7 @@ class Peers:
             return
         if peer.channel is channel:
             peer.channel = None  # the next use opens another
+            peer.suspicion = ""
         for listener in self._listeners:
             listener(peer, channel, reason)
 

@@ -263,7 +263,8 @@ class RRefs:
         with self._lock:
             self._met.discard(peer.record.id)
         if not self.worker.closed and self._owned.entries and self._holds_some(peer.record.id):
-            self._meet(peer.record.id)
+            # In a task of its own: it may take a while to find out.
+            self.worker.crew.submit(functools.partial(self._meet, peer.record.id))
 
     def _holds_some(self, worker: int) -> bool:
         with self._lock:

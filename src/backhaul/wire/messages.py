@@ -23,6 +23,7 @@ class Kind(enum.IntEnum):
     REQUEST = 3
     REPLY = 4
     FAULT = 5  # a reply that is an exception
+    BEAT = 6  # nothing but a sign of life
     READY = 8  # shutdown: the sender has nothing more to start
     COUNT = 9  # shutdown: say what you sent and served, once you are idle
     TALLY = 10  # shutdown: the answer
