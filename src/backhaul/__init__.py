@@ -32,9 +32,21 @@ from backhaul.launch.embedded import cluster
 from backhaul.launch.local import launch
 from backhaul.ops import remote_op
 from backhaul.profiler.session import profile
-from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
+from backhaul.rpc.api import (
+    get_address,
+    get_debug_info,
+    get_worker_info,
+    get_worker_infos,
+    init,
+    leave,
+    on_membership,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
+from backhaul.rpc.membership import MembershipEvent
 from backhaul.rref.handle import RRef
 from backhaul.rref.remote import remote
 from backhaul.types import Options, WorkerInfo
@@ -52,6 +64,7 @@ __all__ = [
     "Future",
     "GraphFreedError",
     "LeakError",
+    "MembershipEvent",
     "NotInitializedError",
     "Options",
     "PeerLostError",
@@ -73,13 +86,16 @@ __all__ = [
     "collect_all",
     "context",
     "current_worker",
+    "get_address",
     "get_debug_info",
     "get_gradients",
     "get_worker_info",
     "get_worker_infos",
     "init",
     "launch",
+    "leave",
     "nn",
+    "on_membership",
     "optim",
     "profile",
     "profiler",

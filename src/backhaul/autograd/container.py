@@ -19,20 +19,30 @@ def split(number: int) -> tuple[int, int]:
     return number >> _COUNTER_BITS, number & (1 << _COUNTER_BITS) - 1
 
 
+def first_number(epoch: int) -> int:
+    """Where a worker begins to count: one that was restarted has its old id, and others may remember its old numbers.
+
+    >>> first_number(0), hex(first_number(3))
+    (1, '0x300000001')
+    """
+    return ((epoch & 0x7FFF) << 32) + 1
+
+
 _REMEMBERED = 4096  # ids of released contexts that are still recognised
 
 
 class Container:
     """Thread-safe."""
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, epoch: int = 0) -> None:
         self._worker = worker
         self._high = worker << _COUNTER_BITS
         self._contexts: dict[int, Context] = {}
         self._lock = threading.Lock()  # guards _contexts and _released together
         self._released: collections.OrderedDict[int, None] = collections.OrderedDict()
-        self._context_numbers = itertools.count(1)
-        self._message_numbers = itertools.count(1)
+        first = first_number(epoch)
+        self._context_numbers = itertools.count(first)
+        self._message_numbers = itertools.count(first)
 
     def new(self) -> Context:
         """A context with an id that no other context of the cluster has."""

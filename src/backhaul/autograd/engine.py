@@ -30,6 +30,7 @@ from backhaul.errors import (
     GraphFreedError,
     PeerLostError,
     UnknownContextError,
+    UnknownWorkerError,
 )
 from backhaul.observe import GradientKey
 from backhaul.rpc.futures import Future
@@ -60,7 +61,7 @@ class Drive:
         self.error: BaseException | None = None
         self.lock = threading.Lock()  # guards ledger and error
         self.ledger = Ledger()
-        self.lost: dict[int, str] = {}  # workers lost since the pass began, and why
+        self.lost: dict[int, tuple[str, str]] = {}  # workers lost since the pass began: name, and why
         self.planning = threading.Lock()  # held while the plan is made
         self.plan: Plan | None = None
         self.attendant = 0  # the thread that reads for the pass while it waits for its end
@@ -73,7 +74,7 @@ class Engine:
     def __init__(self, node: Node) -> None:
         self.worker = node.worker
         self.id = node.worker.info.id
-        self.container = Container(self.id)
+        self.container = Container(self.id, node.peers.own.record.epoch)
         self.agent = node.agent
         self._numbers = itertools.count(1)
         self.drives: dict[tuple[int, int], Drive] = {}
@@ -85,6 +86,7 @@ class Engine:
         node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
         node.worker.on_frame(AutogradKind.KNOW, self._on_know)
         node.peers.on_lost(self._on_lost)
+        node.peers.on_change(self._on_change)
 
     def attach(self) -> None:
         """Make this the engine of its worker."""
@@ -157,7 +159,7 @@ class Engine:
         """
         while not drive.gate.opened:
             left = None if deadline is None else deadline - self.worker.runtime.now()
-            channels = [self.agent.peers.find(worker).channel for worker in list(drive.run.sent_to)]
+            channels = [self._channel_of(worker) for worker in list(drive.run.sent_to)]
             held = [channel for channel in channels if channel is not None and channel.hold()]
             if not held:
                 return drive.gate.wait(left)
@@ -215,7 +217,18 @@ class Engine:
 
     def name_of(self, worker: int) -> str:
         """The name of a worker; of this one for -1."""
-        return self.agent.peers.find(worker).info.name if worker >= 0 else self.worker.name
+        if worker < 0:
+            return self.worker.name
+        try:
+            return self.agent.peers.find(worker).info.name
+        except UnknownWorkerError:  # it is gone
+            return f"{worker}"
+
+    def _channel_of(self, worker: int) -> Channel | None:
+        try:
+            return self.agent.peers.find(worker).channel
+        except UnknownWorkerError:
+            return None
 
     def _abort(self, drive: Drive) -> None:
         drive.run.failed = drive.run.aborted = True
@@ -308,6 +321,9 @@ class Engine:
         """The gradients of a message go where it came from."""
         if run.failed:
             raise ContextError("the pass was aborted", context=run.spec.context)
+        if recv.message in run.context.orphans:
+            name, reason = run.context.orphans[recv.message]
+            raise self._loss(run.spec, name, reason, (recv.message,))
         run.sent_to.add(recv.sender)
         observer, begun = self.worker.observer if run.spec.profiles else None, 0
         if observer is not None:
@@ -341,23 +357,23 @@ class Engine:
             else:
                 channel.send(frame, timeout=left)
         except ChannelClosedError as error:
-            raise self._loss(run.spec, peer, str(error), (recv.message,)) from None
+            raise self._loss(run.spec, peer.info.name, str(error), (recv.message,)) from None
 
     def _channel_for(self, spec: PassSpec, recv: Recv, peer: Peer) -> Channel:
         try:
             return self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
         except PeerLostError as error:
-            raise self._loss(spec, peer, error.reason or str(error), (recv.message,)) from error
+            raise self._loss(spec, peer.info.name, error.reason or str(error), (recv.message,)) from error
 
     def _hint(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
         it asks by itself, see ``_ask_makers``.
         """
         try:
-            channel = self.agent.peers.find(worker).channel
+            channel = self._channel_of(worker)
             if channel is not None:
                 channel.send(frame, timeout=0)
-        except (ChannelClosedError, BackhaulError) as error:
+        except ChannelClosedError as error:
             log.debug("worker %d was not told: %s", worker, error)
 
     def _post(self, worker: int, frame: Frame) -> bool:
@@ -491,7 +507,7 @@ class Engine:
             return
         with drive.lock:
             drive.ledger.report(report.tally.consumed, report.tally.produced)
-            drive.lost[report.lost] = report.reason
+            drive.lost[report.lost] = self.name_of(report.lost), report.reason
         self._miss(drive, report.lost)
 
     def _account(self, spec: PassSpec, tally: Tally) -> None:
@@ -511,7 +527,7 @@ class Engine:
         with drive.lock:
             messages = tuple(m for m, worker in drive.ledger.outstanding.items() if worker == lost)
         if messages:
-            self._end(drive, self._loss(drive.spec, self.agent.peers.find(lost), drive.lost[lost], messages))
+            self._end(drive, self._loss(drive.spec, *drive.lost[lost], messages))
 
     def _end(self, drive: Drive, error: BaseException) -> None:
         with drive.lock:
@@ -542,12 +558,28 @@ class Engine:
             return None
         return functools.partial(self._hint, peer.record.id, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
 
+    def _on_change(self, what: str, peer: Peer, reason: str) -> None:
+        """A worker that is gone for good takes its part of the graph with it, though another may get its id."""
+        if what not in ("left", "replaced"):
+            return
+        for context in self.container.select(lambda context: peer.record.id in context.known):
+            context.orphan(peer.record.id, peer.info.name, reason)
+        self._lose(peer, reason)
+        self.worker.crew.submit(functools.partial(self._spread_loss, peer.record.id, reason))
+
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        lost = peer.record.id
-        for drive in list(self.drives.values()):  # before anything that may take time
+        if not peer.gone:  # else that has been dealt with
+            self._lose(peer, reason)
+            self._spread_loss(peer.record.id, reason)
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        for drive in list(self.drives.values()):
             with drive.lock:
-                drive.lost[lost] = reason
-            self._miss(drive, lost)
+                drive.lost[peer.record.id] = peer.info.name, reason
+            self._miss(drive, peer.record.id)
+
+    def _spread_loss(self, lost: int, reason: str) -> None:
+        """Let others know who may not have noticed."""
         for context in self.container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):
                 # The driver may never have spoken to that worker; it knows whether something was under way there.
@@ -568,13 +600,14 @@ class Engine:
             if not self._post(maker, Frame(AutogradKind.KNOW, 0, pack(Know(context.id)))) and not self.worker.closed:
                 self.release(context.id)
 
-    def _loss(self, spec: PassSpec, peer: Peer, reason: str, messages: tuple[int, ...]) -> PeerLostError:
+    @staticmethod
+    def _loss(spec: PassSpec, name: str, reason: str, messages: tuple[int, ...]) -> PeerLostError:
         what = ", ".join(f"message {message}" for message in messages[:4])
         what += f" and {len(messages) - 4} more" if len(messages) > 4 else ""
         where = f", where {what} was due" if what else ""
         return PeerLostError(
-            f"lost worker '{peer.info.name}' in backward pass {spec.number} of context {spec.context}{where}: {reason}",
-            worker=peer.info.name,
+            f"lost worker '{name}' in backward pass {spec.number} of context {spec.context}{where}: {reason}",
+            worker=name,
             reason=reason,
             context=spec.context,
             pass_number=spec.number,
@@ -617,7 +650,7 @@ class Engine:
         try:
             return call.wait()
         except PeerLostError as error:
-            raise self._loss(spec, self.agent.peers.find(worker), error.reason or str(error), ()) from error
+            raise self._loss(spec, self.name_of(worker), error.reason or str(error), ()) from error
 
     def summary_of(self, spec: PassSpec) -> Summary:
         """What the driver of a pass needs to know of this worker's graph."""

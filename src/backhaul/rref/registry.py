@@ -55,7 +55,7 @@ class RRefs:
         self.worker = node.worker
         self.id = node.worker.info.id
         self.agent = node.agent
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(node.peers.own.record.epoch << 32)  # see autograd's ``first_number``
         self._lock = threading.Lock()  # guards _owned, _inboxes, _forks
         self._owned: Owned[Future[Any]] = Owned(Future)
         self._inboxes: dict[tuple[int, str], Inbox] = {}
@@ -67,6 +67,7 @@ class RRefs:
         self._cleaner: threading.Thread | None = None
         node.agent.interceptors.append(self)
         node.peers.on_lost(self._on_lost)
+        node.peers.on_change(self._on_change)
         node.audits.append(self)
         self.worker.on_close(self._close)
         self.worker.attach(self)
@@ -265,6 +266,21 @@ class RRefs:
         if not self.worker.closed and self._owned.entries and self._holds_some(peer.record.id):
             # In a task of its own: it may take a while to find out.
             self.worker.crew.submit(functools.partial(self._meet, peer.record.id))
+
+    def _on_change(self, what: str, peer: Peer, reason: str) -> None:
+        """A worker that is gone for good holds nothing any more; the next of its id hears news from the first on."""
+        if what not in ("left", "replaced"):
+            return
+        gone = peer.record.id
+        with self._lock:
+            self._met.discard(gone)
+            self._told.pop(gone, None)
+            self._unheard.pop(gone, None)
+            orphans = [fork for fork, (owner, _) in self._forks.items() if owner == gone]
+            for fork in orphans:
+                del self._forks[fork]
+            freed = self._owned.lose(gone)
+        self.worker.crew.submit(freed.clear)  # values end there, not under the locks that are held here
 
     def _holds_some(self, worker: int) -> bool:
         with self._lock:
