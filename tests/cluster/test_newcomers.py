@@ -183,6 +183,8 @@ def restart(rank: int, port: int, victim: int) -> Any:
         bh.on_membership(lambda event: events.append((event.kind, event.worker.name)))
         waiting = bh.rpc_async(name, remote.wait_at, args=("never",), timeout=0)
         found["before"] = step(name)
+        reference = bh.remote(name, torch.ones, args=(2,))
+        assert reference.to_here().tolist() == [1, 1]
         x = torch.ones(2, requires_grad=True)
         with bh.context() as ctx:
             old = bh.rpc_sync(name, scale, args=(x,))
@@ -196,6 +198,11 @@ def restart(rank: int, port: int, victim: int) -> Any:
             with pytest.raises(bh.PeerLostError) as caught:  # its graph died with it
                 bh.backward(ctx, [old.sum()])
             found["backward"] = caught.value.worker, caught.value.context == int(ctx), len(caught.value.messages)
+        with pytest.raises(bh.PeerLostError) as caught:  # so did its values
+            reference.to_here()
+        assert caught.value.worker == name
+        del reference
+        assert bh.remote(name, torch.ones, args=(3,)).to_here().tolist() == [1, 1, 1]
         found["after"] = step(name)
         found["events"] = until(lambda: len(events) == 2 and list(events))
         found["contexts"] = until(lambda: contexts() == 0), until(lambda: bh.rpc_sync(name, contexts) == 0)

@@ -60,6 +60,7 @@ class RRefs:
         self._owned: Owned[Future[Any]] = Owned(Future)
         self._inboxes: dict[tuple[int, str], Inbox] = {}
         self._forks: dict[ForkId, tuple[int, RRefId]] = {}  # held here: fork -> owner, value
+        self._orphans: dict[ForkId, str] = {}  # forks held here whose owner is gone for good, and why
         self._told = collections.defaultdict[int, Iterator[int]](itertools.count)  # owner -> numbers of news to it
         self._unheard = collections.defaultdict[int, list[tuple[int, list[News]]]](list)  # owner -> news to repeat
         self._met: set[int] = set()  # holders to which there is a channel, or is going to be
@@ -148,6 +149,12 @@ class RRefs:
         with self._lock:
             self._forks[fork] = owner, number
 
+    def check(self, fork: ForkId, owner: str) -> None:
+        """Raise ``PeerLostError`` if the owner of a fork held here is gone for good: another may have its id now."""
+        reason = self._orphans.get(fork)
+        if reason is not None:
+            raise PeerLostError(f"the value is gone with its owner: {reason}", worker=owner, reason=reason)
+
     def bury(self, dead: Dead) -> None:
         """For destructors: a handle has died. Neither blocks nor takes a lock."""
         self._dead.put(dead)
@@ -223,6 +230,9 @@ class RRefs:
             owner, number, fork = item
             with self._lock:
                 self._forks.pop(fork, None)
+                orphaned = self._orphans.pop(fork, None) is not None
+            if orphaned:
+                continue  # nobody is left to be told
             by_owner.setdefault(owner, []).append(("gone", number, fork, self.id))
         batch.clear()
         for owner, news in by_owner.items():
@@ -279,6 +289,7 @@ class RRefs:
             orphans = [fork for fork, (owner, _) in self._forks.items() if owner == gone]
             for fork in orphans:
                 del self._forks[fork]
+                self._orphans[fork] = reason
             freed = self._owned.lose(gone)
         self.worker.crew.submit(freed.clear)  # values end there, not under the locks that are held here
 
