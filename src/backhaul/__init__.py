@@ -34,9 +34,21 @@ from backhaul.launch.local import launch
 from backhaul.limits import cancelled, deadline, time_left
 from backhaul.ops import remote_op
 from backhaul.profiler.session import profile
-from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
+from backhaul.rpc.api import (
+    get_address,
+    get_debug_info,
+    get_worker_info,
+    get_worker_infos,
+    init,
+    leave,
+    on_membership,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
+from backhaul.rpc.membership import MembershipEvent
 from backhaul.rpc.retry import Retry
 from backhaul.rref.handle import RRef
 from backhaul.rref.remote import remote
@@ -56,6 +68,7 @@ __all__ = [
     "Future",
     "GraphFreedError",
     "LeakError",
+    "MembershipEvent",
     "NotInitializedError",
     "Options",
     "PeerLostError",
@@ -80,13 +93,16 @@ __all__ = [
     "context",
     "current_worker",
     "deadline",
+    "get_address",
     "get_debug_info",
     "get_gradients",
     "get_worker_info",
     "get_worker_infos",
     "init",
     "launch",
+    "leave",
     "nn",
+    "on_membership",
     "optim",
     "profile",
     "profiler",

@@ -77,19 +77,33 @@ class PeerLostError(BackhaulError, ConnectionError):
     Attributes:
         reason: Why the peer is thought lost.
         function: Label of the function whose call failed, if a call was waiting.
+        context: Id of the context, if a backward pass was under way.
+        pass_number: Number of that pass, as its driver counts.
+        messages: Ids of the messages whose gradients that worker owed or was to get.
     """
 
     def __init__(
         self,
-        message: str,
+        text: str,
         *,
         worker: str | None = None,
         reason: str | None = None,
         function: str | None = None,
+        context: int | None = None,
+        pass_number: int | None = None,
+        messages: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(message, worker=worker)
+        super().__init__(text, worker=worker)
         self.reason = reason
         self.function = function
+        self.context = context
+        self.pass_number = pass_number
+        self.messages = messages
+
+    @property
+    def message(self) -> int | None:
+        """The first of the messages, where there is one."""
+        return self.messages[0] if self.messages else None
 
 
 class AuthenticationError(BackhaulError, ConnectionError):

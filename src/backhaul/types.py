@@ -15,6 +15,17 @@ CallId = NewType("CallId", int)
 
 MAX_WORKERS = 1 << 16
 
+_TIMES = (
+    "timeout",
+    "connect_timeout",
+    "rendezvous_timeout",
+    "backward_timeout",
+    "shutdown_timeout",
+    "heartbeat_interval",
+    "suspect_after",
+    "lost_after",
+)
+
 _NAME = re.compile(r"[A-Za-z0-9_:.-]{1,128}")
 
 
@@ -70,6 +81,12 @@ class Options:
         rendezvous_timeout: How long ``init`` waits for the others.
         backward_timeout: How long a backward pass may take; 0 means any time.
         shutdown_timeout: How long ``shutdown`` waits for the others by default.
+        heartbeat_interval: How often this worker looks whether its peers are alive, and at the latest says that it is
+            itself. 0 switches all of that off.
+        suspect_after: A peer of which nothing was heard for so long is suspected: that is logged, counted, and said by
+            errors. 0: never.
+        lost_after: A peer of which nothing was heard for so long is lost: its channel is closed, and what waits for it
+            fails with ``PeerLostError``. 0: never.
     """
 
     timeout: float = 60.0
@@ -84,11 +101,15 @@ class Options:
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
     shutdown_timeout: float = 60.0
+    heartbeat_interval: float = 0.5
+    suspect_after: float = 2.0
+    lost_after: float = 10.0
 
     def __post_init__(self) -> None:
-        for field in ("timeout", "connect_timeout", "rendezvous_timeout", "backward_timeout", "shutdown_timeout"):
+        for field in _TIMES:
             if not getattr(self, field) >= 0:  # so that a NaN is refused too
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+        self._check_heartbeat()
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if self.transport not in ("auto", "unix", "tcp"):
@@ -99,6 +120,18 @@ class Options:
             raise ValueError(f"max_frame_bytes must be at least 65536, got {self.max_frame_bytes}")
         if self.shm_bytes is not None and self.shm_bytes < 0:
             raise ValueError(f"shm_bytes must not be negative, got {self.shm_bytes}")
+
+    def _check_heartbeat(self) -> None:
+        if self.heartbeat_interval == float("inf"):
+            raise ValueError("heartbeat_interval must be finite; 0 switches heartbeats off")
+        for field in ("suspect_after", "lost_after"):
+            if 0 < getattr(self, field) < 2 * self.heartbeat_interval:
+                raise ValueError(
+                    f"{field} must be at least twice heartbeat_interval ({self.heartbeat_interval}), or 0 for never; "
+                    f"got {getattr(self, field)}"
+                )
+        if 0 < self.lost_after < self.suspect_after:
+            raise ValueError(f"lost_after must not be less than suspect_after, got {self.lost_after}")
 
     def __repr__(self) -> str:
         shown = (f for f in self.__slots__ if f != "secret")

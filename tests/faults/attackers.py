@@ -176,7 +176,7 @@ class WholeWorker(Target):
 
     def opening(self) -> list[Frame]:
         first, second = self.workers
-        hello = Hello(first.info.id, first.name, first.incarnation, second.name, second.incarnation)
+        hello = Hello(second.name, second.incarnation, pack(first.part(Node).peers.own.record))
         return [Frame(Kind.HELLO, 0, pack(hello))]
 
     def check_old(self) -> None:

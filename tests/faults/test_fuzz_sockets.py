@@ -274,7 +274,7 @@ def test_impossible_frames_close_their_channel_before_anything_is_allocated(
 
 
 VALID = wire(
-    Frame(Kind.HELLO, 0, pack(Hello(0, "nobody", "1", "attacked", "2"))),
+    Frame(Kind.HELLO, 0, pack(Hello("attacked", "2", b"nobody"))),
     Frame(Kind.COUNT, 0, pack(Count(1))),
     Frame(Kind.TALLY, 0, pack(Tally(1, 2, 3))),
     Frame(Kind.REFUSE, 0, pack(Refuse("no"))),
@@ -383,7 +383,7 @@ def test_a_bad_frame_takes_no_good_ones_with_it(whole: WholeWorker) -> None:
 
 def test_a_peer_that_leaves_before_it_is_refused(whole: WholeWorker, caplog: pytest.LogCaptureFixture) -> None:
     """The refusal cannot be sent, which is nobody's error but the peer's."""
-    wrong = Frame(Kind.HELLO, 0, pack(Hello(0, "nobody", "1", "attacked", "2")))
+    wrong = Frame(Kind.HELLO, 0, pack(Hello("attacked", "2", b"nobody")))
     for _ in range(20):
         for address in whole.addresses:
             with dial(address) as sock:

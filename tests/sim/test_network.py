@@ -274,7 +274,7 @@ def test_a_broken_send_fails_its_call(cluster: SimCluster) -> None:
 
 
 def test_a_newcomer_is_admitted() -> None:
-    with SimCluster(2, seed=5, options=OPTIONS, open_to_others=True) as cluster:
+    with SimCluster(2, seed=5, options=OPTIONS) as cluster:
         cluster.start("late")
         assert cluster.run("late", lambda: step("worker1")).result() == [2.0, 2.0]
         assert cluster.run("worker1", lambda: step("late")).result() == [2.0, 2.0]

@@ -25,6 +25,7 @@ class Context:
         spent: Messages whose graph was freed by a pass without ``retain_graph``.
         runs: Passes here that are not known to be over, by driver and number.
         aborted: Passes that were over before they came here, likewise.
+        orphans: Messages from workers that are gone for good, with the worker and why; nobody takes their gradients.
         released: Whether it is over; nothing is recorded any more.
     """
 
@@ -38,6 +39,7 @@ class Context:
         self.spent: set[MessageId] = set()
         self.runs: dict[tuple[int, int], Run] = {}
         self.aborted: set[tuple[int, int]] = set()
+        self.orphans: dict[MessageId, tuple[str, str]] = {}
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         self._loose: dict[torch.Tensor, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
 
@@ -75,6 +77,13 @@ class Context:
                 return False
             self.known.add(worker)
             return True
+
+    def orphan(self, worker: int, name: str, reason: str) -> None:
+        """A worker is gone for good, and with it the graph behind what it sent."""
+        with self.lock:
+            for message, recv in self.recvs.items():
+                if recv.sender == worker and message not in self.orphans:
+                    self.orphans[message] = name, reason
 
     def end(self) -> set[int]:
         """Release this worker's share; return the workers to tell. What holds the graph is let go."""

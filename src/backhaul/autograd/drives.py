@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Sequence
 
 from backhaul.autograd.messages import PassSpec, Tally
 from backhaul.autograd.passes import Ledger, Plan
 from backhaul.autograd.runs import Run
 from backhaul.crew import Task
+from backhaul.errors import PeerLostError
 from backhaul.runtime import Runtime
 
 
@@ -22,32 +24,35 @@ class Drive:
         self.error: BaseException | None = None
         self.lock = threading.Lock()  # guards ledger, lost and error
         self.ledger = Ledger()
-        self.lost: dict[int, str] = {}  # workers lost since the pass began, and why
+        self.lost: dict[int, tuple[str, str]] = {}  # workers lost since the pass began: name, and why
         self.planning = runtime.lock()  # held while the plan is made
         self.plan: Plan | None = None
         self.attendant = 0  # the thread that reads for the pass while it waits for its end
         self.inbox: collections.deque[Task] = collections.deque()  # what it has to do
 
-    def account(self, tally: Tally) -> int | None:
-        """Messages were consumed and produced. Returns a lost worker that has to consume one of them, if any."""
+    def account(self, tally: Tally) -> PeerLostError | None:
+        """Messages were consumed and produced. Returns an error if a lost worker has to consume one of them."""
         with self.lock:
             self.ledger.report(tally.consumed, tally.produced)
             over = self.ledger.over
-            if self.lost:  # it was noticed before this report came
-                for worker in self.ledger.outstanding.values():
-                    if worker in self.lost:
-                        return worker
+            for worker in self.lost:  # it was noticed before this report came
+                if (missed := self._missed(worker)) is not None:
+                    return missed
         if over:
             self.gate.open()
         return None
 
-    def lose(self, worker: int, reason: str, tally: Tally | None = None) -> bool:
-        """A worker is lost. Whether something was under way there, as far as is known with ``tally``."""
+    def lose(self, worker: int, name: str, reason: str, tally: Tally | None = None) -> PeerLostError | None:
+        """A worker is lost. Returns an error if something was under way there, as far as is known with ``tally``."""
         with self.lock:
             if tally is not None:
                 self.ledger.report(tally.consumed, tally.produced)
-            self.lost[worker] = reason
-            return worker in self.ledger.outstanding.values()
+            self.lost[worker] = name, reason
+            return self._missed(worker)
+
+    def _missed(self, lost: int) -> PeerLostError | None:
+        messages = tuple(m for m, worker in self.ledger.outstanding.items() if worker == lost)
+        return loss_of(self.spec, *self.lost[lost], messages) if messages else None
 
     def end(self, error: BaseException) -> None:
         """The pass has failed; the first error counts."""
@@ -55,3 +60,18 @@ class Drive:
             if self.error is None:
                 self.error = error
         self.gate.open()
+
+
+def loss_of(spec: PassSpec, name: str, reason: str, messages: Sequence[int] = ()) -> PeerLostError:
+    """The error of a pass that needs a worker which is lost."""
+    what = ", ".join(f"message {message}" for message in messages[:4])
+    what += f" and {len(messages) - 4} more" if len(messages) > 4 else ""
+    where = f", where {what} was due" if what else ""
+    return PeerLostError(
+        f"lost worker '{name}' in backward pass {spec.number} of context {spec.context}{where}: {reason}",
+        worker=name,
+        reason=reason,
+        context=spec.context,
+        pass_number=spec.number,
+        messages=tuple(messages),
+    )

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul import limits
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
-from backhaul.autograd.drives import Drive
+from backhaul.autograd.drives import Drive, loss_of
 from backhaul.autograd.functions import ROOTS, Grads, MessageId
 from backhaul.autograd.messages import (
     Abort,
@@ -41,8 +41,10 @@ from backhaul.errors import (
     GraphFreedError,
     PeerLostError,
     UnknownContextError,
+    UnknownWorkerError,
 )
 from backhaul.limits import FOREVER
+from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
@@ -81,6 +83,7 @@ class Engine:
         node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
         node.worker.on_frame(AutogradKind.KNOW, self._on_know)
         node.peers.on_lost(self._on_lost)
+        node.peers.on_change(self._on_change)
 
     def attach(self) -> None:
         """Make this the engine of its worker."""
@@ -174,9 +177,8 @@ class Engine:
         """
         while not drive.gate.opened:
             left = None if deadline is None else deadline - self.worker.runtime.now()
-            peers = [self.agent.peers.find(worker) for worker in list(drive.run.sent_to)]
-            channels = dict.fromkeys(channel for peer in peers for channel in (peer.channel, peer.incoming))
-            held = [channel for channel in channels if channel is not None and channel.hold()]
+            channels = dict.fromkeys(c for worker in list(drive.run.sent_to) for c in self._channels_of(worker))
+            held = [channel for channel in channels if channel.hold()]
             if not held:
                 return drive.gate.wait(left)
             drive.attendant = threading.get_ident()
@@ -237,7 +239,21 @@ class Engine:
 
     def name_of(self, worker: int) -> str:
         """The name of a worker; of this one for -1."""
-        return self.agent.peers.find(worker).info.name if worker >= 0 else self.worker.name
+        if worker < 0:
+            return self.worker.name
+        try:
+            return self.agent.peers.find(worker).info.name
+        except UnknownWorkerError:  # it is gone
+            return f"{worker}"
+
+    def _channels_of(self, worker: int) -> Sequence[Channel]:
+        """What there is to a worker; first what this end sends through."""
+        try:
+            peer = self.agent.peers.find(worker)
+        except UnknownWorkerError:  # it is gone
+            return ()
+        channel, incoming = peer.channel, peer.incoming
+        return [c for c in (channel, incoming if incoming is not channel else None) if c is not None]
 
     def _abort(self, drive: Drive) -> None:
         drive.run.failed = drive.run.aborted = True
@@ -247,7 +263,7 @@ class Engine:
 
     def _send_abort(self, spec: PassSpec, workers: Iterable[int]) -> None:
         for worker in set(workers) - {self.id}:
-            self._post(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
+            self._hint(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
 
     # Sources and groups.
 
@@ -339,17 +355,30 @@ class Engine:
         buffers = encoded.buffers if encoded is not None else ()
         self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
 
-    def _post(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
-        """Send a frame to a worker that may be gone; soon: nobody waits for it, so that it may go with others."""
+    def _hint(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
+        """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
+        it asks by itself, see ``_ask_makers``. Soon: nobody waits for it, so that it may go with others.
+        """
+        for channel in self._channels_of(worker):
+            try:
+                if soon:
+                    channel.send_soon(frame, timeout=0)
+                else:
+                    channel.send(frame, timeout=0)
+                return
+            except ChannelClosedError as error:
+                log.debug("worker %d was not told: %s", worker, error)
+
+    def _post(self, worker: int, frame: Frame) -> bool:
+        """Send a frame to a worker that may be gone; whether it could be sent. May block."""
         try:
             peer = self.agent.peers.find(worker)
             channel = peer.channel or self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
-            if soon:
-                channel.send_soon(frame, timeout=0)
-            else:
-                channel.send(frame, timeout=0)
+            channel.send(frame, timeout=0)
+            return True
         except (ChannelClosedError, BackhaulError) as error:
-            log.debug("worker '%s' was not told: %s", self.name_of(worker), error)
+            log.debug("worker %d was not told: %s", worker, error)
+            return False
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
         """Send a frame where another came from; if that is gone, whoever asked knows it."""
@@ -531,13 +560,16 @@ class Engine:
             if where not in getattr(error, "__notes__", ()):  # it could not travel itself
                 error.add_note(where)
             drive.end(error)
-        elif drive.lose(report.lost, report.reason, report.tally):
-            drive.end(self._loss(drive.spec, self.agent.peers.find(report.lost), report.reason))
+            return
+        loss = drive.lose(report.lost, self.name_of(report.lost), report.reason, report.tally)
+        if loss is not None:
+            drive.end(loss)
 
-    def _account(self, drive: Drive, tally: Tally) -> None:
-        missed = drive.account(tally)
-        if missed is not None:
-            drive.end(self._loss(drive.spec, self.agent.peers.find(missed), drive.lost[missed]))
+    @staticmethod
+    def _account(drive: Drive, tally: Tally) -> None:
+        loss = drive.account(tally)
+        if loss is not None:
+            drive.end(loss)
 
     def _on_abort(self, channel: Channel, frame: Frame) -> None:
         spec = unpack(frame.body, Abort).spec
@@ -562,28 +594,47 @@ class Engine:
             return None
         return functools.partial(self._answer, channel, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
 
+    def _on_change(self, what: str, peer: Peer, reason: str) -> None:
+        """A worker that is gone for good takes its part of the graph with it, though another may get its id."""
+        if what not in ("left", "replaced"):
+            return
+        for context in self.container.select(lambda context: peer.record.id in context.known):
+            context.orphan(peer.record.id, peer.info.name, reason)
+        self._lose(peer, reason)
+        self.worker.crew.submit(functools.partial(self._spread_loss, peer.record.id, reason))
+
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        lost = peer.record.id
-        for context in self.container.select(lambda context: lost in context.known):
-            driver, _ = split(context.id)
-            if driver != self.id:  # if it is the lost one, perhaps only the channel is, and with it that all is over
-                self._post(driver, Frame(AutogradKind.KNOW, 0, pack(Know(context.id))))
+        if not peer.gone:  # else that has been dealt with
+            self._lose(peer, reason)
+            self._spread_loss(peer.record.id, reason)
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        for drive in list(self.drives.values()):
+            loss = drive.lose(peer.record.id, peer.info.name, reason)
+            if loss is not None:
+                drive.end(loss)
+
+    def _spread_loss(self, lost: int, reason: str) -> None:
+        """Let others know who may not have noticed."""
         for context in self.container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):
                 # The driver may never have spoken to that worker; it knows whether something was under way there.
                 if lost in run.sent_to and run.spec.driver not in (self.id, lost):
                     report = Report(run.spec, merge(run.entrusted.get(lost, ())), lost=lost, reason=reason)
                     self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
-        for drive in list(self.drives.values()):
-            if drive.lose(lost, reason):
-                drive.end(self._loss(drive.spec, peer, reason))
+        if not self.worker.closed:
+            self._ask_makers(lost)
 
-    def _loss(self, spec: PassSpec, peer: Peer, reason: str) -> PeerLostError:
-        return PeerLostError(
-            f"lost worker '{peer.info.name}' in the backward pass of context {spec.context}: {reason}",
-            worker=peer.info.name,
-            reason=reason,
-        )
+    def _ask_makers(self, lost: int) -> None:
+        """Whoever would have told this worker of a context's end may be gone, or only the channel is, and with it that
+        all is over. The maker is asked to tell; if that is gone, this is the end.
+        """
+        for context in self.container.select(lambda context: lost in context.known or split(context.id)[0] == lost):
+            maker, _ = split(context.id)
+            if maker == self.id:
+                continue
+            if not self._post(maker, Frame(AutogradKind.KNOW, 0, pack(Know(context.id)))) and not self.worker.closed:
+                self.release(context.id)
 
     # The plan.
 
@@ -614,8 +665,14 @@ class Engine:
             if self.id in missing:
                 plan.add(self.id, drive.run.summary())
             for worker, call in calls.items():
-                plan.add(worker, call.wait())
+                plan.add(worker, self._answer_of(drive.spec, worker, call))
         drive.plan = plan
+
+    def _answer_of(self, spec: PassSpec, worker: int, call: Future[T]) -> T:
+        try:
+            return call.wait()
+        except PeerLostError as error:
+            raise loss_of(spec, self.name_of(worker), error.reason or str(error)) from error
 
     def summary_of(self, spec: PassSpec) -> Summary:
         """What the driver of a pass needs to know of this worker's graph."""
@@ -639,7 +696,7 @@ class Engine:
             soon, self._released_at = now < self._released_at + _CLOSELY, now
             frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
             for worker in told:
-                self._post(worker, frame, soon=soon)
+                self._hint(worker, frame, soon=soon)
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
         peer = self.agent.peers.of(channel)

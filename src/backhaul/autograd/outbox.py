@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from backhaul.autograd.container import Container
+from backhaul.autograd.drives import loss_of
 from backhaul.autograd.functions import Grads, Recv
 from backhaul.autograd.groups import Fired
 from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, Note, PassSpec
@@ -13,7 +14,7 @@ from backhaul.autograd.recording import record_send
 from backhaul.autograd.runs import Run
 from backhaul.errors import ContextError, PeerLostError
 from backhaul.observe import GradientKey, Observer
-from backhaul.rpc.peers import Peer, Peers
+from backhaul.rpc.peers import Peers
 from backhaul.transport.base import ChannelClosedError
 from backhaul.wire.codec import Encoded, encode
 from backhaul.wire.frames import Frame
@@ -67,7 +68,7 @@ class Outbox:
             parcel = parcels.get(to)
             if parcel is None or parcel.nbytes + nbytes > _SMALL:
                 if parcel is not None:
-                    self._send(run, to, self._frame(run, to, parcel))
+                    self._send(run, to, parcel)
                 parcel = parcels[to] = _Parcel()
             parcel.nbytes += nbytes
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
@@ -75,12 +76,12 @@ class Outbox:
             parcel.keep.append(encoded.keep)
             if parcel.nbytes > _SMALL or len(parcel.gradients) >= TOGETHER:
                 del parcels[to]
-                self._send(run, to, self._frame(run, to, parcel))
+                self._send(run, to, parcel)
 
     def ship(self, run: Run, parcels: Parcels) -> None:
         """Send what has been put there."""
         for to, parcel in parcels.items():
-            self._send(run, to, self._frame(run, to, parcel))
+            self._send(run, to, parcel)
 
     def send(self, run: Run, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
@@ -100,11 +101,13 @@ class Outbox:
             parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
             frame = self._frame(run, recv.sender, parcel)
             observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
-            self._send(run, recv.sender, frame)
+            self._send(run, recv.sender, parcel, frame)
 
     def _encode(self, run: Run, recv: Recv, grads: Grads) -> tuple[Encoded, Note | None]:
         if run.failed:
             raise ContextError("the pass was aborted", context=run.spec.context)
+        if recv.message in run.context.orphans:
+            raise loss_of(run.spec, *run.context.orphans[recv.message], (recv.message,))
         encoded = encode(grads, names=["a gradient"] * len(grads))
         spec = run.spec
         if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
@@ -129,8 +132,10 @@ class Outbox:
         message = Gradients(run.spec, parcel.gradients, tally)
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)
 
-    def _send(self, run: Run, to: int, frame: Frame) -> None:
+    def _send(self, run: Run, to: int, parcel: _Parcel, frame: Frame | None = None) -> None:
         peer = self._peers.find(to)
+        if frame is None:
+            frame = self._frame(run, to, parcel)
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
             left = None if run.deadline is None else max(run.deadline - self._worker.runtime.now(), 0.0)
@@ -138,13 +143,10 @@ class Outbox:
                 channel.send(frame, timeout=left)
             else:
                 channel.send_soon(frame, timeout=left)
-        except ChannelClosedError as error:
-            raise _lost(peer, error) from None
-
-
-def _lost(peer: Peer, error: ChannelClosedError) -> PeerLostError:
-    name = peer.info.name
-    return PeerLostError(f"lost worker '{name}', to which gradients were due: {error}", worker=name, reason=str(error))
+        except (ChannelClosedError, PeerLostError) as error:
+            reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
+            messages = [gradient.message for gradient in parcel.gradients]
+            raise loss_of(run.spec, peer.info.name, reason, messages) from error
 
 
 def key_of(spec: PassSpec, message: int) -> GradientKey:

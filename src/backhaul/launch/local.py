@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing as mp
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import pickle
 import secrets
@@ -121,9 +122,14 @@ class _Crowd:
         ours, theirs = context.Pipe()
         self._pipes.append(ours)
         process = context.Process(target=_work, args=(*job, theirs), name=f"backhaul-{self._names[rank]}")
+        # Ctrl-C goes to all processes of a terminal. A new one must not see it, not even while it imports. The tracker
+        # comes first: starting it would undo that.
+        multiprocessing.resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self._processes.append(process)
 
@@ -182,7 +188,16 @@ class _Crowd:
         return result
 
     def end(self) -> None:
-        """See to it that no process is left."""
+        """See to it that no process is left, whatever else the user types; that takes some seconds at most."""
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+        try:
+            self._end()
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGINT, before)
+
+    def _end(self) -> None:
         for pipe in self._pipes:
             if not pipe.closed:
                 pipe.close()
@@ -205,6 +220,7 @@ def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocess
     """What a worker process does."""
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked until now
     _follow_parent()
     world_size = int(environment["WORLD_SIZE"])
     if "OMP_NUM_THREADS" not in os.environ:

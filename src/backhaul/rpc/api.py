@@ -11,12 +11,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from backhaul.compiler import graph_break
 from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
+from backhaul.rpc.joining import enrol, introduce
+from backhaul.rpc.membership import MembershipEvent
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.rendezvous import Meeting, check_rank, open_store, secret_of
 from backhaul.rpc.retry import Attempts, Retry
 from backhaul.transport.addresses import host_identity, is_loopback
 from backhaul.transport.sockets import SocketEndpoint
-from backhaul.types import Options, WorkerInfo, check_name
+from backhaul.types import MAX_WORKERS, Options, WorkerInfo, check_name
 from backhaul.worker import Worker, current_worker, running_workers
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     store: Store | None = None,
+    join: str | Sequence[str] | bool = False,
     options: Options | None = None,
 ) -> Worker:
     """Make this process a worker and wait until all workers have come.
@@ -36,15 +39,21 @@ def init(
     Where nothing is given, torchrun's environment is used (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
     ``MASTER_PORT``). Once this returns, every worker can be called by name; connections open at the first call.
 
+    With ``join`` the worker becomes a member of a cluster that is running already, or takes the place of one that was
+    lost and had the same name. Once this returns, every member knows it.
+
     Args:
         name: A name no other worker has; ``worker<rank>`` if not given.
         rank: This worker's number, 0 to ``world_size - 1``.
         world_size: How many workers there are.
         store: A ``torch.distributed.Store`` to meet at, instead of ``options.init_method``.
+        join: Address of any member (``get_address``), or several to try; then a secret is needed (``Options.secret`` or
+            ``BACKHAUL_SECRET``), no store, and ``rank`` is the id to have, any if not given. True: the store says where
+            the members are.
         options: See ``Options``.
 
     Raises:
-        RendezvousError: The others did not come in time, or a name is taken.
+        RendezvousError: The others did not come in time, or a name is taken, or there is nobody to join.
         ValueError: Rank, size, name or options make no sense.
 
     Example:
@@ -66,19 +75,21 @@ def init(
             f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
             "to the same value on every worker, or give Options(secret=...)"
         )
+    if join and join is not True:
+        return _join(name, -1 if rank is None else rank, [join] if isinstance(join, str) else join, secret, options)
     if store is None:
-        store, rank, world_size = open_store(rank, world_size, options)
+        store, rank, world_size = open_store(rank, world_size, options, alone=bool(join))
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
-    meeting = Meeting(store, rank, world_size, options.rendezvous_timeout)
-    endpoint = SocketEndpoint(
-        secret=meeting.agree_on_secret(secret),
-        unix=options.transport != "tcp",
-        bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
-        limit=options.max_frame_bytes,
-        shm_bytes=options.shm_bytes,
-    )
+    meeting = Meeting(store, rank, world_size, options.rendezvous_timeout, running=bool(join))
+    if join:
+        secret = meeting.agree_on_secret(secret)
+        worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)
+        meeting.replace(worker.part(Node).peers.own.record)
+        worker.attach(store)
+        return worker
+    endpoint = _endpoint(meeting.agree_on_secret(secret), options)
     own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
     try:
         records = meeting.exchange(own)
@@ -88,6 +99,99 @@ def init(
     node = start_node(own, records, endpoint, options)
     node.worker.attach(store)  # rank 0's may be the server: it lives as long as the worker
     return node.worker
+
+
+def _endpoint(secret: bytes, options: Options) -> SocketEndpoint:
+    return SocketEndpoint(
+        secret=secret,
+        unix=options.transport != "tcp",
+        bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
+        limit=options.max_frame_bytes,
+        shm_bytes=options.shm_bytes,
+    )
+
+
+def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes | None, options: Options) -> Worker:
+    """Become a member of a running cluster."""
+    if name is None:
+        raise ValueError("a worker that joins needs a name")
+    if secret is None:
+        raise ValueError("to join, the cluster's secret is needed: set BACKHAUL_SECRET, or give Options(secret=...)")
+    if not -1 <= rank < MAX_WORKERS:
+        raise ValueError(f"rank must be 0 to {MAX_WORKERS - 1}, got {rank}")
+    endpoint = _endpoint(secret, options)
+    try:
+        own = describe(name, rank, endpoint, options, host=host_identity())
+        own, others = enrol(endpoint, own, addresses, options.rendezvous_timeout)
+    except BaseException:
+        endpoint.close()
+        raise
+    node = start_node(own, others, endpoint, options)
+    try:
+        introduce(node, options.connect_timeout)
+    except BaseException:
+        node.shutdown(graceful=False, timeout=1.0)
+        raise
+    return node.worker
+
+
+@graph_break
+def leave(*, timeout: float | None = None) -> None:
+    """End the current worker while the others go on.
+
+    Waits until no call is under way here, then tells all others, which forget this worker: calls to it raise
+    ``UnknownWorkerError`` from then on. Once this returns, the worker's threads and sockets are gone. Does nothing if
+    there is no worker.
+
+    Args:
+        timeout: At most so many seconds; default ``options.shutdown_timeout``. The worker ends all the same.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     with second:
+        ...         bh.leave()
+        ...     [info.name for info in bh.get_worker_infos()]
+        ['first']
+    """
+    try:
+        worker = current_worker()
+    except NotInitializedError as error:
+        if error.worker is None and running_workers():
+            raise
+        return
+    limit = worker.options.shutdown_timeout if timeout is None else timeout
+    worker.part(Node).shutdown(graceful=False, timeout=limit, alone=True)
+
+
+@graph_break
+def get_address() -> str:
+    """Where others reach the current worker, to be given to ``init(join=...)``. By TCP if it listens there."""
+    addresses = current_worker().endpoint.addresses
+    return next((address for address in addresses if address.startswith("tcp:")), addresses[0])
+
+
+@graph_break
+def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], None]:
+    """Have ``callback`` called when workers join, leave or are lost, as the current worker sees it.
+
+    It runs on a thread of the worker, which is current there; one event after the other. A worker that has never been
+    in touch with another does not notice its loss.
+
+    Returns:
+        What to call to hear no more.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     seen = []
+        ...     stop = bh.on_membership(seen.append)
+        ...     with second:
+        ...         bh.leave()
+        >>> seen[0].kind, seen[0].worker.name
+        ('left', 'second')
+    """
+    return current_worker().part(Node).membership.subscribe(callback)
 
 
 @graph_break
@@ -220,5 +324,5 @@ def get_debug_info() -> dict[str, int]:
 
 @graph_break
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers of the cluster, by id."""
-    return [peer.info for peer in current_worker().part(Node).peers]
+    """All workers of the cluster, by id; not those that have left or are lost."""
+    return [peer.info for peer in current_worker().part(Node).peers if not peer.lost]

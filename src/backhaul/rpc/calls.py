@@ -50,11 +50,12 @@ class Pending:
 
     def timed_out(self) -> CallTimeoutError:
         """The error of a call whose deadline has passed."""
-        name = self.peer.info.name
+        name, suspicion = self.peer.info.name, self.peer.suspicion
+        doubt = f"; that worker is suspected to be lost: {suspicion}" if suspicion else ""
         cut_by = self.limit.label if self.cut and self.limit is not None else None
         of_another = "" if cut_by is None else f", which is what was left until the deadline of {cut_by}"
         return CallTimeoutError(
-            f"{self.label} on worker '{name}' gave no reply within {self.timeout:.4g} s{of_another}",
+            f"{self.label} on worker '{name}' gave no reply within {self.timeout:.4g} s{of_another}{doubt}",
             worker=name,
             function=self.label,
             timeout=self.timeout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -24,55 +25,104 @@ _PARTING = 2.0  # seconds the leader gives the others to hear that it is over
 
 
 class Farewell:
-    """One worker's part in a graceful shutdown. Thread-safe."""
+    """One worker's part in a graceful shutdown. Thread-safe.
+
+    The leader is the member with the lowest id that can be reached. Every worker keeps a ``Roundup``, but only the one
+    to which all others say that they are ready gets to use it.
+    """
 
     def __init__(self, worker: Worker, agent: Agent, dispatcher: Dispatcher) -> None:
         self._worker = worker
         self._agent = agent
         self._dispatcher = dispatcher
-        self._peers = {peer.record.id: peer for peer in agent.peers}
-        self._leader = min(self._peers)
+        members = {peer.record.id for peer in agent.peers}
+        self._own = int(worker.info.id)
+        self._names = {peer.record.id: peer.info.name for peer in agent.peers}  # of all that ever were
+        self._leader: int | None = None  # whom this worker has told that it is ready
         self._lock = threading.Lock()  # guards _roundup and _present
-        self._roundup = Roundup(self._peers) if worker.info.id == self._leader else None
-        self._present = set(self._peers) - {self._leader}  # the leader's view: who has not left
+        self._roundup = Roundup(members)
+        self._present = members - {self._own}  # who has not left
         self._dismissed = worker.runtime.gate()
         self._alone = worker.runtime.gate()  # the leader's: all others have left
-        self._started = False
+        self._mute: set[int] = set()  # members that did not answer
+        self.started = False
         worker.on_frame(Kind.READY, self._on_ready)
         worker.on_frame(Kind.COUNT, self._on_count)
         worker.on_frame(Kind.TALLY, self._on_tally)
         worker.on_frame(Kind.LEAVE, self._on_leave)
         agent.peers.on_lost(self._on_lost)
+        agent.peers.on_change(self._on_change)
 
     def wait(self, timeout: float) -> None:
         """Return when every worker is done. Raises ``ShutdownTimeoutError`` after ``timeout`` seconds."""
         deadline = self._worker.runtime.now() + timeout
-        self._started = True
-        if self._roundup is not None:
-            for peer in self._peers.values():  # open a channel to everyone, so that we learn of losses
-                self._worker.crew.submit(functools.partial(self._meet, peer, deadline))
-        self._send(self._peers[self._leader], Frame(Kind.READY), deadline)
+        self.started = True
+        self._report(deadline)
         if not self._dismissed.wait(deadline - self._worker.runtime.now()):
             raise self._too_late(timeout)
-        if self._roundup is not None and self._present:
+        if self._leader == self._own and self._present:
             self._alone.wait(min(_PARTING, max(deadline - self._worker.runtime.now(), 0.0)))
 
+    def _report(self, deadline: float) -> None:
+        """Say to the leader that this worker is ready."""
+        tried: set[int] = set()
+        for peer in self._agent.peers:
+            if peer is self._agent.peers.own:
+                break
+            tried.add(peer.record.id)
+            if self._reach(peer, deadline) is not None or self._silent(peer):
+                self._leader = peer.record.id
+                self._send(peer, Frame(Kind.READY), deadline)
+                return
+        self._leader = self._own
+        for peer in self._agent.peers:  # open a channel to everyone, so that we learn of losses
+            if peer.record.id not in tried and peer is not self._agent.peers.own:
+                self._worker.crew.submit(functools.partial(self._meet, peer, deadline))
+        for who in tried:
+            self._gone(who, "it cannot be reached")
+        self._send(self._agent.peers.own, Frame(Kind.READY), deadline)
+
+    def _silent(self, peer: Peer) -> bool:
+        """Whether a worker that was not reached did not refuse either: it may yet come."""
+        return peer.record.id in self._mute
+
     def _too_late(self, timeout: float) -> ShutdownTimeoutError:
-        if self._roundup is None:
+        if self._leader not in (None, self._own):
+            leader = self._names[self._leader]
             return ShutdownTimeoutError(
-                f"worker '{self._worker.name}' waited {timeout:g} s for worker '{self._peers[self._leader].info.name}' "
-                "to say that everyone is done",
+                f"worker '{self._worker.name}' waited {timeout:g} s for worker '{leader}' to say that everyone is done",
                 worker=self._worker.name,
-                waiting_for=(self._peers[self._leader].info.name,),
+                waiting_for=(leader,),
             )
         with self._lock:
-            names = tuple(self._peers[who].info.name for who in sorted(self._roundup.waiting_for))
+            names = tuple(self._names[who] for who in sorted(self._roundup.waiting_for))
         return ShutdownTimeoutError(
             f"worker '{self._worker.name}' waited {timeout:g} s for everyone to be done; still at work: "
             f"{', '.join(names)}",
             worker=self._worker.name,
             waiting_for=names,
         )
+
+    def _on_change(self, what: str, peer: Peer, reason: str) -> None:
+        """Members come and go while some wait for all to be done."""
+        who = peer.record.id
+        if what == "joined":
+            with self._lock:
+                self._names[who] = peer.info.name
+                if not self._roundup.over:
+                    self._roundup.joined(who)
+                    self._present.add(who)
+        elif what in ("left", "replaced"):
+            with self._lock:
+                self._present.discard(who)
+                order = self._roundup.gone(who)
+                follow = self.started and self._leader == who
+            # Not here: who tells us has locks.
+            if order is not None:
+                self._worker.crew.submit(functools.partial(self._carry_out, order))
+            if follow:
+                deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
+                self._worker.crew.submit(functools.partial(self._report, deadline))
 
     # Frames.
 
@@ -99,17 +149,23 @@ class Farewell:
         self._dismissed.open()
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
+        if peer.gone:
+            return
+        if self._leader == peer.record.id and not self._dismissed.opened:
+            # Perhaps only the channel is gone: see whether the leader is still there.
+            deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
+            self._worker.crew.submit(functools.partial(self._send, peer, Frame(Kind.READY), deadline))
+            return
         self._gone(peer.record.id, reason)
 
     def _gone(self, who: int, reason: str) -> None:
-        if self._roundup is None:
-            if who == self._leader and self._started and not self._dismissed.wait(0):
-                log.warning("worker '%s' is gone (%s): not waiting for the others", self._peers[who].info.name, reason)
-                self._dismissed.open()
+        if self._leader == who and not self._dismissed.wait(0):
+            log.warning("worker '%s' is gone (%s): not waiting for the others", self._names[who], reason)
+            self._dismissed.open()
+        if self._leader != self._own:
             return
         with self._lock:
-            left = who in self._present and (self._started or self._roundup.over)
-            if not left:
+            if who not in self._present:
                 return
             self._present.discard(who)
             early = not self._roundup.over
@@ -117,14 +173,14 @@ class Farewell:
             if not self._present:
                 self._alone.open()
         if early:
-            log.warning("worker '%s' is gone before everyone was done: %s", self._peers[who].info.name, reason)
+            log.warning("worker '%s' is gone before everyone was done: %s", self._names[who], reason)
         self._carry_out(order)
 
     # Orders.
 
     def _advance(self, channel: Channel, event: Callable[[Roundup, int], Ask | Dismiss | None]) -> Task | None:
         peer = self._agent.peers.of(channel)
-        if peer is None or self._roundup is None:
+        if peer is None:
             return None
         with self._lock:
             order = event(self._roundup, peer.record.id)
@@ -135,8 +191,10 @@ class Farewell:
             return
         frame = Frame(Kind.COUNT, 0, pack(Count(order.wave))) if isinstance(order, Ask) else Frame(Kind.LEAVE)
         deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
-        for who in sorted(order.to, reverse=True):  # the leader itself last
-            self._send(self._peers[who], frame, deadline)
+        peers = {peer.record.id: peer for peer in self._agent.peers}
+        for who in sorted(order.to, key=lambda who: (who == self._own, who)):  # the leader itself last
+            if who in peers:
+                self._send(peers[who], frame, deadline)
 
     def _meet(self, peer: Peer, deadline: float) -> None:
         self._reach(peer, deadline)
@@ -145,14 +203,14 @@ class Farewell:
         try:
             return self._agent.peers.channel_to(peer, max(deadline - self._worker.runtime.now(), 0.001))
         except (PeerLostError, AuthenticationError) as error:
-            if not isinstance(error.__cause__, TimeoutError):  # one that does not answer may yet come
+            if isinstance(error.__cause__, TimeoutError):  # one that does not answer may yet come
+                self._mute.add(peer.record.id)
+            else:
                 self._gone(peer.record.id, str(error))
             return None
 
     def _send(self, peer: Peer, frame: Frame, deadline: float) -> None:
         channel = self._reach(peer, deadline)
-        try:
+        with contextlib.suppress(ChannelClosedError):  # its loss is told, and dealt with then
             if channel is not None:
                 channel.send(frame, timeout=0)
-        except ChannelClosedError as error:
-            self._gone(peer.record.id, str(error))

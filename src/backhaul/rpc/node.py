@@ -8,11 +8,15 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from backhaul.errors import BackhaulError, LeakError
+from backhaul.rpc import membership
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
+from backhaul.rpc.heartbeat import Heartbeat
 from backhaul.rpc.intercept import extensions
-from backhaul.rpc.peers import Peers, WorkerRecord, main_identity
+from backhaul.rpc.membership import Membership
+from backhaul.rpc.peers import Peers, main_identity
+from backhaul.rpc.roster import WorkerRecord
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Endpoint
 from backhaul.types import Options
@@ -35,9 +39,12 @@ class Node:
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
         self.worker = worker
         self.peers = Peers(worker, own, records)
+        self.heartbeat = Heartbeat(worker, self.peers)
         self.agent = Agent(worker, self.peers)
         self.dispatcher = Dispatcher(worker, self.agent)
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
+        self.membership = Membership(worker, self.agent, self.farewell)
+        membership.attach(worker, self.peers)
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down
         worker.attach(self)
@@ -46,13 +53,14 @@ class Node:
         worker.counters["num_calls_cancelled"] = lambda: self.agent.cancels
         worker.counters["num_retries"] = lambda: self.agent.retries
         worker.counters["num_calls_dropped"] = lambda: self.dispatcher.dropped
-        worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent
+        worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent - self.heartbeat.bytes_sent
+        worker.counters["num_suspected_peers"] = lambda: len(self.heartbeat.suspected)
         worker.counters["shm_bytes"] = lambda: worker.endpoint.shm_bytes
         worker.counters["shm_lent"] = lambda: worker.endpoint.shm_lent
 
-    def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False) -> None:
-        """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made."""
-        if graceful and serving.get():
+    def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
+        """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made. ``alone``: the others go on."""
+        if (graceful or alone) and serving.get():
             raise BackhaulError(
                 "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
                 "from the program's own thread",
@@ -70,10 +78,13 @@ class Node:
                     audit.begin()
                 if graceful:
                     self.farewell.wait(timeout)
+                elif alone:
+                    self.membership.leave(deadline)
                 problems = [problem for audit in audits for problem in audit.end()]
                 if problems:
                     raise LeakError(f"worker '{self.worker.name}': {'; '.join(problems)}", worker=self.worker.name)
             finally:
+                self.farewell.started = True  # from now on members that go are no news
                 self.agent.close()
                 self.peers.close()
                 left = deadline - self.worker.runtime.now()
@@ -94,6 +105,7 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         addresses=endpoint.addresses,
         main=main_identity(),
         limit=options.max_frame_bytes,
+        beat=options.heartbeat_interval,
     )
 
 
@@ -103,15 +115,10 @@ def start_node(
     endpoint: Endpoint,
     options: Options,
     *,
-    open_to_others: bool = False,
     runtime: Runtime | None = None,
 ) -> Node:
-    """Make the worker that ``own`` describes and let it listen.
-
-    With ``open_to_others`` workers may come that are not in ``records``; then there is no graceful shutdown.
-    """
+    """Make the worker that ``own`` describes and let it listen."""
     node = Node(Worker(own.info, own.incarnation, endpoint, options, runtime), own, records)
-    node.peers.open = open_to_others
     for extend in extensions:
         extend(node)
     node.worker.start()

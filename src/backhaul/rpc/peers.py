@@ -13,34 +13,16 @@ import msgspec
 
 from backhaul.crew import Task
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
+from backhaul.rpc import roster
+from backhaul.rpc.roster import Roster, WorkerRecord, choose
 from backhaul.runtime import Lock
 from backhaul.transport.base import Channel, ChannelClosedError
-from backhaul.types import WorkerId, WorkerInfo
+from backhaul.types import WorkerInfo
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Hello, Kind, Refuse, pack, prepare, unpack
+from backhaul.wire.messages import Hello, Kind, Refuse, pack, unpack
 from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
-
-
-class WorkerRecord(msgspec.Struct, frozen=True):
-    """What a worker tells the others about itself when they meet."""
-
-    id: int
-    name: str
-    incarnation: str
-    host: str  # equal: the same host
-    addresses: tuple[str, ...]
-    main: str  # equal and not empty: the same program
-    limit: int  # the largest frame it accepts
-
-    @property
-    def info(self) -> WorkerInfo:
-        """Name and id."""
-        return WorkerInfo(self.name, WorkerId(self.id))
-
-
-prepare(WorkerRecord)
 
 
 def main_identity() -> str:
@@ -60,11 +42,14 @@ class Peer:
         "channel",
         "closely",
         "connecting",
+        "gone",
         "incoming",
         "info",
+        "lost",
         "main_shared",
         "record",
         "sent_at",
+        "suspicion",
     )
 
     def __init__(self, record: WorkerRecord, own: WorkerRecord, connecting: Lock) -> None:
@@ -74,6 +59,9 @@ class Peer:
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         self.channel: Channel | None = None  # what this end sends through
         self.incoming: Channel | None = None  # what the other end opened; two that call each other at once have two
+        self.suspicion = ""  # why it may be dead, if it is suspected
+        self.lost = ""  # why it is thought dead, until it is heard of again
+        self.gone = ""  # why it is no member any more, for good
         # Of asynchronous calls, for those who may send them together:
         self.called_at = 0.0  # when the last was made
         self.closely = 0  # how many have followed each other closely
@@ -82,50 +70,115 @@ class Peer:
 
 
 LossListener = Callable[[Peer, Channel, str], None]
+ChangeListener = Callable[[str, Peer, str], None]
+"""Hears what has happened to a worker: ``joined``, ``left``, ``lost`` or ``replaced``, and why."""
 
 
 class Peers:
     """The members of the cluster as one worker knows them. Thread-safe.
 
-    Attributes:
-        open: Whether workers may come later: one that is not known yet is admitted when it says who it is. Whoever gets
-            as far as that knows the cluster's secret.
+    One that is not known yet is admitted when it says who it is, see ``roster``: whoever gets as far as that knows the
+    cluster's secret.
     """
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
         self._worker = worker
         self._own = own
-        self.open = False
+        self._roster = Roster(own)
+        self._changing = worker.runtime.lock()  # held while members come and go, and guards the roster
         self._lock = threading.Lock()  # guards the tables
         self._listeners: list[LossListener] = []
+        self._changes: list[ChangeListener] = []
+        self._watchers: list[Callable[[Channel], None]] = []
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
         self._sent_before = 0  # bytes that went over channels that are gone
+        self.own = self._by_id[own.id] = self._by_name[own.name] = Peer(own, own, worker.runtime.lock())
         for record in records:
             self.admit(record)
-        self.own = self._by_id[own.id]
         self.own.channel = worker.loopback
         self._by_channel[worker.loopback] = self.own
         worker.on_frame(Kind.HELLO, self._on_hello)
         worker.on_frame(Kind.REFUSE, self._on_refuse)
         worker.on_lost(self._on_lost)
 
-    def admit(self, record: WorkerRecord) -> Peer | None:
-        """Add a worker; None if its name or its id is another's."""
-        with self._lock:
-            if record.id in self._by_id or record.name in self._by_name:
-                return None
+    def admit(self, record: WorkerRecord) -> str:
+        """Add a worker; returns why not, if it cannot be. One whose place it takes is gone."""
+        with self._changing:
+            verdict = self._roster.admit(record)
+            if isinstance(verdict, roster.Refuse):
+                return verdict.reason
+            if verdict is None:
+                return ""
+            replaced = [self._by_id[old.id] for old in verdict.instead_of]
+            for old in replaced:
+                self._forget(old, "was restarted")
+            # In this order: nothing that belongs to the new one has begun when what waited for the old one ends.
+            for old in replaced:
+                self._tell_change("replaced", old, f"worker '{old.info.name}' was restarted")
+                self.close_channels(old)
             peer = Peer(record, self._own, self._worker.runtime.lock())
-            self._by_id[record.id] = self._by_name[record.name] = peer
-            return peer
+            with self._lock:
+                self._by_id[record.id] = self._by_name[record.name] = peer
+            self._tell_change("joined", peer, "")
+            return ""
 
-    def dismiss(self, worker: int) -> None:
+    def dismiss(self, peer: Peer) -> None:
         """Forget a worker that has left."""
+        with self._changing:
+            if self._roster.dismiss(peer.record, "has left the cluster"):
+                self._forget(peer, "has left the cluster")
+                self._tell_change("left", peer, f"worker '{peer.info.name}' has left the cluster")
+
+    def _forget(self, peer: Peer, why: str) -> None:
         with self._lock:
-            peer = self._by_id.pop(worker, None)
-            if peer is not None:
-                del self._by_name[peer.info.name]
+            peer.gone = why
+            del self._by_id[peer.record.id]
+            del self._by_name[peer.info.name]
+
+    def close_channels(self, peer: Peer) -> None:
+        """Close what there is to a worker that is gone, which fails what waits for it."""
+        for channel, owner in self.channels():
+            if owner is peer:
+                channel.abort(f"worker '{peer.info.name}' {peer.gone}")
+
+    def lose(self, peer: Peer, reason: str) -> None:
+        """A worker cannot be reached."""
+        with self._changing:
+            if not peer.lost and not peer.gone and peer is not self.own:
+                peer.lost = reason
+                self._tell_change("lost", peer, reason)
+
+    def _regain(self, peer: Peer) -> None:
+        with self._changing:
+            if peer.lost and not peer.gone:
+                peer.lost = ""
+                self._tell_change("joined", peer, "it is there again")
+
+    def rivals(self, name: str, number: int) -> list[Peer]:
+        """The members that have that name or that id."""
+        with self._changing:
+            return [self._by_id[record.id] for record in self._roster.rivals(name, number)]
+
+    def enrol(self, record: WorkerRecord) -> WorkerRecord | None:
+        """The record of a newcomer with its id and epoch; None: all ids are taken."""
+        with self._changing:
+            place = self._roster.enrol(record.name, record.id)
+            return None if place is None else msgspec.structs.replace(record, id=place[0], epoch=place[1])
+
+    @property
+    def records(self) -> tuple[WorkerRecord, ...]:
+        """Of all members."""
+        return tuple(peer.record for peer in self)
+
+    def on_change(self, listener: ChangeListener) -> None:
+        """Call ``listener`` when members come and go, before that has any other effect. It must not block."""
+        self._changes.append(listener)
+
+    def _tell_change(self, what: str, peer: Peer, reason: str) -> None:
+        for listener in self._changes:
+            listener(what, peer, reason)
 
     def __iter__(self) -> Iterator[Peer]:
         with self._lock:
@@ -148,7 +201,9 @@ class Peers:
         if peer is None:
             names = ", ".join(sorted(self._by_name))
             who = to.name if isinstance(to, WorkerInfo) else to
-            raise UnknownWorkerError(f"no worker {who!r} in this cluster; there are: {names}", worker=str(who))
+            fate = self._roster.fate_of(str(who))
+            what = f"worker {who!r} {fate}" if fate else f"no worker {who!r} in this cluster"
+            raise UnknownWorkerError(f"{what}; there are: {names}", worker=str(who))
         return peer
 
     def of(self, channel: Channel) -> Peer | None:
@@ -169,24 +224,25 @@ class Peers:
         name, address = peer.info.name, self._choose(peer)
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
-            record = pack(self._own) if self.open else b""
-            hello = Hello(self._own.id, self._own.name, self._own.incarnation, name, peer.record.incarnation, record)
+            hello = Hello(name, peer.record.incarnation, pack(self._own))
             with self._lock:
                 self._by_channel[channel] = peer
             channel.send(Frame(Kind.HELLO, 0, pack(hello)))
         except AuthenticationError as error:
             raise AuthenticationError(f"cannot talk to worker '{name}' at {address}: {error}", worker=name) from None
         except (ConnectionError, ChannelClosedError) as error:
+            self.lose(peer, str(error))
             raise PeerLostError(f"cannot reach worker '{name}': {error}", worker=name, reason=str(error)) from error
         peer.channel = channel
+        self._regain(peer)
+        self._tell_watchers(channel)
         return channel
 
     def _choose(self, peer: Peer) -> str:
         record = peer.record
-        local = record.host == self._own.host
-        for address in record.addresses:
-            if local or address.startswith("tcp:"):
-                return address
+        address = choose(record, self._own.host)
+        if address is not None:
+            return address
         raise PeerLostError(
             f"worker '{record.name}' is on another host but listens only on its own; start it with Options(bind=...)",
             worker=record.name,
@@ -195,34 +251,54 @@ class Peers:
 
     def _on_hello(self, channel: Channel, frame: Frame) -> Task | None:
         hello = unpack(frame.body, Hello)
-        peer = self._by_id.get(hello.worker)
-        if peer is None and self.open and hello.record:
-            peer = self.admit(unpack(hello.record, WorkerRecord))
-        problem = None
+        record = unpack(hello.record, WorkerRecord)
         if (hello.to, hello.to_incarnation) != (self._own.name, self._own.incarnation):
             problem = f"this is worker '{self._own.name}', not the '{hello.to}' that was meant"
-        elif peer is None or (peer.record.name, peer.record.incarnation) != (hello.name, hello.incarnation):
-            problem = f"worker '{self._own.name}' knows no such worker '{hello.name}' (id {hello.worker})"
-        if problem is not None:
-            log.warning("refused %s at %s: %s", hello.name, channel.peer, problem)
-            try:
-                channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
-            except ChannelClosedError:
-                pass
-            channel.close()
+        else:
+            problem = self.admit(record)
+        peer = self._by_id.get(record.id)
+        if not problem and (peer is None or peer.record.incarnation != record.incarnation):
+            problem = f"worker '{record.name}' is gone"  # just now
+        if problem or peer is None:
+            self.refuse(channel, record.name, problem)
             return None
-        assert peer is not None
         with self._lock:
             self._by_channel[channel] = peer
         # It opens another only if it has lost the one before.
         if peer.channel is None or peer.channel is peer.incoming:
             peer.channel = channel
         peer.incoming = channel
+        self._regain(peer)
+        self._tell_watchers(channel)
         return None
 
-    def _on_refuse(self, channel: Channel, frame: Frame) -> None:
-        log.warning("%s refused this worker: %s", channel.peer, unpack(frame.body, Refuse).reason)
+    @staticmethod
+    def refuse(channel: Channel, name: str, problem: str) -> None:
+        """Tell a worker that it is not listened to, and why."""
+        log.warning("refused %s at %s: %s", name, channel.peer, problem)
+        try:
+            channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
+        except ChannelClosedError:
+            pass
         channel.close()
+
+    def _on_refuse(self, channel: Channel, frame: Frame) -> None:
+        reason = unpack(frame.body, Refuse).reason
+        log.warning("%s refused this worker: %s", channel.peer, reason)
+        channel.abort(f"refused: {reason}")
+
+    def channels(self) -> list[tuple[Channel, Peer]]:
+        """All channels to other workers that are known to be theirs."""
+        with self._lock:
+            return [(channel, peer) for channel, peer in self._by_channel.items() if peer is not self.own]
+
+    def on_channel(self, watcher: Callable[[Channel], None]) -> None:
+        """Call ``watcher`` with each new channel to a worker. It must not block."""
+        self._watchers.append(watcher)
+
+    def _tell_watchers(self, channel: Channel) -> None:
+        for watcher in self._watchers:
+            watcher(channel)
 
     def on_lost(self, listener: LossListener) -> None:
         """Call ``listener`` when a channel to a known worker is gone, in the order of registration."""
@@ -238,6 +314,11 @@ class Peers:
             peer.channel = None  # the next use opens another
         if peer.incoming is channel:
             peer.incoming = None
+        if peer.channel is None and peer.incoming is None:
+            peer.suspicion = ""
+            self.lose(peer, reason)
+        if peer.gone:
+            reason = f"worker '{peer.info.name}' {peer.gone}"
         for listener in self._listeners:
             listener(peer, channel, reason)
 

@@ -50,6 +50,12 @@ class Roundup:
         self._unready.discard(who)
         return self._advance()
 
+    def joined(self, who: int) -> None:
+        """There is one more worker to wait for."""
+        self._members.add(who)
+        self._unready.add(who)
+        self._before = {}
+
     def gone(self, who: int) -> Ask | Dismiss | None:
         """A worker is lost."""
         if who not in self._members:

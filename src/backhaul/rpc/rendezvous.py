@@ -11,11 +11,11 @@ import urllib.parse
 from pathlib import Path
 
 import msgspec
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from backhaul.errors import RendezvousError
-from backhaul.rpc.peers import WorkerRecord
+from backhaul.rpc.roster import WorkerRecord, choose
 from backhaul.types import MAX_WORKERS, Options
 
 SECRET_VARIABLE = "BACKHAUL_SECRET"
@@ -23,8 +23,13 @@ SECRET_VARIABLE = "BACKHAUL_SECRET"
 _read_record = msgspec.json.Decoder(WorkerRecord)
 
 
-def open_store(rank: int | None, world_size: int | None, options: Options) -> tuple[Store, int, int]:
-    """The store that ``options.init_method`` names (default: torchrun's environment), our rank and the size."""
+def open_store(
+    rank: int | None, world_size: int | None, options: Options, *, alone: bool = False
+) -> tuple[Store, int, int]:
+    """The store that ``options.init_method`` names (default: torchrun's environment), our rank and the size.
+
+    ``alone``: the store is there already, and we are not to serve it whatever our rank is.
+    """
     rank = _from_environment("RANK", rank)
     world_size = _from_environment("WORLD_SIZE", world_size)
     method = options.init_method or "env://"
@@ -48,6 +53,12 @@ def open_store(rank: int | None, world_size: int | None, options: Options) -> tu
             raise RendezvousError(f"cannot meet at {method}: there is no folder {folder}")
     timeout = datetime.timedelta(seconds=options.rendezvous_timeout)
     try:
+        if alone and not method.startswith("file://"):
+            host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
+            if method != "env://":
+                where = urllib.parse.urlparse(method)
+                host, port = where.hostname, where.port or 0
+            return TCPStore(host or "", port, is_master=False, timeout=timeout), rank, world_size
         store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
     except (DistError, RuntimeError, OSError) as error:
         raise RendezvousError(f"cannot meet at {method}: {error}") from error
@@ -73,24 +84,44 @@ def _from_environment(name: str, given: int | None) -> int | None:
 
 
 class Meeting:
-    """One meeting of all workers at a store. A second ``init`` on the same store is a meeting of its own."""
+    """One meeting of all workers at a store. A second ``init`` on the same store is a meeting of its own.
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+    ``running``: we come to the last one, which is over.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float, *, running: bool = False) -> None:
         self._rank = rank
         self._size = world_size
         self._timeout = timeout
+        self._running = running
         try:
             store.set_timeout(datetime.timedelta(seconds=timeout))
-            times = store.add(f"backhaul/times/{rank}", 1)  # every worker comes equally often
+            if running:
+                times = max(store.add(f"backhaul/times/{other}", 0) for other in range(world_size))
+            else:
+                times = store.add(f"backhaul/times/{rank}", 1)  # every worker comes equally often
         except (DistError, RuntimeError) as error:
             raise RendezvousError(f"the store does not answer: {error}") from error
         self._store = PrefixStore(f"backhaul/{times}", store)
+
+    def addresses(self, host: str) -> list[str]:
+        """Where the members of this meeting can be reached from that host."""
+        keys = [f"worker/{rank}" for rank in range(self._size) if self._store.check([f"worker/{rank}"])]
+        records = [_read_record.decode(self._store.get(key)) for key in keys]
+        found = [choose(record, host) for record in records]
+        if not any(found):
+            raise RendezvousError("the store knows no members of a running cluster that could be reached from here")
+        return [address for address in found if address is not None]
+
+    def replace(self, record: WorkerRecord) -> None:
+        """Let those who come later find us."""
+        self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
 
     def agree_on_secret(self, given: bytes | None) -> bytes:
         """The given secret, else one made by rank 0: whoever can read the store may take part."""
         if given is not None:
             return given
-        if self._rank == 0:
+        if self._rank == 0 and not self._running:
             self._store.set("secret", random_secrets.token_hex(32))
         return self._get(["secret"], [0])[0]
 

@@ -243,6 +243,8 @@ class RRef(Generic[T]):
 
     def _named(self) -> tuple[int, int, int]:
         """How the owner knows it: value, fork, and who holds that."""
+        if self._fork is not None:
+            self._rrefs.check(self._fork, self._owner.name)
         return self._id, -1 if self._fork is None else self._fork, self._rrefs.id
 
     @graph_break
@@ -338,6 +340,8 @@ def _build(worker: Worker | None, owner: int, number: RRefId, fork: ForkId) -> R
 
 def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
     rref._check_created()
+    if rref._fork is not None:
+        rref._rrefs.check(rref._fork, rref._owner.name)
     parcel = rref._owner.id, rref._id, ForkId(rref._rrefs.new_id())
     parcels.append(parcel)
     return _arrive, parcel

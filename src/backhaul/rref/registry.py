@@ -61,6 +61,7 @@ class RRefs:
         self._owned: Owned[Future[Any]] = Owned(Future)
         self._inboxes: dict[tuple[int, str], Inbox] = {}
         self._forks: dict[ForkId, tuple[int, RRefId]] = {}  # held here: fork -> owner, value
+        self._orphans: dict[ForkId, str] = {}  # forks held here whose owner is gone for good, and why
         self._told = collections.defaultdict[int, Iterator[int]](itertools.count)  # owner -> numbers of news to it
         self._unheard = collections.defaultdict[int, list[tuple[int, list[News]]]](list)  # owner -> news to repeat
         self._met: set[int] = set()  # holders to which there is a channel, or is going to be
@@ -68,6 +69,7 @@ class RRefs:
         self._cleaner: threading.Thread | None = None
         node.agent.interceptors.append(self)
         node.peers.on_lost(self._on_lost)
+        node.peers.on_change(self._on_change)
         node.audits.append(self)
         self.worker.on_close(self._close)
         self.worker.attach(self)
@@ -160,6 +162,12 @@ class RRefs:
         with self._lock:
             self._forks[fork] = owner, number
 
+    def check(self, fork: ForkId, owner: str) -> None:
+        """Raise ``PeerLostError`` if the owner of a fork held here is gone for good: another may have its id now."""
+        reason = self._orphans.get(fork)
+        if reason is not None:
+            raise PeerLostError(f"the value is gone with its owner: {reason}", worker=owner, reason=reason)
+
     def bury(self, dead: Dead) -> None:
         """For destructors: a handle has died. Neither blocks nor takes a lock."""
         self._dead.put(dead)
@@ -234,6 +242,9 @@ class RRefs:
             owner, number, fork = item
             with self._lock:
                 self._forks.pop(fork, None)
+                orphaned = self._orphans.pop(fork, None) is not None
+            if orphaned:
+                continue  # nobody is left to be told
             by_owner.setdefault(owner, []).append(("gone", number, fork, self.id))
         batch.clear()
         for owner, news in by_owner.items():
@@ -275,7 +286,24 @@ class RRefs:
         with self._lock:
             self._met.discard(peer.record.id)
         if not self.worker.closed and self._owned.entries and self._holds_some(peer.record.id):
-            self._meet(peer.record.id)
+            # In a task of its own: it may take a while to find out.
+            self.worker.crew.submit(functools.partial(self._meet, peer.record.id))
+
+    def _on_change(self, what: str, peer: Peer, reason: str) -> None:
+        """A worker that is gone for good holds nothing any more; the next of its id hears news from the first on."""
+        if what not in ("left", "replaced"):
+            return
+        gone = peer.record.id
+        with self._lock:
+            self._met.discard(gone)
+            self._told.pop(gone, None)
+            self._unheard.pop(gone, None)
+            orphans = [fork for fork, (owner, _) in self._forks.items() if owner == gone]
+            for fork in orphans:
+                del self._forks[fork]
+                self._orphans[fork] = reason
+            freed = self._owned.lose(gone)
+        self.worker.crew.submit(freed.clear)  # values end there, not under the locks that are held here
 
     def _holds_some(self, worker: int) -> bool:
         with self._lock:

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from backhaul.rpc.joining import introduce
 from backhaul.rpc.node import Node, shutdown_together, start_node
-from backhaul.rpc.peers import WorkerRecord
+from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport.sim import SimNetwork, Weather
 from backhaul.transport.sim_ends import SimEndpoint
 from backhaul.transport.sim_runtime import SimRuntime
@@ -86,7 +87,6 @@ class SimCluster:
         seed: Where all choices come from.
         options: For all of them.
         weather: How the network behaves.
-        open_to_others: Whether workers may come later.
         eagerness: See ``Scheduler``.
         keep_trace: Whether to keep the trace, and not only its hash.
     """
@@ -98,7 +98,6 @@ class SimCluster:
         seed: int,
         options: Options | None = None,
         weather: Weather | None = None,
-        open_to_others: bool = False,
         eagerness: float = 0.1,
         keep_trace: bool = False,
     ) -> None:
@@ -107,7 +106,7 @@ class SimCluster:
         self.options = options or Options()
         self.nodes: dict[str, Node] = {}  # those that live
         self._size = workers
-        self._open = open_to_others
+        self._epoch = 0
         self._ids: dict[str, int] = {}
         self._incarnations = itertools.count(1)
         self._records: dict[str, WorkerRecord] = {}
@@ -141,7 +140,15 @@ class SimCluster:
         number = self._ids.setdefault(name, len(self._ids))
         incarnation = f"{next(self._incarnations):016x}"
         record = WorkerRecord(
-            number, name, incarnation, "simulation", endpoint.addresses, "simulation", self.options.max_frame_bytes
+            number,
+            name,
+            incarnation,
+            "simulation",
+            endpoint.addresses,
+            "simulation",
+            self.options.max_frame_bytes,
+            self.options.heartbeat_interval,
+            self._epoch,
         )
         self._records[name] = record
         return record, endpoint, home
@@ -154,7 +161,6 @@ class SimCluster:
             self._records.values(),
             endpoint,
             self.options,
-            open_to_others=self._open,
             runtime=runtime,
         )
         self.nodes[record.name] = node
@@ -203,15 +209,14 @@ class SimCluster:
         self.network.crash(home, silent=silent)
 
     def start(self, name: str) -> Node:
-        """Start a worker that is new, or one that has crashed, under its old name and as a new incarnation."""
+        """Start a worker that is new, or one that has crashed, under its old name and as a new incarnation. It is
+        given its place here, which is the leader's task; then it shows itself to all that it can reach.
+        """
         self._note(f"start of {name}")
-        again = name in self._ids
         self.network.returns(name)
+        self._epoch += 1
         made = self._start(*self._prepare(name))
-        if again:
-            for node in self.nodes.values():
-                if node is not made:
-                    introduce(node, self._records[name])
+        self.run(name, functools.partial(introduce, made, self.options.connect_timeout)).result()
         return made
 
     def pause(self, name: str, seconds: float) -> None:
@@ -272,16 +277,3 @@ class SimCluster:
             assert isinstance(end, SimEndpoint)
             left += [f"{end.home.name} has channel {hash(channel)} open" for channel in end.channels if channel.open]
         return left
-
-
-def introduce(node: Node, record: WorkerRecord) -> None:
-    """Tell a worker of a new incarnation of another. Stands for what will notice that by itself: a worker that has come
-    back is not known to the others yet, unless they are told.
-    """
-    old = next((peer for peer in node.peers if peer.record.id == record.id), None)
-    if old is None:
-        return  # it has never come by, and will say who it is
-    node.peers.dismiss(record.id)
-    node.peers.admit(record)
-    if old.channel is not None:
-        old.channel.close()

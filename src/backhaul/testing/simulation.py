@@ -371,14 +371,20 @@ def _run_seed(setting: Setting, verdict: Verdict) -> None:
         patience=4.0,
     )
     options = Options(
-        timeout=3.0, connect_timeout=1.5, backward_timeout=8.0, threads=draw.choice((1, 2, 16)), shutdown_timeout=60.0
+        timeout=3.0,
+        connect_timeout=1.5,
+        backward_timeout=8.0,
+        threads=draw.choice((1, 2, 16)),
+        shutdown_timeout=60.0,
+        heartbeat_interval=1.0,
+        suspect_after=2.0,
+        lost_after=5.0,
     )
     cluster = SimCluster(
         setting.workers,
         seed=draw.getrandbits(64),
         options=options,
         weather=weather,
-        open_to_others=open_,
         eagerness=draw.choice((0.0, 0.1, 0.5)),
         keep_trace=setting.keep_trace,
     )

@@ -66,6 +66,11 @@ class Channel(abc.ABC):
     bytes_sent: int = 0
     """How many bytes have gone out."""
 
+    bytes_received: int | None = None
+    """How many bytes have come in, so that a peer which is silent can be told from one that is not. None: the peer
+    cannot be lost without this end.
+    """
+
     @abc.abstractmethod
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
         """Send a frame. Once this returns, the memory of its buffers may be changed.
@@ -122,6 +127,15 @@ class Channel(abc.ABC):
         What has been sent is still delivered to a peer that reads on; where that peer is sending at the same time, TCP
         may drop what it has not read.
         """
+
+    @property
+    def unread(self) -> bool:
+        """Whether something has come that nobody has read yet, where that can be told."""
+        return False
+
+    def abort(self, reason: str) -> None:
+        """Close at once, since the peer is given up: what waits to be sent is dropped. ``Lost`` gives the reason."""
+        self.close()
 
 
 class Endpoint(abc.ABC):

@@ -74,6 +74,10 @@ class InprocChannel(Channel):
         if self._other is not None:
             self._other._end("closed by the peer")
 
+    def abort(self, reason: str) -> None:
+        self._end(reason)
+        self.close()
+
     def _end(self, reason: str) -> None:
         with self._lock:
             if self._ended is not None:

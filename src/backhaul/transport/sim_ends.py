@@ -54,6 +54,7 @@ class SimChannel(Channel):
         self.bell: SimBell | None = None
         self._ended: str | None = None
         self._told = False
+        self.bytes_received: int = 0
 
     def __hash__(self) -> int:
         """Where channels are in sets, their order has to be the same in every run."""
@@ -136,6 +137,7 @@ class SimChannel(Channel):
         if self._inbox:
             frames = list(self._inbox)
             self._inbox.clear()
+            self.bytes_received += sum(frame.nbytes for frame in frames)
             if self.other is not None:
                 self.other._make_room(frames)
             return Received(self, frames)
@@ -176,11 +178,18 @@ class SimChannel(Channel):
         if self.readable:
             self._notify()
 
+    @property
+    def unread(self) -> bool:
+        return bool(self._inbox)
+
     # The end.
 
     def close(self) -> None:
+        self.abort("closed by this side")
+
+    def abort(self, reason: str) -> None:
         if self._ended is None and not self.endpoint.dead:
-            self.end("closed by this side")
+            self.end(reason)
             self._network.close(self)
 
     def end(self, reason: str) -> None:

@@ -86,6 +86,7 @@ class SocketChannel(Channel):
         self._writable = False  # a poller was told so while another thread wrote: that one goes on with the queue
         self._out_fd = -1  # a second descriptor of the socket, to be told when it is writable
         self._written = 0  # bytes
+        self.bytes_received: int = 0
         self._control = 0  # those of them that were control frames
 
     @property
@@ -189,6 +190,7 @@ class SocketChannel(Channel):
                 if not count:
                     midway = " in the middle of a frame" if reader.midway else ""
                     return self._lose(f"closed by the peer{midway}")
+                self.bytes_received += count
                 frames = reader.fed(count)
                 if frames:
                     self._luck.end()
@@ -272,6 +274,21 @@ class SocketChannel(Channel):
         self._writing.release()
         self._flush_queue()
 
+    @property
+    def unread(self) -> bool:
+        mine = self._writing.acquire(blocking=False)  # whoever has it keeps the descriptor from being closed
+        try:
+            poller = select.poll()
+            poller.register(self._fd, select.POLLIN)
+            return self._ended is None and bool(poller.poll(0))
+        finally:
+            if mine:
+                self._writing.release()
+
+    def abort(self, reason: str) -> None:
+        self._closing = True
+        self._end(reason)
+
     # Writing: one thread at a time writes; what others queue meanwhile goes out before it lets go.
 
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
@@ -305,7 +322,7 @@ class SocketChannel(Channel):
                     self._write(parts, deadline)
         except OSError as error:
             self._end(os.strerror(error.errno or 0))
-            raise ChannelBrokenError(f"the channel to {self.peer} broke: {error}") from error
+            raise ChannelBrokenError(f"the channel to {self.peer} broke: {self._ended}") from error
         finally:
             self._writing.release()
         if self._queue or self._closing:

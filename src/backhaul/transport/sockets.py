@@ -12,6 +12,7 @@ import os
 import secrets
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -345,9 +346,15 @@ class SocketEndpoint(Endpoint):
         except OSError as error:
             raise ConnectionError(f"cannot connect to {address}: {error}") from error
         try:
-            sock.settimeout(timeout)
+            # Not by settimeout: a socket that does not block is refused as soon as the queue of the other is full.
+            limit = struct.pack("ll", int(timeout), max(int(timeout % 1 * 1e6), 1))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             sock.connect(where)
+            sock.settimeout(timeout)
             return sock
+        except BlockingIOError as error:
+            sock.close()
+            raise ConnectTimeoutError(f"{address} did not answer within {timeout:g} s") from error
         except OSError as error:
             sock.close()
             raise ConnectionError(f"cannot connect to {address}: {error}") from error

@@ -24,27 +24,41 @@ class Kind(enum.IntEnum):
     REPLY = 4
     FAULT = 5  # a reply that is an exception
     CANCEL = 6  # nobody waits for these calls any more
+    BEAT = 7  # nothing but a sign of life
     READY = 8  # shutdown: the sender has nothing more to start
     COUNT = 9  # shutdown: say what you sent and served, once you are idle
     TALLY = 10  # shutdown: the answer
     LEAVE = 11  # shutdown: everyone is done
+    JOIN = 12  # first frame of one that wants to become a member
+    WELCOME = 13  # the answer: its place and all members, or who is to be asked
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
     """Opens a channel: who speaks, and whom it believes to speak to."""
 
-    worker: int
-    name: str
-    incarnation: str
     to: str
     to_incarnation: str
-    record: bytes = b""  # all about the one who speaks, where workers may come later
+    record: bytes  # of the one who speaks; see ``rpc.roster``
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True):
-    """Why a hello was not accepted."""
+    """Why a hello or a join was not accepted."""
 
     reason: str
+    later: bool = False  # it may be worth to ask again
+
+
+class Join(msgspec.Struct, array_like=True, frozen=True):
+    """Asks to become a member. The id is -1 where any will do."""
+
+    record: bytes
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True):
+    """The newcomer's record as it is from now on, and all members'; or that of the leader, which is to be asked."""
+
+    record: bytes
+    members: tuple[bytes, ...] = ()
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True):
@@ -134,4 +148,4 @@ def unpack(body: Buffer, kind: type[M]) -> M:
         raise ProtocolError(f"not a {kind.__name__}: {error}") from error
 
 
-prepare(Hello, Refuse, Payload, Request, Reply, Fault, Cancel, Tally, Count)
+prepare(Hello, Refuse, Join, Welcome, Payload, Request, Reply, Fault, Cancel, Tally, Count)

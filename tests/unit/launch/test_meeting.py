@@ -14,8 +14,8 @@ from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
 from backhaul.errors import RendezvousError
 from backhaul.launch.meeting import PipeStore, Table
-from backhaul.rpc.peers import WorkerRecord
 from backhaul.rpc.rendezvous import Meeting
+from backhaul.rpc.roster import WorkerRecord
 
 
 @contextmanager

@@ -16,7 +16,7 @@ KINDS = [Hello, Refuse, Request, Reply, Fault, Cancel, Tally, Count]
 payload = encode([torch.ones(2), "x", 3], names="abc").payload
 
 MESSAGES = [
-    Hello(3, "name", "first", "other", "second"),
+    Hello("other", "second", b"record"),
     Refuse("why not"),
     Request("module:function", payload, True),
     Reply(payload),

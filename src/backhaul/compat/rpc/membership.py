@@ -18,7 +18,7 @@ from backhaul.compat.rpc.agent import TensorPipeAgent
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
 from backhaul.rpc.api import rpc_sync
 from backhaul.rpc.node import Node, describe, start_node
-from backhaul.rpc.peers import WorkerRecord
+from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport.addresses import host_identity
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.worker import current_worker
@@ -61,7 +61,7 @@ def join(name: str, rank: int, store: Store, given: TensorPipeRpcBackendOptions)
         if any(name == other.name or rank == other.id for other in others):
             endpoint.close()
             raise RuntimeError(f"Worker name {name} is not unique, or its rank {rank} is not.")
-        node = start_node(own, [*others, own], endpoint, options, open_to_others=True)
+        node = start_node(own, [*others, own], endpoint, options)
         node.worker.attach(store)
         for other in others:
             rpc_sync(other.name, greet)
@@ -89,7 +89,8 @@ def greet() -> None:
 
 def dismiss(worker: int) -> None:
     """What one that leaves calls."""
-    current_worker().part(Node).peers.dismiss(worker)
+    peers = current_worker().part(Node).peers
+    peers.dismiss(peers.find(worker))
 
 
 def _read(store: Store) -> list[WorkerRecord]:

@@ -1,0 +1,116 @@
+"""Becoming a member of a cluster that runs: the newcomer's side.
+
+1. It asks any member, which names the leader, and then the leader. That enrols it: id, epoch, and who is there.
+2. It starts, and shows its record to all of them. When all that can be reached have admitted it, it is a member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backhaul.errors import AuthenticationError, BackhaulError, PeerLostError, RendezvousError
+from backhaul.rpc.membership import greet
+from backhaul.rpc.node import Node
+from backhaul.rpc.roster import WorkerRecord, choose
+from backhaul.runtime import Runtime
+from backhaul.transport.base import Channel, ChannelClosedError, Endpoint, Lost
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
+
+_PAUSE = 0.2  # seconds before asking again
+_STEPS = 8  # from one that is not the leader to the next
+
+
+def enrol(
+    endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], timeout: float
+) -> tuple[WorkerRecord, list[WorkerRecord]]:
+    """Ask at these addresses to become a member; return our record and those of the others.
+
+    Raises ``RendezvousError``, ``AuthenticationError``.
+    """
+    runtime = Runtime()
+    deadline = runtime.now() + timeout
+    problems: dict[str, str] = {}
+    while True:
+        for address in addresses:
+            answer = _ask_around(endpoint, own, address, deadline, runtime)
+            if isinstance(answer, tuple):
+                return answer
+            problems[address] = answer.reason
+            if not answer.later:
+                break
+        else:
+            if runtime.now() + _PAUSE < deadline:
+                runtime.gate().wait(_PAUSE)
+                continue
+        why = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
+        raise RendezvousError(f"worker '{own.name}' cannot join: {why}", worker=own.name)
+
+
+def _ask_around(
+    endpoint: Endpoint, own: WorkerRecord, address: str, deadline: float, runtime: Runtime
+) -> tuple[WorkerRecord, list[WorkerRecord]] | Refuse:
+    for _ in range(_STEPS):
+        try:
+            channel = endpoint.connect(address, timeout=max(deadline - runtime.now(), 0.001))
+        except AuthenticationError as error:
+            raise AuthenticationError(f"cannot join at {address}: {error}") from None
+        except ConnectionError as error:
+            return Refuse(str(error), later=True)
+        try:
+            answer = _ask(endpoint, channel, own, deadline, runtime)
+        except (ChannelClosedError, TimeoutError) as error:
+            return Refuse(str(error), later=True)
+        finally:
+            channel.abort("asked")
+        if isinstance(answer, Refuse):
+            return answer
+        record = unpack(answer.record, WorkerRecord)
+        if record.incarnation == own.incarnation:
+            return record, [unpack(other, WorkerRecord) for other in answer.members]
+        found = choose(record, own.host)
+        if found is None:
+            return Refuse(f"the leader '{record.name}' is on another host and listens only on its own")
+        address = found
+    return Refuse("the members do not agree on who is the leader", later=True)
+
+
+def _ask(
+    endpoint: Endpoint, channel: Channel, own: WorkerRecord, deadline: float, runtime: Runtime
+) -> Welcome | Refuse:
+    """One question. Nobody else polls the endpoint yet."""
+    channel.send(Frame(Kind.JOIN, 0, pack(Join(pack(own)))))
+    while (left := deadline - runtime.now()) > 0:
+        event = endpoint.poll(left)
+        if event is None:
+            continue
+        if isinstance(event, Lost):
+            if event.channel is channel:
+                raise ChannelClosedError(event.reason)
+            continue
+        try:
+            for frame in event.frames if event.channel is channel else ():
+                if frame.kind == Kind.WELCOME:
+                    return unpack(frame.body, Welcome)
+                if frame.kind == Kind.REFUSE:
+                    return unpack(frame.body, Refuse)
+        finally:
+            event.channel.resume()
+    raise TimeoutError("no answer in time")
+
+
+def introduce(node: Node, timeout: float) -> None:
+    """Show our record to all members. Raises ``RendezvousError`` if one of them does not accept it."""
+    calls = {}
+    for peer in node.peers:
+        if peer is not node.peers.own:
+            calls[peer.info.name] = node.agent.call_async(peer.info, greet, None, None, timeout, mode="internal")
+    for name, call in calls.items():
+        try:
+            call.wait()
+        except PeerLostError as error:
+            if (error.reason or "").startswith("refused: "):
+                why = f"worker '{node.worker.name}' cannot join: worker '{name}' {error.reason}"
+                raise RendezvousError(why, worker=node.worker.name) from None
+        except BackhaulError:  # it does not answer in time, and may yet be lost
+            pass

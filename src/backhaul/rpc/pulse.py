@@ -1,0 +1,121 @@
+"""Who is alive? Pure logic of the failure detector: counters in, verdicts out. No I/O, and no clock of its own.
+
+A peer is heard when the counter of what its channel has received moves. Silence is counted from look to look, and one
+look adds no more than two intervals however late it comes: a worker that was stopped itself, or did not get the
+processor, has not listened, and may not blame its peers for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+_NEVER = float("inf")
+_BEATS = 4  # a peer that speaks rarely is given so many of its own intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What is to be seen of a channel at one moment.
+
+    Attributes:
+        received: Counts what came; any change is a sign of life.
+        sent: Counts what went out, but for heartbeats.
+        every: Seconds within which the peer promises to say something; 0: it promises nothing.
+    """
+
+    received: int
+    sent: int
+    every: float
+
+
+@dataclass(frozen=True, slots=True)
+class Findings(Generic[K]):
+    """What one look has shown.
+
+    Attributes:
+        beat: Channels over which nothing has gone out since the last look: to be sent a heartbeat.
+        suspected: All channels that are suspected now, with the seconds of silence.
+        alarmed: Those of them that were not before.
+        recovered: Those that are suspected no longer.
+        lost: Channels that have been silent for too long, with the seconds; they are watched no more.
+    """
+
+    beat: list[K] = field(default_factory=list)
+    suspected: dict[K, float] = field(default_factory=dict)
+    alarmed: list[K] = field(default_factory=list)
+    recovered: list[K] = field(default_factory=list)
+    lost: dict[K, float] = field(default_factory=dict)
+
+
+class _Watched:
+    """A channel, as of the last look."""
+
+    __slots__ = ("received", "sent", "silence", "suspected")
+
+    def __init__(self, sight: Sight) -> None:
+        self.received = sight.received
+        self.sent = -1  # the first look is always followed by a heartbeat
+        self.silence = 0.0
+        self.suspected = False
+
+
+class Pulse(Generic[K]):
+    """Watches channels, whatever those are. Used by one thread at a time.
+
+    Args:
+        interval: Seconds from one look to the next, as planned.
+        suspect_after: Seconds of silence after which a peer is suspected; 0: never.
+        lost_after: And after which it is lost; 0: never.
+
+    Example:
+        >>> pulse = Pulse(1.0, suspect_after=2.0, lost_after=3.0)
+        >>> looks = [pulse.tick(now, {"peer": Sight(received=7, sent=0, every=0.5)}) for now in range(4)]
+        >>> [look.suspected for look in looks], looks[3].lost
+        ([{}, {}, {'peer': 2.0}, {}], {'peer': 3.0})
+    """
+
+    def __init__(self, interval: float, *, suspect_after: float, lost_after: float) -> None:
+        self._most = 2 * interval
+        self._suspect_after = suspect_after or _NEVER
+        self._lost_after = lost_after or _NEVER
+        self._last: float | None = None
+        self._watched: dict[K, _Watched] = {}
+
+    def tick(self, now: float, sights: Mapping[K, Sight]) -> Findings[K]:
+        """Look at all channels there are. Those that are not among ``sights`` any more are forgotten."""
+        passed = 0.0 if self._last is None else min(max(now - self._last, 0.0), self._most)
+        self._last = now
+        found: Findings[K] = Findings()
+        before, self._watched = self._watched, {}
+        for key, sight in sights.items():
+            watched = before.get(key)
+            if watched is None:
+                watched = _Watched(sight)
+            elif sight.received != watched.received:
+                watched.received, watched.silence = sight.received, 0.0
+            else:
+                watched.silence += passed
+            if sight.sent <= watched.sent or watched.sent < 0:
+                found.beat.append(key)
+            watched.sent = sight.sent
+            if self._judge(key, watched, sight.every, found):
+                self._watched[key] = watched
+        return found
+
+    def _judge(self, key: K, watched: _Watched, every: float, found: Findings[K]) -> bool:
+        """Put down what is to be said of a channel; whether to watch it further."""
+        silence = watched.silence
+        if every and silence >= max(self._lost_after, _BEATS * every if self._lost_after < _NEVER else 0):
+            found.lost[key] = silence
+            return False
+        suspected = bool(every) and silence >= max(self._suspect_after, _BEATS / 2 * every)
+        if suspected:
+            found.suspected[key] = silence
+        if suspected != watched.suspected:
+            (found.alarmed if suspected else found.recovered).append(key)
+            watched.suspected = suspected
+        return True

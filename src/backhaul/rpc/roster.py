@@ -1,0 +1,129 @@
+"""Who is a member, as one worker knows it, and who may become one. Pure: no I/O, no threads, no clock.
+
+Every worker that joins a running cluster is *enrolled* by its leader, the member with the lowest id, which gives it an
+id and an *epoch*, larger than all before. Of two records with the same name or id that of the later epoch counts; the
+other worker is gone for good. Those that met at the start have epoch 0.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+
+import msgspec
+
+from backhaul.types import MAX_WORKERS, WorkerId, WorkerInfo
+from backhaul.wire.messages import prepare
+
+_REMEMBERED = 1024  # workers that are gone
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """What a worker tells the others about itself when they meet."""
+
+    id: int
+    name: str
+    incarnation: str
+    host: str  # equal: the same host
+    addresses: tuple[str, ...]
+    main: str  # equal and not empty: the same program
+    limit: int  # the largest frame it accepts
+    beat: float = 0.0  # seconds within which it says something on every channel; 0: it may be silent
+    epoch: int = 0  # when it joined: the larger, the later
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Name and id."""
+        return WorkerInfo(self.name, WorkerId(self.id))
+
+    def follows(self, other: WorkerRecord) -> bool:
+        """Whether this one takes the other's place, where only one of them can be."""
+        if self.epoch == other.epoch:  # enrolled by two who both thought to be the leader
+            return self.epoch > 0 and self.incarnation > other.incarnation
+        return self.epoch > other.epoch
+
+
+prepare(WorkerRecord)
+
+
+def choose(record: WorkerRecord, host: str) -> str | None:
+    """Where to reach a worker from that host, if anywhere."""
+    return next((a for a in record.addresses if record.host == host or a.startswith("tcp:")), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The record is a member's from now on, in place of these."""
+
+    instead_of: tuple[WorkerRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The record is not to be accepted."""
+
+    reason: str
+
+
+class Roster:
+    """The members.
+
+    Example:
+        >>> def record(id, name, incarnation, epoch=0):
+        ...     return WorkerRecord(id, name, incarnation, "here", (), "", 0, epoch=epoch)
+        >>> roster = Roster(record(0, "a", "1"))
+        >>> roster.admit(record(1, "b", "2")), roster.admit(record(1, "b", "3"))
+        (Admit(instead_of=()), Refuse(reason="there is a worker 'b' (id 1) already"))
+        >>> roster.enrol("b", -1)
+        (1, 1)
+        >>> roster.admit(record(1, "b", "3", epoch=1)).instead_of[0].incarnation
+        '2'
+    """
+
+    def __init__(self, own: WorkerRecord) -> None:
+        self._own = own
+        self._members: dict[int, WorkerRecord] = {own.id: own}
+        self._gone: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()  # -> name, why
+        self._epoch = own.epoch
+
+    def rivals(self, name: str, number: int) -> list[WorkerRecord]:
+        """The members that have that name or that id."""
+        return [member for member in self._members.values() if member.name == name or member.id == number]
+
+    def admit(self, record: WorkerRecord) -> Admit | Refuse | None:
+        """A worker has shown its record. None: it is known."""
+        if record.incarnation in self._gone:
+            return Refuse(f"worker '{record.name}' {self._gone[record.incarnation][1]}")
+        rivals = self.rivals(record.name, record.id)
+        if any(rival.incarnation == record.incarnation for rival in rivals):
+            return None
+        for rival in rivals:
+            if rival is self._own or not record.follows(rival):
+                return Refuse(f"there is a worker '{rival.name}' (id {rival.id}) already")
+        for rival in rivals:
+            self.dismiss(rival, "was restarted")
+        self._members[record.id] = record
+        self._epoch = max(self._epoch, record.epoch)
+        return Admit(tuple(rivals))
+
+    def dismiss(self, record: WorkerRecord, why: str) -> bool:
+        """A member is gone for good; whether it was one."""
+        if self._members.get(record.id) is not record:
+            return False
+        del self._members[record.id]
+        self._gone[record.incarnation] = record.name, why
+        while len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+        return True
+
+    def fate_of(self, name: str) -> str | None:
+        """Why there is no worker of that name any more, if there was one."""
+        return next((why for known, why in reversed(self._gone.values()) if known == name), None)
+
+    def enrol(self, name: str, wanted: int) -> tuple[int, int] | None:
+        """Id (-1: any) and epoch for a newcomer, which takes the place of whoever has its name. None: no id is free."""
+        if wanted < 0:
+            former = [member.id for member in self._members.values() if member.name == name]
+            free = (number for number in range(MAX_WORKERS) if number not in self._members)
+            wanted = former[0] if former else next(free, -1)
+        return (wanted, self._epoch + 1) if wanted >= 0 else None

@@ -1,0 +1,66 @@
+"""Whatever records are shown to two members, and in whatever order, they end with the same members."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backhaul.rpc.roster import Admit, Refuse, Roster, WorkerRecord
+
+
+def record(number: int, name: str, incarnation: str, epoch: int) -> WorkerRecord:
+    return WorkerRecord(number, name, incarnation, "here", (), "", 0, epoch=epoch)
+
+
+def members(roster: Roster, names: str = "abcd") -> set[str]:
+    return {found.incarnation for name in names for found in roster.rivals(name, -1)}
+
+
+@given(st.lists(st.sampled_from("bcd"), min_size=1, max_size=8), st.randoms())
+def test_the_last_of_a_name_counts_in_any_order(names: list[str], order: random.Random) -> None:
+    """Restarts, each enrolled by the leader after the one before."""
+    leader = Roster(record(0, "a", "first", 0))
+    shown = []
+    for count, name in enumerate(names):
+        place = leader.enrol(name, -1)
+        assert place is not None
+        shown.append(record(place[0], name, f"i{count}", place[1]))
+        assert isinstance(leader.admit(shown[-1]), Admit)
+    expected = members(leader)
+    assert {f"i{max(i for i, n in enumerate(names) if n == name)}" for name in set(names)} | {"first"} == expected
+    other = Roster(record(9, "z", "other", 0))
+    other.admit(record(0, "a", "first", 0))
+    order.shuffle(shown)
+    for one in shown:
+        other.admit(one)
+    assert members(other) == expected
+
+
+@given(st.integers(1, 5), st.text("xyz", min_size=1, max_size=3), st.text("xyz", min_size=1, max_size=3))
+def test_of_two_enrolled_at_once_one_wins_everywhere(epoch: int, one: str, other: str) -> None:
+    if one == other:
+        return
+    rivals = [record(1, "b", one, epoch), record(1, "b", other, epoch)]
+    winners = []
+    for order in (rivals, rivals[::-1]):
+        roster = Roster(record(0, "a", "first", 0))
+        for shown in order:
+            roster.admit(shown)
+        winners.append(members(roster, "b"))
+    assert winners[0] == winners[1]
+    assert len(winners[0]) == 1
+
+
+def test_those_who_are_gone_stay_away() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    old = record(1, "b", "old", 0)
+    roster.admit(old)
+    assert roster.dismiss(old, "has left the cluster")
+    assert not roster.dismiss(old, "has left the cluster")
+    assert isinstance(roster.admit(old), Refuse)
+    assert roster.fate_of("b") == "has left the cluster"
+    assert roster.enrol("c", -1) == (1, 1)
+    assert roster.admit(record(1, "c", "new", 1)) == Admit()
+    assert isinstance(roster.admit(record(0, "a", "thief", 7)), Refuse)
