@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from backhaul.autograd.checked import recorder_for
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, Grads, MessageId, Recv
 from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Know, PassSpec, Release, Report, Tally
 from backhaul.autograd.passes import Ledger, Plan, Summary
-from backhaul.autograd.recording import Recorder, enter, leave, record_recv, record_send
+from backhaul.autograd.recording import enter, leave, record_recv, record_send
 from backhaul.autograd.reports import Reports
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
@@ -34,6 +35,7 @@ from backhaul.errors import (
 from backhaul.observe import GradientKey
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
+from backhaul.rpc.policy import internal
 from backhaul.runtime import Gate
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.codec import encode, load, tensors_of
@@ -77,7 +79,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self.drives: dict[tuple[int, int], Drive] = {}
         self._reports = Reports()
-        node.agent.interceptors.append(Recorder(node.worker, self.container))
+        node.agent.interceptors.append(recorder_for(node, self.container))
         node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradient)
         node.worker.on_frame(AutogradKind.REPORT, self._on_report)
         node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
@@ -298,7 +300,10 @@ class Engine:
             if drive is not None:
                 self._end(drive, error)
             return
-        fault, encoded = encode_fault(error, self.worker.name)
+        options = self.worker.options
+        shown = options.trusted if options.tracebacks is None else options.tracebacks
+        plain = self.agent.peers.find(spec.driver).plain
+        fault, encoded = encode_fault(error, self.worker.name, plain=plain, tracebacks=shown)
         report = Report(spec, message=source, fault=fault)
         buffers = encoded.buffers if encoded is not None else ()
         self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
@@ -312,7 +317,8 @@ class Engine:
         if observer is not None:
             observer.prepare(run.spec.profiles, recv.sender)
             begun = observer.now()
-        encoded = encode(grads, names=["a gradient"] * len(grads))
+        peer = self.agent.peers.find(recv.sender)
+        encoded = encode(grads, names=["a gradient"] * len(grads), plain=peer.plain)
         note = None
         if run.spec.create and any(tensor.requires_grad for tensor in encoded.tensors):
             born_in = (run.spec.driver, run.spec.number)
@@ -329,7 +335,6 @@ class Engine:
             run.entrusted.setdefault(recv.sender, []).append(tally)
         message = Gradient(run.spec, recv.message, encoded.payload, note, tally)
         frame = Frame(AutogradKind.GRADIENT, 0, pack(message), encoded.buffers, encoded.keep)
-        peer = self.agent.peers.find(recv.sender)
         try:
             channel = self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
             left = None if run.deadline is None else max(run.deadline - self.worker.runtime.now(), 0.0)
@@ -607,11 +612,13 @@ class Engine:
         return functools.partial(self.release, unpack(frame.body, Release).context, known)
 
 
+@internal(int, int, int)
 def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
     """Called on the driver of a pass; see ``Engine.orders_for``."""
     return current_worker().part(Engine).orders_for(context, number, worker)
 
 
+@internal(PassSpec)
 def entrusted_by(spec: PassSpec) -> Tally:
     """Called by the driver of a pass; see ``Engine.entrusted``."""
     return current_worker().part(Engine).entrusted(spec)
@@ -635,6 +642,7 @@ def merge(tallies: Iterable[Tally]) -> Tally:
     return Tally(tuple(consumed), produced)
 
 
+@internal(PassSpec)
 def summary_of(spec: PassSpec) -> Summary:
     """Called by the driver of a pass; see ``Engine.summary_of``."""
     return current_worker().part(Engine).summary_of(spec)

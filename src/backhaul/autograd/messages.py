@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from backhaul.wire.messages import Fault, Payload, prepare
+from backhaul.wire.plain import register
 
 
 class AutogradKind(enum.IntEnum):
@@ -96,3 +97,4 @@ class Know(msgspec.Struct, array_like=True, frozen=True):
 
 
 prepare(Note, Gradient, Report, Abort, Release, Know)
+register(PassSpec, Tally)

@@ -23,6 +23,7 @@ from backhaul.observe import CallTrace
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer, Peers
+from backhaul.rpc.policy import name_for
 from backhaul.runtime import Gate
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Lost
 from backhaul.wire.callables import label_of, name_of
@@ -183,7 +184,7 @@ class Agent:
     def call(
         self,
         to: Any,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,
@@ -230,7 +231,7 @@ class Agent:
     def call_async(
         self,
         to: Any,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,
@@ -277,12 +278,12 @@ class Agent:
     def _start(
         self,
         pending: Pending,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> int:
         """Encode and send. On return the arguments may be changed."""
-        if not callable(function):
+        if not callable(function) and not isinstance(function, str):
             raise TypeError(f"only a callable can be called, not a {type(function).__name__}")
         number = next(self._numbers)
         frame = self._encode(pending, number, function, tuple(args or ()), dict(kwargs or {}))
@@ -340,23 +341,28 @@ class Agent:
         self,
         pending: Pending,
         number: int,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Frame:
-        shared = pending.peer.main_shared
+        peer = pending.peer
+        shared = peer.main_shared
         name = name_of(function, main_shared=shared)
+        if name is None or peer.plain:
+            name = name_for(peer, function, name)
         what = f"call to {pending.label}"
         values = args
         if kwargs or not name:
             values = ((function,) if not name else ()) + ((kwargs,) if kwargs else ()) + args
         try:
-            encoded = encode(values, names=_Names(not name, bool(kwargs), len(args)), main_shared=shared)
+            encoded = encode(
+                values, names=_Names(not name, bool(kwargs), len(args)), main_shared=shared, plain=peer.plain
+            )
         except SerializationError as error:
             raise SerializationError(f"{what}: {error}; nothing was sent", path=error.path) from error.__cause__
         notes = pending.notes
         for interceptor in self.interceptors:
-            note, kept = interceptor.request_out(pending.peer, encoded)
+            note, kept = interceptor.request_out(peer, encoded)
             if note is not None:
                 notes[interceptor.key] = note
             pending.kept.append((interceptor, kept))
@@ -365,9 +371,9 @@ class Agent:
         request = Request(name or "", encoded.payload, bool(kwargs), notes)
         frame = Frame(Kind.REQUEST, number, pack(request), encoded.buffers, encoded.keep)
         try:
-            check_size(frame, pending.peer, what)
+            check_size(frame, peer, what)
         except FrameTooLargeError:
-            discard(pending.peer, self.interceptors, notes)
+            discard(peer, self.interceptors, notes)
             raise
         return frame
 
@@ -381,6 +387,11 @@ class Agent:
         if pending.trace is not None:
             pending.trace.received(frame.nbytes)
         return self._settle(frame.number, frame)
+
+    def refuse(self, channel: Channel, number: int, error: BackhaulError) -> Task | None:
+        """The reply to a call came, but is not taken."""
+        pending = self._pending.get(number)
+        return self._settle(number, error) if pending is not None and pending.channel is channel else None
 
     def _discard(self, channel: Channel, frame: Frame) -> None:
         peer = self.peers.of(channel)

@@ -126,7 +126,7 @@ def _close_at_exit() -> None:
 @graph_break
 def rpc_sync(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
@@ -135,7 +135,8 @@ def rpc_sync(
 
     Args:
         to: Name, id or ``WorkerInfo`` of the worker that runs it; it may be this one.
-        func: Any callable: functions both sides can import go by name, others by value.
+        func: Any callable: functions both sides can import go by name, others by value. Or a name that the other
+            worker has exposed, see ``expose``.
         args: Positional arguments; they travel by value.
         kwargs: Keyword arguments.
         timeout: Seconds to wait; 0: for ever; None: the worker's default (60).
@@ -145,6 +146,7 @@ def rpc_sync(
             ``__cause__`` is the remote traceback.
         CallTimeoutError: No reply in time.
         PeerLostError: The worker cannot be reached, or went away.
+        PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.trusted``.
         SerializationError: An argument or the result cannot travel.
         UnknownWorkerError: There is no such worker.
 
@@ -161,7 +163,7 @@ def rpc_sync(
 @graph_break
 def rpc_async(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import torch
 
 from backhaul.crew import Task
-from backhaul.errors import FunctionNotFoundError, ProtocolError, SerializationError
+from backhaul.errors import FunctionNotFoundError, LimitError, ProtocolError, SerializationError
 from backhaul.observe import ServeTrace
 from backhaul.rpc.agent import PROFILE, Agent, check_size, discard
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer
+from backhaul.rpc.policy import find_exposed
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.callables import label_of, resolve
 from backhaul.wire.codec import encode, load, tensors_of
@@ -77,6 +78,7 @@ class Dispatcher:
         self._agent = agent
         self._loop = _Loop(worker)
         self._lock = threading.Lock()  # guards served
+        self._patience: float | None = None  # seconds that a reply waits for a peer which reads slowly
         self.served = 0  # requests ever answered
         worker.on_frame(Kind.REQUEST, self._on_request)
 
@@ -113,7 +115,7 @@ class Dispatcher:
 
     def _run(self, channel: Channel, frame: Frame, arrived: int) -> None:
         serving.set(True)  # in the handler's own context
-        answer = _Answer(channel, frame.number, self._agent.peers.of(channel))
+        answer = Answer(channel, frame.number, self._agent.peers.of(channel))
         try:
             function, args, kwargs = self._decode(frame, answer, arrived)
             del frame
@@ -140,7 +142,7 @@ class Dispatcher:
         self._reply(answer, result)
 
     def _decode(
-        self, frame: Frame, answer: _Answer, arrived: int
+        self, frame: Frame, answer: Answer, arrived: int
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         name = self._worker.name
         request = unpack(frame.body, Request)
@@ -149,14 +151,7 @@ class Dispatcher:
             answer.trace = observer.serve(request.notes[PROFILE], answer.peer.record.id, arrived)
         function: Callable[..., Any] | None = None
         if request.function:
-            try:
-                function = resolve(request.function)
-            except FunctionNotFoundError as error:
-                raise FunctionNotFoundError(
-                    f"worker '{name}' has no function {request.function!r}: {error.__cause__ or error}",
-                    worker=name,
-                    function=request.function,
-                ) from error
+            function = self._find(request.function, answer)
         try:
             tensors = tensors_of(request.payload, frame.buffers)
             if answer.peer is not None:
@@ -171,6 +166,8 @@ class Dispatcher:
         except Exception as error:
             if answer.peer is not None:
                 discard(answer.peer, self._agent.interceptors, request.notes)
+            if isinstance(error, LimitError):
+                raise
             raise SerializationError(
                 f"worker '{name}' cannot decode the call to {request.function or 'a function'}: "
                 f"{type(error).__name__}: {error}",
@@ -178,9 +175,22 @@ class Dispatcher:
             ) from error
         return function, values, kwargs
 
+    def _find(self, name: str, answer: Answer) -> Callable[..., Any]:
+        """The function that a request names."""
+        try:
+            return resolve(name)
+        except FunctionNotFoundError as error:
+            exposed = find_exposed(name)
+            if exposed is not None:
+                return exposed.function
+            here = self._worker.name
+            raise FunctionNotFoundError(
+                f"worker '{here}' has no function {name!r}: {error.__cause__ or error}", worker=here, function=name
+            ) from error
+
     # Replies. Each request gets exactly one, and is counted as served after that.
 
-    def _reply_with_future(self, answer: _Answer, done: torch.futures.Future[Any]) -> None:
+    def _reply_with_future(self, answer: Answer, done: torch.futures.Future[Any]) -> None:
         try:
             result = done.wait()
         except BaseException as error:
@@ -188,7 +198,7 @@ class Dispatcher:
         else:
             self._reply(answer, result)
 
-    async def _reply_with_coroutine(self, answer: _Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
+    async def _reply_with_coroutine(self, answer: Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
         try:
             result = await _stepwise(coroutine)
         except BaseException as error:
@@ -196,12 +206,13 @@ class Dispatcher:
         else:
             self._reply(answer, result)
 
-    def _reply(self, answer: _Answer, result: Any) -> None:
+    def _reply(self, answer: Answer, result: Any) -> None:
         peer = answer.peer
         if answer.trace is not None:
             answer.trace.resumed()
         try:
-            encoded = encode([result], names=["result"], main_shared=peer is not None and peer.main_shared)
+            shared, plain = (peer.main_shared, peer.plain) if peer is not None else (False, False)
+            encoded = encode([result], names=["result"], main_shared=shared, plain=plain)
             notes: dict[str, bytes] = {}
             for interceptor, kept in answer.kept:
                 assert peer is not None
@@ -223,21 +234,24 @@ class Dispatcher:
         else:
             self._send(answer, frame)
 
-    def _reply_fault(self, answer: _Answer, error: BaseException) -> None:
+    def _reply_fault(self, answer: Answer, error: BaseException) -> None:
         if answer.trace is not None:
             answer.trace.resumed()
-        fault, encoded = encode_fault(error, self._worker.name)
+        options = self._worker.options
+        shown = options.trusted if options.tracebacks is None else options.tracebacks
+        plain = answer.peer is not None and answer.peer.plain
+        fault, encoded = encode_fault(error, self._worker.name, plain=plain, tracebacks=shown)
         buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
         self._send(answer, Frame(Kind.FAULT, answer.number, pack(fault), buffers, keep))
 
-    def _send(self, answer: _Answer, frame: Frame) -> None:
+    def _send(self, answer: Answer, frame: Frame) -> None:
         if answer.trace is not None:
             answer.trace.replied(frame.nbytes)
         try:
             if self._worker.crew.busy:  # more replies follow
-                answer.channel.send_soon(frame)
+                answer.channel.send_soon(frame, timeout=self._patience)
             else:
-                answer.channel.send(frame)
+                answer.channel.send(frame, timeout=self._patience)
         except ChannelClosedError as error:
             log.debug("a reply was not sent: %s", error)  # the caller is gone, and knows it
         finally:
@@ -263,16 +277,17 @@ def _stepwise(coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
             step = functools.partial(coroutine.throw, error)
 
 
-class _Answer:
+class Answer:
     """Where the reply to one request goes, and what is needed for it."""
 
-    __slots__ = ("channel", "kept", "label", "number", "peer", "trace")
+    __slots__ = ("channel", "charge", "kept", "label", "number", "peer", "trace")
 
     def __init__(self, channel: Channel, number: int, peer: Peer | None) -> None:
         self.channel = channel
         self.number = number
         self.peer = peer
         self.label = "a function"
+        self.charge = 0  # how many bytes are counted against the peer until it is sent
         self.kept: list[tuple[Interceptor, Any]] = []
         self.trace: ServeTrace | None = None
 

@@ -96,7 +96,8 @@ class Farewell:
         return functools.partial(self._agent.when_idle, answer)
 
     def _on_leave(self, channel: Channel, frame: Frame) -> None:
-        self._dismissed.open()
+        if self._agent.peers.of(channel) is self._peers[self._leader]:  # nobody else may say so
+            self._dismissed.open()
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         self._gone(peer.record.id, reason)

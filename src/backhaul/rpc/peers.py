@@ -32,6 +32,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     main: str  # equal and not empty: the same program
     limit: int  # the largest frame it accepts
+    trusting: bool = True  # whether it takes pickles
 
     @property
     def info(self) -> WorkerInfo:
@@ -54,13 +55,15 @@ def main_identity() -> str:
 class Peer:
     """One worker as another sees it."""
 
-    __slots__ = ("called_at", "channel", "closely", "connecting", "info", "main_shared", "record", "sent_at")
+    __slots__ = ("called_at", "channel", "closely", "connecting", "info", "main_shared", "plain", "record", "sent_at")
 
     def __init__(self, record: WorkerRecord, own: WorkerRecord) -> None:
         self.record = record
         self.info = record.info
         # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
+        # Whether nothing may be pickled between the two: one that takes no pickles is sent none, and sends none.
+        self.plain = record.id != own.id and not (record.trusting and own.trusting)
         self.channel: Channel | None = None
         # Of asynchronous calls, for those who may send them together:
         self.called_at = 0.0  # when the last was made

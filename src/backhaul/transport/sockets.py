@@ -229,6 +229,9 @@ class SocketEndpoint(Endpoint):
     def shm_bytes(self) -> int:
         return self.shared.used
 
+    def share_nothing(self) -> None:
+        self.shared = Budget(0)
+
     @property
     def shm_lent(self) -> int:
         with self._lock:
