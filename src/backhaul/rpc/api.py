@@ -12,7 +12,7 @@ from backhaul.compiler import graph_break
 from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node, describe, start_node
-from backhaul.rpc.rendezvous import Meeting, check_rank, open_store, secret_of
+from backhaul.rpc.rendezvous import Meeting, check_rank, credentials_of, open_store, secret_of
 from backhaul.transport.addresses import host_identity, is_loopback
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.types import Options, WorkerInfo, check_name
@@ -65,11 +65,18 @@ def init(
             f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
             "to the same value on every worker, or give Options(secret=...)"
         )
+    if options.bind is not None and options.tls is None and not options.allow_plain and not is_loopback(options.bind):
+        raise ValueError(
+            f"bind={options.bind!r} is reachable from other hosts, so what workers say should be encrypted: give "
+            "Options(tls=Tls(certificate=..., key=..., authority=...)), or Options(allow_plain=True) if the network "
+            "between the hosts can neither be read nor changed by others"
+        )
     if store is None:
         store, rank, world_size = open_store(rank, world_size, options)
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
+    credentials = credentials_of(options, rank)
     meeting = Meeting(store, rank, world_size, options.rendezvous_timeout)
     endpoint = SocketEndpoint(
         secret=meeting.agree_on_secret(secret),
@@ -77,6 +84,7 @@ def init(
         bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
         limit=options.max_frame_bytes,
         shm_bytes=options.shm_bytes,
+        credentials=credentials,
     )
     own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
     try:

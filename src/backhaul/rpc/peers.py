@@ -14,7 +14,7 @@ import msgspec
 from backhaul.crew import Task
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
 from backhaul.transport.base import Channel, ChannelClosedError
-from backhaul.types import WorkerId, WorkerInfo
+from backhaul.types import Tls, WorkerId, WorkerInfo
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Hello, Kind, Refuse, pack, prepare, unpack
 from backhaul.worker import Worker
@@ -156,6 +156,9 @@ class Peers:
         name, address = peer.info.name, self._choose(peer)
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
+            if not self._may_be(channel, name):
+                channel.close()
+                raise AuthenticationError(f"its certificate is for {_list(channel.names)}, not for '{name}'")
             record = pack(self._own) if self.open else b""
             hello = Hello(self._own.id, self._own.name, self._own.incarnation, name, peer.record.incarnation, record)
             with self._lock:
@@ -188,6 +191,8 @@ class Peers:
         problem = None
         if (hello.to, hello.to_incarnation) != (self._own.name, self._own.incarnation):
             problem = f"this is worker '{self._own.name}', not the '{hello.to}' that was meant"
+        elif not self._may_be(channel, hello.name):
+            problem = f"the certificate of '{hello.name}' is for {_list(channel.names)}"
         elif peer is None or (peer.record.name, peer.record.incarnation) != (hello.name, hello.incarnation):
             problem = f"worker '{self._own.name}' knows no such worker '{hello.name}' (id {hello.worker})"
         if problem is not None:
@@ -204,6 +209,12 @@ class Peers:
         if peer.channel is None:
             peer.channel = channel
         return None
+
+    def _may_be(self, channel: Channel, name: str) -> bool:
+        """Whether the certificate at the other end, where there is one, is of the worker of that name."""
+        tls = self._worker.options.tls
+        bound = tls.names if isinstance(tls, Tls) else tls is not None
+        return not bound or channel.names is None or name in channel.names
 
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:
         log.warning("%s refused this worker: %s", channel.peer, unpack(frame.body, Refuse).reason)
@@ -234,3 +245,7 @@ class Peers:
         """Close all channels, which wakes whoever reads or writes one."""
         for channel in list(self._by_channel):
             channel.close()
+
+
+def _list(names: Iterable[str] | None) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names or ())) or "nobody by name"

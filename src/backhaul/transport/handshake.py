@@ -20,6 +20,7 @@ from backhaul.errors import AuthenticationError
 
 MAGIC = b"BACKHAUL"
 VERSION = 1
+_TLS = 0  # in the place of a version: this port takes TLS only
 _GREETING = len(MAGIC) + 1 + 32
 _PROOF = 32
 _ACCEPTED, _REFUSED = b"\x01", b"\x00"
@@ -50,8 +51,12 @@ class _Side:
         return MAGIC + bytes([VERSION]) + self._nonce
 
     def _check_greeting(self) -> bytes:
+        if self._input[:2] == b"\x16\x03":
+            raise AuthenticationError("the other side speaks TLS, but this port is without: Options(tls=...) differ")
         if self._input[: len(MAGIC)] != MAGIC:
             raise AuthenticationError("the other side does not speak Backhaul")
+        if self._input[len(MAGIC)] == _TLS:
+            raise AuthenticationError("the other side takes TLS only: give this one Options(tls=...)")
         if self._input[len(MAGIC)] != VERSION:
             raise AuthenticationError(
                 f"the other side shakes hands in version {self._input[len(MAGIC)]}, this one in {VERSION}"
@@ -83,7 +88,13 @@ class ServerHandshake(_Side):
         self.done = True
         return _ACCEPTED + _proof(self._secret, b"server", self._client, self._nonce)
 
-    refusal = _REFUSED + bytes(_PROOF)
+    @property
+    def refusal(self) -> bytes:
+        """What to send before closing, so that the client, at whatever point it is, can say why."""
+        return self._greeting() if self._client is None else _REFUSED + bytes(_PROOF)
+
+    wants_tls = MAGIC + bytes([_TLS]) + bytes(32)
+    """What to send instead of all else to a client that should have begun with TLS."""
 
 
 class ClientHandshake(_Side):

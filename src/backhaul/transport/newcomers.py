@@ -1,0 +1,135 @@
+"""Accepted connections that have not proven themselves yet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import ssl
+import time
+from typing import Protocol, cast
+
+from backhaul.errors import AuthenticationError
+from backhaul.transport.handshake import ServerHandshake
+from backhaul.transport.socket_channel import SocketChannel, Watcher
+from backhaul.transport.tls import Credentials, TlsChannel, TlsSocket, begins_tls, explain
+
+log = logging.getLogger("backhaul")
+
+_DRAINED = 1 << 16  # bytes
+
+
+class Host(Watcher, Protocol):
+    """What a newcomer needs of its endpoint."""
+
+    secret: bytes
+
+    def welcome(self, newcomer: Newcomer) -> None:
+        """It has proven itself."""
+
+    def drop(self, newcomer: Newcomer) -> None:
+        """Close a connection that did not."""
+
+
+class Newcomer:
+    """A connection without TLS. Read by one thread at a time."""
+
+    def __init__(self, endpoint: Host, sock: socket.socket, peer: str) -> None:
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.peer = peer
+        self.since = time.monotonic()
+        self._endpoint = endpoint
+        self._handshake = ServerHandshake(endpoint.secret)
+
+    def channel(self) -> SocketChannel:
+        """What it becomes."""
+        return SocketChannel(self._endpoint, self.sock, self.peer)
+
+    def read(self) -> None:
+        """Something came."""
+        try:
+            if not self._is_ready():
+                return
+            self._read()
+        except BlockingIOError:
+            pass
+        except AuthenticationError as error:
+            self._say(self._handshake.refusal)
+            self._refuse(str(error))
+            return
+        except OSError as error:
+            self._refuse(error.strerror or str(error))
+            return
+        if self._handshake.done:
+            self._endpoint.welcome(self)
+        else:
+            self._endpoint.arm(self.fd, select.EPOLLIN)
+
+    def _is_ready(self) -> bool:
+        """Whether bytes of the handshake may be read; if not, it is armed for what it waits for, or dropped."""
+        return True
+
+    def _read(self) -> None:
+        data = self.sock.recv(self._handshake.wanted)
+        if not data:
+            raise ConnectionResetError("closed before it was authenticated")
+        answer = self._handshake.feed(data)
+        if answer:
+            self.sock.sendall(answer)  # a few bytes into an empty buffer: does not block
+
+    def _say(self, last: bytes) -> None:
+        """Send something that the peer gets to read: closing with unread bytes would take it back."""
+        with contextlib.suppress(OSError):
+            self.sock.sendall(last)
+            self.sock.recv(_DRAINED)
+
+    def _refuse(self, reason: str) -> None:
+        log.warning("refused a connection from %s: %s", self.peer, reason)
+        self._endpoint.drop(self)
+
+
+class TlsNewcomer(Newcomer):
+    """A connection that has to speak TLS."""
+
+    def __init__(self, endpoint: Host, sock: socket.socket, peer: str, credentials: Credentials) -> None:
+        super().__init__(endpoint, sock, peer)
+        self._credentials = credentials
+        self._secure: TlsSocket | None = None
+        self._agreed = False  # the handshake of TLS is over
+
+    def channel(self) -> SocketChannel:
+        assert self._secure is not None
+        return TlsChannel(self._endpoint, self._secure, self.peer)
+
+    def _is_ready(self) -> bool:
+        if self._agreed:
+            return True
+        if self._secure is None:
+            first = self.sock.recv(2, socket.MSG_PEEK)
+            if not first:
+                raise ConnectionResetError("closed before it was authenticated")
+            if not begins_tls(first):
+                self._say(ServerHandshake.wants_tls)
+                self._refuse("it does not speak TLS")
+                return False
+            self._secure = TlsSocket(self._credentials.accept(self.sock))
+            self.sock = cast("socket.socket", self._secure)
+        try:
+            self._secure.do_handshake()
+        except ssl.SSLWantReadError:
+            self._endpoint.arm(self.fd, select.EPOLLIN)
+        except ssl.SSLWantWriteError:
+            self._endpoint.arm(self.fd, select.EPOLLOUT)
+        except ssl.SSLError as error:
+            self._refuse(explain(error))
+        else:
+            self._agreed = True
+        return self._agreed
+
+    def _read(self) -> None:
+        super()._read()
+        assert self._secure is not None
+        while not self._handshake.done and self._secure.pending():  # no descriptor tells of these
+            super()._read()
