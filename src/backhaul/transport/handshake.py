@@ -75,7 +75,7 @@ class ServerHandshake(_Side):
         return _GREETING if self._client is None else _PROOF
 
     def feed(self, data: bytes) -> bytes:
-        """Take in at most ``wanted`` bytes. Raises ``AuthenticationError``; send ``refusal`` then, and close."""
+        """Take in at most ``wanted`` bytes. Raises ``AuthenticationError``; send ``last_word`` then, and close."""
         self._input += data
         if self.wanted:
             return b""
@@ -88,10 +88,13 @@ class ServerHandshake(_Side):
         self.done = True
         return _ACCEPTED + _proof(self._secret, b"server", self._client, self._nonce)
 
+    refusal = _REFUSED + bytes(_PROOF)
+
     @property
-    def refusal(self) -> bytes:
-        """What to send before closing, so that the client, at whatever point it is, can say why."""
-        return self._greeting() if self._client is None else _REFUSED + bytes(_PROOF)
+    def last_word(self) -> bytes:
+        """What to send before closing. A client of another version waits for a greeting, which tells it ours."""
+        other_version = self._client is None and self._input.startswith(MAGIC)
+        return self._greeting() if other_version else self.refusal
 
     wants_tls = MAGIC + bytes([_TLS]) + bytes(32)
     """What to send instead of all else to a client that should have begun with TLS."""

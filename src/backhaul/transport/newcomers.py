@@ -56,7 +56,7 @@ class Newcomer:
         except BlockingIOError:
             pass
         except AuthenticationError as error:
-            self._say(self._handshake.refusal)
+            self._say(self._handshake.last_word)
             self._refuse(str(error))
             return
         except OSError as error:
