@@ -53,14 +53,14 @@ def expired(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl command")
     made = tmp_path_factory.mktemp("expired")
-    new = ["-newkey", "rsa:2048", "-nodes", "-subj", "/CN=test"]
+    new = ["-newkey", "rsa:2048", "-nodes", "-subj"]
 
     def openssl(*command: str) -> None:
         subprocess.run(["openssl", *command], cwd=made, check=True, capture_output=True)
 
-    openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "authority.pem")
+    openssl("req", "-x509", *new, "/CN=authority", "-keyout", "ca.key", "-out", "authority.pem")
     for rank in range(2):
-        openssl("req", *new, "-keyout", f"{rank}.key", "-out", "request")
+        openssl("req", *new, "/CN=worker", "-keyout", f"{rank}.key", "-out", "request")
         signed = ["-CA", "authority.pem", "-CAkey", "ca.key", "-set_serial", str(rank), "-days", "-1"]
         openssl("x509", "-req", "-in", "request", *signed, "-out", f"{rank}.pem")
     return made

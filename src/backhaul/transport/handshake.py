@@ -20,7 +20,6 @@ from backhaul.errors import AuthenticationError
 
 MAGIC = b"BACKHAUL"
 VERSION = 1
-_TLS = 0  # in the place of a version: this port takes TLS only
 _GREETING = len(MAGIC) + 1 + 32
 _PROOF = 32
 _ACCEPTED, _REFUSED = b"\x01", b"\x00"
@@ -55,8 +54,6 @@ class _Side:
             raise AuthenticationError("the other side speaks TLS, but this port is without: Options(tls=...) differ")
         if self._input[: len(MAGIC)] != MAGIC:
             raise AuthenticationError("the other side does not speak Backhaul")
-        if self._input[len(MAGIC)] == _TLS:
-            raise AuthenticationError("the other side takes TLS only: give this one Options(tls=...)")
         if self._input[len(MAGIC)] != VERSION:
             raise AuthenticationError(
                 f"the other side shakes hands in version {self._input[len(MAGIC)]}, this one in {VERSION}"
@@ -96,7 +93,7 @@ class ServerHandshake(_Side):
         other_version = self._client is None and self._input.startswith(MAGIC)
         return self._greeting() if other_version else self.refusal
 
-    wants_tls = MAGIC + bytes([_TLS]) + bytes(32)
+    wants_tls = MAGIC + b"\0" + b"TLS".ljust(32, b"\0")
     """What to send instead of all else to a client that should have begun with TLS."""
 
 
@@ -120,6 +117,8 @@ class ClientHandshake(_Side):
         if self.wanted:
             return b""
         if self._server is None:
+            if self._input == ServerHandshake.wants_tls:
+                raise AuthenticationError("the other side takes TLS only: give this one Options(tls=...)")
             self._server = self._check_greeting()
             self._input.clear()
             return _proof(self._secret, b"client", self._nonce, self._server)

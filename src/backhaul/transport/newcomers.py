@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import socket
@@ -17,7 +16,8 @@ from backhaul.transport.tls import Credentials, TlsChannel, TlsSocket, begins_tl
 
 log = logging.getLogger("backhaul")
 
-_DRAINED = 1 << 16  # bytes
+_DISCARDED = 1 << 16  # bytes at once that come of a peer that was refused
+_PATIENCE = 64  # how often
 
 
 class Host(Watcher, Protocol):
@@ -42,6 +42,7 @@ class Newcomer:
         self.since = time.monotonic()
         self._endpoint = endpoint
         self._handshake = ServerHandshake(endpoint.secret)
+        self._ignored = 0  # how often something came that was not looked at any more
 
     def channel(self) -> SocketChannel:
         """What it becomes."""
@@ -49,6 +50,9 @@ class Newcomer:
 
     def read(self) -> None:
         """Something came."""
+        if self._ignored:
+            self._ignore()
+            return
         try:
             if not self._is_ready():
                 return
@@ -56,11 +60,11 @@ class Newcomer:
         except BlockingIOError:
             pass
         except AuthenticationError as error:
-            self._say(self._handshake.last_word)
-            self._refuse(str(error))
+            self._refuse(str(error), self._handshake.last_word)
             return
         except OSError as error:
-            self._refuse(error.strerror or str(error))
+            log.warning("refused a connection from %s: %s", self.peer, error.strerror or error)
+            self._endpoint.drop(self)
             return
         if self._handshake.done:
             self._endpoint.welcome(self)
@@ -79,15 +83,36 @@ class Newcomer:
         if answer:
             self.sock.sendall(answer)  # a few bytes into an empty buffer: does not block
 
-    def _say(self, last: bytes) -> None:
-        """Send something that the peer gets to read: closing with unread bytes would take it back."""
-        with contextlib.suppress(OSError):
-            self.sock.sendall(last)
-            self.sock.recv(_DRAINED)
-
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, last_word: bytes = b"") -> None:
+        """Say why, and wait for the peer to close: closing first, with bytes of its to come, would take back our last
+        word. Its time as a newcomer runs on.
+        """
         log.warning("refused a connection from %s: %s", self.peer, reason)
-        self._endpoint.drop(self)
+        self._ignored = 1
+        try:
+            if last_word:
+                self.sock.sendall(last_word)
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._endpoint.drop(self)
+        else:
+            self._endpoint.arm(self.fd, select.EPOLLIN)
+
+    def _ignore(self) -> None:
+        self._ignored += 1
+        try:
+            over = not self._discard() or self._ignored > _PATIENCE
+        except BlockingIOError:
+            over = False
+        except OSError:
+            over = True
+        if over:
+            self._endpoint.drop(self)
+        else:
+            self._endpoint.arm(self.fd, select.EPOLLIN)
+
+    def _discard(self) -> int:
+        return len(self.sock.recv(_DISCARDED))
 
 
 class TlsNewcomer(Newcomer):
@@ -111,8 +136,7 @@ class TlsNewcomer(Newcomer):
             if not first:
                 raise ConnectionResetError("closed before it was authenticated")
             if not begins_tls(first):
-                self._say(ServerHandshake.wants_tls)
-                self._refuse("it does not speak TLS")
+                self._refuse("it does not speak TLS", ServerHandshake.wants_tls)
                 return False
             self._secure = TlsSocket(self._credentials.accept(self.sock))
             self.sock = cast("socket.socket", self._secure)
@@ -127,6 +151,9 @@ class TlsNewcomer(Newcomer):
         else:
             self._agreed = True
         return self._agreed
+
+    def _discard(self) -> int:
+        return super()._discard() if self._secure is None else self._secure.discard(_DISCARDED)
 
     def _read(self) -> None:
         super()._read()

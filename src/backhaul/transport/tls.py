@@ -146,6 +146,10 @@ class TlsSocket:
         except ssl.SSLError as error:
             raise OSError(errno.EPROTO, explain(error)) from error
 
+    def discard(self, size: int) -> int:
+        """Take bytes from below without looking at them; 0: there will be none."""
+        return len(socket.socket.recv(self._secure, size))
+
     def sendall(self, data: bytes) -> None:
         """As of a socket; for little that fits into its buffer."""
         with self._lock, _as_of_sockets():
