@@ -258,8 +258,12 @@ def program() -> Any:
     return type(channel).__name__, sorted(channel.names or ()), worker.endpoint.shm_bytes
 
 
-def test_a_launch_with_certificates_of_its_own() -> None:
-    options = bh.Options(tls="auto", transport="tcp")
+bh.expose(torch.mul)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_launch_with_certificates_of_its_own(trusted: bool) -> None:
+    options = bh.Options(tls="auto", transport="tcp", trusted=trusted)
     found = bh.launch(program, NAMES, options=options, timeout=100, start_method="forkserver")
     assert found == [("TlsChannel", ["bob"], 0), None]
 

@@ -186,7 +186,7 @@ class Peers:
     def _on_hello(self, channel: Channel, frame: Frame) -> Task | None:
         hello = unpack(frame.body, Hello)
         peer = self._by_id.get(hello.worker)
-        if peer is None and self.open and hello.record:
+        if peer is None and self.open and hello.record and self._may_be(channel, hello.name):
             peer = self.admit(unpack(hello.record, WorkerRecord))
         problem = None
         if (hello.to, hello.to_incarnation) != (self._own.name, self._own.incarnation):
