@@ -17,8 +17,10 @@ from backhaul.errors import (
     FunctionNotFoundError,
     GraphFreedError,
     LeakError,
+    LimitError,
     NotInitializedError,
     PeerLostError,
+    PermissionDeniedError,
     ProtocolError,
     RemoteError,
     RemoteTraceback,
@@ -37,10 +39,11 @@ from backhaul.profiler.session import profile
 from backhaul.rpc.api import get_debug_info, get_worker_info, get_worker_infos, init, rpc_async, rpc_sync, shutdown
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
+from backhaul.rpc.policy import expose
 from backhaul.rpc.retry import Retry
 from backhaul.rref.handle import RRef
 from backhaul.rref.remote import remote
-from backhaul.types import Options, WorkerInfo
+from backhaul.types import Options, Tls, WorkerInfo
 from backhaul.worker import Worker, current_worker
 
 __all__ = [
@@ -56,9 +59,11 @@ __all__ = [
     "Future",
     "GraphFreedError",
     "LeakError",
+    "LimitError",
     "NotInitializedError",
     "Options",
     "PeerLostError",
+    "PermissionDeniedError",
     "ProtocolError",
     "RRef",
     "RemoteError",
@@ -67,6 +72,7 @@ __all__ = [
     "Retry",
     "SerializationError",
     "ShutdownTimeoutError",
+    "Tls",
     "UnknownContextError",
     "UnknownWorkerError",
     "Worker",
@@ -80,6 +86,7 @@ __all__ = [
     "context",
     "current_worker",
     "deadline",
+    "expose",
     "get_debug_info",
     "get_gradients",
     "get_worker_info",

@@ -105,7 +105,7 @@ class Outbox:
     def _encode(self, run: Run, recv: Recv, grads: Grads) -> tuple[Encoded, Note | None]:
         if run.failed:
             raise ContextError("the pass was aborted", context=run.spec.context)
-        encoded = encode(grads, names=["a gradient"] * len(grads))
+        encoded = encode(grads, names=["a gradient"] * len(grads), plain=recv.sender in self._peers.plain)
         spec = run.spec
         if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
             return encoded, None

@@ -12,7 +12,7 @@ from backhaul.compiler import graph_break
 from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node, describe, start_node
-from backhaul.rpc.rendezvous import Meeting, check_rank, open_store, secret_of
+from backhaul.rpc.rendezvous import Meeting, check_rank, credentials_of, open_store, secret_of
 from backhaul.rpc.retry import Attempts, Retry
 from backhaul.transport.addresses import host_identity, is_loopback
 from backhaul.transport.sockets import SocketEndpoint
@@ -66,11 +66,18 @@ def init(
             f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
             "to the same value on every worker, or give Options(secret=...)"
         )
+    if options.bind is not None and options.tls is None and not options.allow_plain and not is_loopback(options.bind):
+        raise ValueError(
+            f"bind={options.bind!r} is reachable from other hosts, so what workers say should be encrypted: give "
+            "Options(tls=Tls(certificate=..., key=..., authority=...)), or Options(allow_plain=True) if the network "
+            "between the hosts can neither be read nor changed by others"
+        )
     if store is None:
         store, rank, world_size = open_store(rank, world_size, options)
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
+    credentials = credentials_of(options, rank)
     meeting = Meeting(store, rank, world_size, options.rendezvous_timeout)
     endpoint = SocketEndpoint(
         secret=meeting.agree_on_secret(secret),
@@ -78,6 +85,7 @@ def init(
         bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
         limit=options.max_frame_bytes,
         shm_bytes=options.shm_bytes,
+        credentials=credentials,
     )
     own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
     try:
@@ -127,7 +135,7 @@ def _close_at_exit() -> None:
 @graph_break
 def rpc_sync(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
@@ -138,7 +146,8 @@ def rpc_sync(
 
     Args:
         to: Name, id or ``WorkerInfo`` of the worker that runs it; it may be this one.
-        func: Any callable: functions both sides can import go by name, others by value.
+        func: Any callable: functions both sides can import go by name, others by value. Or a name that the other
+            worker has exposed, see ``expose``.
         args: Positional arguments; they travel by value.
         kwargs: Keyword arguments.
         timeout: Seconds to wait; 0: for ever; None: the worker's default (60). Never longer than what is left to the
@@ -151,6 +160,7 @@ def rpc_sync(
         CallTimeoutError: No reply in time.
         CallCancelledError: The handler that this is called in was cancelled.
         PeerLostError: The worker cannot be reached, or went away.
+        PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.trusted``.
         SerializationError: An argument or the result cannot travel.
         UnknownWorkerError: There is no such worker.
 
@@ -172,7 +182,7 @@ def rpc_sync(
 @graph_break
 def rpc_async(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,

@@ -11,8 +11,10 @@ from backhaul.errors import BackhaulError, LeakError
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
+from backhaul.rpc.guard import GuardedDispatcher, guard_frames
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.peers import Peers, WorkerRecord, main_identity
+from backhaul.rpc.quotas import Quotas
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Endpoint
 from backhaul.types import Options
@@ -36,7 +38,9 @@ class Node:
         self.worker = worker
         self.peers = Peers(worker, own, records)
         self.agent = Agent(worker, self.peers)
-        self.dispatcher = Dispatcher(worker, self.agent)
+        self.quotas = Quotas.of(worker.options)
+        guarded = not worker.options.trusted or self.quotas.any
+        self.dispatcher = (GuardedDispatcher if guarded else Dispatcher)(worker, self.agent)
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down
@@ -94,6 +98,7 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         addresses=endpoint.addresses,
         main=main_identity(),
         limit=options.max_frame_bytes,
+        trusting=options.trusted,
     )
 
 
@@ -114,6 +119,9 @@ def start_node(
     node.peers.open = open_to_others
     for extend in extensions:
         extend(node)
+    if not options.trusted:
+        endpoint.share_nothing()
+        guard_frames(node.worker, node.agent, node.quotas)
     node.worker.start()
     return node
 

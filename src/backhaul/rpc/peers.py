@@ -15,7 +15,7 @@ from backhaul.crew import Task
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
 from backhaul.runtime import Lock
 from backhaul.transport.base import Channel, ChannelClosedError
-from backhaul.types import WorkerId, WorkerInfo
+from backhaul.types import Tls, WorkerId, WorkerInfo
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Hello, Kind, Refuse, pack, prepare, unpack
 from backhaul.worker import Worker
@@ -33,6 +33,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     main: str  # equal and not empty: the same program
     limit: int  # the largest frame it accepts
+    trusting: bool = True  # whether it takes pickles
 
     @property
     def info(self) -> WorkerInfo:
@@ -63,6 +64,7 @@ class Peer:
         "incoming",
         "info",
         "main_shared",
+        "plain",
         "record",
         "sent_at",
     )
@@ -72,6 +74,8 @@ class Peer:
         self.info = record.info
         # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
+        # Whether nothing may be pickled between the two: one that takes no pickles is sent none, and sends none.
+        self.plain = record.id != own.id and not (record.trusting and own.trusting)
         self.channel: Channel | None = None  # what this end sends through
         self.incoming: Channel | None = None  # what the other end opened; two that call each other at once have two
         # Of asynchronous calls, for those who may send them together:
@@ -90,6 +94,7 @@ class Peers:
     Attributes:
         open: Whether workers may come later: one that is not known yet is admitted when it says who it is. Whoever gets
             as far as that knows the cluster's secret.
+        plain: The ids of those with whom nothing may be pickled, see ``Peer.plain``.
     """
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
@@ -98,6 +103,7 @@ class Peers:
         self.open = False
         self._lock = threading.Lock()  # guards the tables
         self._listeners: list[LossListener] = []
+        self.plain: set[int] = set()
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
@@ -118,6 +124,8 @@ class Peers:
                 return None
             peer = Peer(record, self._own, self._worker.runtime.lock())
             self._by_id[record.id] = self._by_name[record.name] = peer
+            if peer.plain:
+                self.plain.add(record.id)
             return peer
 
     def dismiss(self, worker: int) -> None:
@@ -125,6 +133,7 @@ class Peers:
         with self._lock:
             peer = self._by_id.pop(worker, None)
             if peer is not None:
+                self.plain.discard(worker)
                 del self._by_name[peer.info.name]
 
     def __iter__(self) -> Iterator[Peer]:
@@ -169,6 +178,9 @@ class Peers:
         name, address = peer.info.name, self._choose(peer)
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
+            if not self._may_be(channel, name):
+                channel.close()
+                raise AuthenticationError(f"its certificate is for {_list(channel.names)}, not for '{name}'")
             record = pack(self._own) if self.open else b""
             hello = Hello(self._own.id, self._own.name, self._own.incarnation, name, peer.record.incarnation, record)
             with self._lock:
@@ -196,11 +208,13 @@ class Peers:
     def _on_hello(self, channel: Channel, frame: Frame) -> Task | None:
         hello = unpack(frame.body, Hello)
         peer = self._by_id.get(hello.worker)
-        if peer is None and self.open and hello.record:
+        if peer is None and self.open and hello.record and self._may_be(channel, hello.name):
             peer = self.admit(unpack(hello.record, WorkerRecord))
         problem = None
         if (hello.to, hello.to_incarnation) != (self._own.name, self._own.incarnation):
             problem = f"this is worker '{self._own.name}', not the '{hello.to}' that was meant"
+        elif not self._may_be(channel, hello.name):
+            problem = f"the certificate of '{hello.name}' is for {_list(channel.names)}"
         elif peer is None or (peer.record.name, peer.record.incarnation) != (hello.name, hello.incarnation):
             problem = f"worker '{self._own.name}' knows no such worker '{hello.name}' (id {hello.worker})"
         if problem is not None:
@@ -219,6 +233,12 @@ class Peers:
             peer.channel = channel
         peer.incoming = channel
         return None
+
+    def _may_be(self, channel: Channel, name: str) -> bool:
+        """Whether the certificate at the other end, where there is one, is of the worker of that name."""
+        tls = self._worker.options.tls
+        bound = tls.names if isinstance(tls, Tls) else tls is not None
+        return not bound or channel.names is None or name in channel.names
 
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:
         log.warning("%s refused this worker: %s", channel.peer, unpack(frame.body, Refuse).reason)
@@ -251,3 +271,7 @@ class Peers:
         """Close all channels, which wakes whoever reads or writes one."""
         for channel in list(self._by_channel):
             channel.close()
+
+
+def _list(names: Iterable[str] | None) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names or ())) or "nobody by name"
