@@ -17,8 +17,10 @@ from backhaul.errors import (
     FunctionNotFoundError,
     GraphFreedError,
     LeakError,
+    LimitError,
     NotInitializedError,
     PeerLostError,
+    PermissionDeniedError,
     ProtocolError,
     RemoteError,
     RemoteTraceback,
@@ -49,10 +51,11 @@ from backhaul.rpc.api import (
 from backhaul.rpc.dispatch import async_execution
 from backhaul.rpc.futures import Future, collect_all, wait_all
 from backhaul.rpc.membership import MembershipEvent
+from backhaul.rpc.policy import expose
 from backhaul.rpc.retry import Retry
 from backhaul.rref.handle import RRef
 from backhaul.rref.remote import remote
-from backhaul.types import Options, WorkerInfo
+from backhaul.types import Options, Tls, WorkerInfo
 from backhaul.worker import Worker, current_worker
 
 __all__ = [
@@ -68,10 +71,12 @@ __all__ = [
     "Future",
     "GraphFreedError",
     "LeakError",
+    "LimitError",
     "MembershipEvent",
     "NotInitializedError",
     "Options",
     "PeerLostError",
+    "PermissionDeniedError",
     "ProtocolError",
     "RRef",
     "RemoteError",
@@ -80,6 +85,7 @@ __all__ = [
     "Retry",
     "SerializationError",
     "ShutdownTimeoutError",
+    "Tls",
     "UnknownContextError",
     "UnknownWorkerError",
     "Worker",
@@ -93,6 +99,7 @@ __all__ = [
     "context",
     "current_worker",
     "deadline",
+    "expose",
     "get_address",
     "get_debug_info",
     "get_gradients",

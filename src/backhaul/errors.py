@@ -107,7 +107,7 @@ class PeerLostError(BackhaulError, ConnectionError):
 
 
 class AuthenticationError(BackhaulError, ConnectionError):
-    """One side of a new connection could not prove that it knows the cluster secret."""
+    """One side of a new connection could not prove who it is: by the cluster's secret, or by a certificate."""
 
 
 class ProtocolError(BackhaulError):
@@ -128,6 +128,46 @@ class FrameTooLargeError(BackhaulError):
         super().__init__(message, worker=worker)
         self.nbytes = nbytes
         self.limit = limit
+
+
+class LimitError(BackhaulError):
+    """A peer asked for more than this worker gives to one; nothing of that call was done.
+
+    Attributes:
+        limit: What is limited, for people.
+        option: The field of ``Options`` that sets it, on the worker that refused.
+        value: What it is set to.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: str | None = None,
+        limit: str | None = None,
+        option: str | None = None,
+        value: int | None = None,
+    ) -> None:
+        super().__init__(message, worker=worker)
+        self.limit = limit
+        self.option = option
+        self.value = value
+
+
+class PermissionDeniedError(BackhaulError, PermissionError):
+    """A worker does not let this caller call that function. Nothing was run.
+
+    Attributes:
+        function: The name that was asked for.
+        caller: Name of the worker that asked.
+    """
+
+    def __init__(
+        self, message: str, *, worker: str | None = None, function: str | None = None, caller: str | None = None
+    ) -> None:
+        super().__init__(message, worker=worker)
+        self.function = function
+        self.caller = caller
 
 
 class SerializationError(BackhaulError, TypeError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NewType
 
 WorkerId = NewType("WorkerId", int)
@@ -57,6 +59,25 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """What a worker proves itself with, and whom it believes, where TCP is encrypted. All files are PEM.
+
+    Attributes:
+        certificate: This worker's certificate, with those between it and the authority.
+        key: Its private key.
+        authority: Certificates of those who may have signed the others' certificates. Use an authority of the cluster's
+            own: whoever has a certificate of it may try to take part.
+        names: Whether a worker's certificate must carry the worker's name as a subject alternative name (DNS). Without
+            that any member can claim to be any other.
+    """
+
+    certificate: str | Path
+    key: str | Path
+    authority: str | Path
+    names: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How one worker behaves. All have working defaults; times are in seconds, sizes in bytes.
 
@@ -67,13 +88,29 @@ class Options:
             but never block them.
         transport: ``"auto"`` listens on a Unix socket, and on TCP too where ``bind`` is given; ``"unix"`` and
             ``"tcp"`` listen on that alone.
-        bind: Host or IP address for TCP to listen on; loopback unless given. Beyond loopback a ``secret``
-            is required.
+        bind: Host or IP address for TCP to listen on; loopback unless given. Beyond loopback a ``secret`` and ``tls``
+            are required.
+        tls: Certificates: TCP is then encrypted, and both ends prove who they are. ``"auto"``: made by ``launch`` for
+            that launch alone.
+        allow_plain: Whether TCP beyond loopback may go without ``tls``: everyone on the way can read and change it.
         secret: The cluster secret, which every peer must prove to know before it is listened to. Default: the
             environment's ``BACKHAUL_SECRET``, else one made by worker 0 and shared through the store.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
             ``file:///path``. Not used where ``init`` is given a store.
+        trusted: Whether the others may run any code here, as members of one program do. If not, they can call only what
+            is exposed (see ``expose``), with plain data and tensors; nothing of theirs is unpickled.
+        allow: With ``trusted=False``: who may call what of that, as patterns of worker names -> patterns of function
+            names. Default: everyone may, but for what ``expose`` says.
+        tracebacks: Whether errors go to callers with their traceback. Default: as ``trusted``.
         max_frame_bytes: Largest message this worker accepts.
+        max_depth: How deep the values of a message may be nested, where they are not pickled.
+        max_tensors: How many tensors a call or its result may have. Default: 16384 where not ``trusted``, else any.
+        max_calls: How many calls of one peer are served at once; more are refused. Default: 1024 where not
+            ``trusted``, else any.
+        max_bytes_in_flight: How many bytes the calls of one peer that are being served may have together; a single one
+            is bounded by ``max_frame_bytes`` alone. Default: 1 GiB where not ``trusted``, else any.
+        max_contexts: How many autograd contexts one peer may bring here at once. Default: 1024 where not ``trusted``,
+            else any.
         shm_bytes: How much shared memory this worker makes at most, for large tensors that it sends to others on its
             host; what finds no place there goes through the socket. 0 switches it off. Default: an eighth of the
             memory, at most 2 GiB.
@@ -93,9 +130,19 @@ class Options:
     threads: int = 16
     transport: Literal["auto", "unix", "tcp"] = "auto"
     bind: str | None = None
+    tls: Tls | Literal["auto"] | None = None
+    allow_plain: bool = False
     secret: str | bytes | None = None
+    trusted: bool = True
+    allow: Mapping[str, Sequence[str]] | None = None
+    tracebacks: bool | None = None
     init_method: str | None = None
     max_frame_bytes: int = 8 << 30
+    max_depth: int = 64
+    max_tensors: int | None = None
+    max_calls: int | None = None
+    max_bytes_in_flight: int | None = None
+    max_contexts: int | None = None
     shm_bytes: int | None = None
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
@@ -114,12 +161,25 @@ class Options:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if self.transport not in ("auto", "unix", "tcp"):
             raise ValueError(f"transport must be 'auto', 'unix' or 'tcp', got {self.transport!r}")
-        if self.transport == "unix" and self.bind is not None:
-            raise ValueError("bind is an address for TCP, but transport is 'unix'")
+        if self.transport == "unix" and (self.bind, self.tls) != (None, None):
+            raise ValueError("bind and tls are for TCP, but transport is 'unix'")
+        if self.tls is not None and self.tls != "auto" and not isinstance(self.tls, Tls):
+            raise ValueError(f"tls must be a Tls, 'auto' or None, got {self.tls!r}")
+        if self.allow is not None:
+            _check_allow(self.allow, self.trusted)
+        self._check_limits()
+
+    def _check_limits(self) -> None:
         if self.max_frame_bytes < 1 << 16:
             raise ValueError(f"max_frame_bytes must be at least 65536, got {self.max_frame_bytes}")
         if self.shm_bytes is not None and self.shm_bytes < 0:
             raise ValueError(f"shm_bytes must not be negative, got {self.shm_bytes}")
+        if not 1 <= self.max_depth <= 256:
+            raise ValueError(f"max_depth must be 1 to 256, got {self.max_depth}")
+        for field in ("max_tensors", "max_calls", "max_bytes_in_flight", "max_contexts"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field} must be at least 1, got {value}")
 
     def _check_heartbeat(self) -> None:
         if self.heartbeat_interval == float("inf"):
@@ -136,3 +196,11 @@ class Options:
     def __repr__(self) -> str:
         shown = (f for f in self.__slots__ if f != "secret")
         return f"Options({', '.join(f'{f}={getattr(self, f)!r}' for f in shown)})"
+
+
+def _check_allow(allow: Mapping[str, Sequence[str]], trusted: bool) -> None:
+    if trusted:
+        raise ValueError("allow needs trusted=False: those who are trusted can send any code, so a list binds nobody")
+    for caller, functions in allow.items():
+        if not isinstance(caller, str) or isinstance(functions, str) or not all(isinstance(f, str) for f in functions):
+            raise ValueError(f"allow maps patterns of workers to lists of patterns of functions, not {allow!r}")

@@ -123,6 +123,10 @@ class Worker:
         """Route frames of ``kind`` to ``handler``."""
         self._handlers[kind] = handler
 
+    def guard_frames(self, guarded: Callable[[int, FrameHandler], FrameHandler]) -> None:
+        """Put something before the handlers of all kinds, by kind."""
+        self._handlers = {kind: guarded(kind, handler) for kind, handler in self._handlers.items()}
+
     def on_lost(self, handler: Callable[[Channel, str], None]) -> None:
         """Call ``handler`` with each channel that is gone, and why. On a crew thread; it may block."""
         self._on_lost.append(handler)

@@ -239,12 +239,14 @@ def test_listening_beyond_loopback_needs_a_secret(monkeypatch: pytest.MonkeyPatc
     for bind in ("0.0.0.0", "::"):
         with pytest.raises(ValueError, match="secret"):
             bh.init("open", rank=0, world_size=1, store=HashStore(), options=bh.Options(bind=bind))
-    given = bh.Options(bind="0.0.0.0", secret="given")
+    with pytest.raises(ValueError, match=r"tls=.*allow_plain"):
+        bh.init("open", rank=0, world_size=1, store=HashStore(), options=bh.Options(bind="0.0.0.0", secret="given"))
+    given = bh.Options(bind="0.0.0.0", secret="given", allow_plain=True)
     worker = bh.init("guarded", rank=0, world_size=1, store=HashStore(), options=given)
     assert [address.partition(":")[0] for address in worker.endpoint.addresses] == ["unix", "tcp"]
     bh.shutdown()
     monkeypatch.setenv("BACKHAUL_SECRET", "from the environment")
-    bh.init("guarded", rank=0, world_size=1, store=HashStore(), options=bh.Options(bind="0.0.0.0"))
+    bh.init("guarded", rank=0, world_size=1, store=HashStore(), options=bh.Options(bind="0.0.0.0", allow_plain=True))
     bh.shutdown()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import socket
+from pathlib import Path
 
 import pytest
 
 from backhaul.testing.transport_kit import TransportConformance
 from backhaul.transport.base import EndpointFactory
+from backhaul.transport.certificates import files_of, make_certificates
 from backhaul.transport.inproc import InprocEndpoint
 from backhaul.transport.sockets import SocketEndpoint
+from backhaul.transport.tls import Credentials
 
 SECRET = b"the conformance tests' own"
 
@@ -22,6 +25,13 @@ def has_ipv6_loopback() -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.fixture(scope="session")
+def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    folder: Path = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder, ["anyone"])
+    return Credentials(files_of(folder, 0))
 
 
 class TestInproc(TransportConformance):
@@ -71,6 +81,14 @@ class TestTcp(TransportConformance):
     @pytest.fixture
     def endpoints(self) -> EndpointFactory:
         return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1")
+
+
+class TestTls(TransportConformance):
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self, credentials: Credentials) -> EndpointFactory:
+        return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1", credentials=credentials)
 
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")

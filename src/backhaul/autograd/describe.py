@@ -9,6 +9,7 @@ from backhaul.autograd.groups import Grouping
 from backhaul.autograd.recording import enter, leave
 from backhaul.autograd.runs import Run
 from backhaul.errors import ContextError
+from backhaul.rpc.policy import internal
 from backhaul.worker import current_worker
 
 
@@ -78,6 +79,7 @@ def describe_everywhere(engine: Engine, context: int) -> dict[str, Any]:
     return {"context": context, "driver": engine.worker.name, "workers": found}
 
 
+@internal(int)
 def share_of(context: int) -> dict[str, Any] | None:
     """Called by the worker that asks; see ``describe``."""
     return describe(current_worker().part(Engine), context)

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from backhaul import limits
+from backhaul.autograd.checked import recorder_for
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.drives import Drive, loss_of
@@ -31,7 +32,7 @@ from backhaul.autograd.messages import (
 )
 from backhaul.autograd.outbox import Outbox, Parcels, key_of
 from backhaul.autograd.passes import Plan, Summary
-from backhaul.autograd.recording import Recorder, enter, leave, record_recv
+from backhaul.autograd.recording import enter, leave, record_recv
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
 from backhaul.errors import (
@@ -47,6 +48,7 @@ from backhaul.limits import FOREVER
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
+from backhaul.rpc.policy import internal
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.codec import load, tensors_of
 from backhaul.wire.faults import decode_fault, encode_fault
@@ -76,7 +78,7 @@ class Engine:
         self._released_at = 0.0  # when a context was last released
         self.drives: dict[tuple[int, int], Drive] = {}
         self._outbox = Outbox(node.worker, node.agent.peers, self.container)
-        node.agent.interceptors.append(Recorder(node.worker, self.container))
+        node.agent.interceptors.append(recorder_for(node, self.container))
         node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradients)
         node.worker.on_frame(AutogradKind.REPORT, self._on_report)
         node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
@@ -350,7 +352,10 @@ class Engine:
             if drive is not None:
                 drive.end(error)
             return
-        fault, encoded = encode_fault(error, self.worker.name)
+        options = self.worker.options
+        shown = options.trusted if options.tracebacks is None else options.tracebacks
+        plain = spec.driver in self.agent.peers.plain
+        fault, encoded = encode_fault(error, self.worker.name, plain=plain, tracebacks=shown)
         report = Report(spec, message=source, fault=fault)
         buffers = encoded.buffers if encoded is not None else ()
         self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
@@ -704,11 +709,13 @@ class Engine:
         return functools.partial(self.release, unpack(frame.body, Release).context, known)
 
 
+@internal(int, int, int)
 def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
     """Called on the driver of a pass; see ``Engine.orders_for``."""
     return current_worker().part(Engine).orders_for(context, number, worker)
 
 
+@internal(PassSpec)
 def entrusted_by(spec: PassSpec) -> Tally:
     """Called by the driver of a pass; see ``Engine.entrusted``."""
     return current_worker().part(Engine).entrusted(spec)
@@ -728,6 +735,7 @@ def merge(tallies: Iterable[Tally]) -> Tally:
     return Tally(tuple(consumed), produced)
 
 
+@internal(PassSpec)
 def summary_of(spec: PassSpec) -> Summary:
     """Called by the driver of a pass; see ``Engine.summary_of``."""
     return current_worker().part(Engine).summary_of(spec)

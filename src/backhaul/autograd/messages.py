@@ -8,6 +8,7 @@ import msgspec
 
 from backhaul.autograd.functions import ROOTS, ContextId, MessageId
 from backhaul.wire.messages import Fault, Payload, prepare
+from backhaul.wire.plain import register
 
 
 class AutogradKind(enum.IntEnum):
@@ -104,3 +105,4 @@ class Know(msgspec.Struct, array_like=True, frozen=True):
 
 
 prepare(Note, Gradients, Report, Abort, Release, Know)
+register(PassSpec, Tally)

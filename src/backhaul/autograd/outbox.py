@@ -108,7 +108,7 @@ class Outbox:
             raise ContextError("the pass was aborted", context=run.spec.context)
         if recv.message in run.context.orphans:
             raise loss_of(run.spec, *run.context.orphans[recv.message], (recv.message,))
-        encoded = encode(grads, names=["a gradient"] * len(grads))
+        encoded = encode(grads, names=["a gradient"] * len(grads), plain=recv.sender in self._peers.plain)
         spec = run.spec
         if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
             return encoded, None

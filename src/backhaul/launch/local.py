@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing as mp
 import multiprocessing.connection
@@ -11,10 +12,12 @@ import pickle
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
 import cloudpickle
@@ -25,7 +28,8 @@ from backhaul.errors import WorkerFailedError
 from backhaul.launch.embedded import worker_names
 from backhaul.launch.meeting import PipeStore, Table
 from backhaul.rpc.api import init, shutdown
-from backhaul.rpc.rendezvous import SECRET_VARIABLE
+from backhaul.rpc.rendezvous import SECRET_VARIABLE, TLS_VARIABLE
+from backhaul.transport.certificates import make_certificates
 from backhaul.types import Options
 from backhaul.wire.codec import decode, encode
 from backhaul.wire.faults import decode_fault, encode_fault
@@ -91,13 +95,18 @@ def launch(
         SECRET_VARIABLE: secrets.token_hex(32),
     }
     crowd = _Crowd(names)
-    try:
-        for rank, name in enumerate(names):
-            crowd.start(context, rank, (job, name, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
-        return crowd.results(None if timeout is None else time.monotonic() + timeout)
-    finally:
-        crowd.end()
-        del store  # an error keeps this frame, which should not keep the server
+    with contextlib.ExitStack() as stack:
+        if options is not None and options.tls == "auto":
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backhaul-tls-"))
+            make_certificates(Path(folder), names)
+            environment[TLS_VARIABLE] = folder
+        try:
+            for rank, name in enumerate(names):
+                crowd.start(context, rank, (job, name, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            return crowd.results(None if timeout is None else time.monotonic() + timeout)
+        finally:
+            crowd.end()
+            del store  # an error keeps this frame, which should not keep the server
 
 
 def _dump(value: Any) -> bytes:

@@ -306,6 +306,9 @@ class Recorder:
 
     def _invite(self, session: int, found: _Open, workers: list[int]) -> None:
         arguments = session, found.owner, self.id, found.settings
+        for worker in workers:
+            if self._node.peers.find(worker).plain:
+                found.joined.setdefault(worker, "it takes no part in profiles: one of the two does not trust the other")
         with found.joining, _unseen():
             calls = {
                 worker: self._node.agent.call_async(worker, join, arguments, None, _JOINING)

@@ -14,6 +14,7 @@ from typing import Any
 from backhaul import limits
 from backhaul.crew import Task
 from backhaul.errors import (
+    BackhaulError,
     CallCancelledError,
     CallTimeoutError,
     FrameTooLargeError,
@@ -26,6 +27,7 @@ from backhaul.rpc.calls import SMALL, AsyncCall, Outcome, Pending, SyncCall, che
 from backhaul.rpc.futures import Future, set_result
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer, Peers
+from backhaul.rpc.policy import name_for
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost
 from backhaul.wire.callables import Named, label_of, named
 from backhaul.wire.codec import encode
@@ -80,7 +82,7 @@ class Agent:
     def call(
         self,
         to: Any,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,
@@ -158,7 +160,7 @@ class Agent:
     def call_async(
         self,
         to: Any,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,
@@ -211,7 +213,7 @@ class Agent:
     def _start(
         self,
         pending: Pending,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         known: Named | None,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
@@ -220,7 +222,7 @@ class Agent:
         left = pending.timeout
         if left < 0:
             raise ValueError(f"timeout must not be negative, got {left}; 0 means none")
-        if not callable(function):
+        if not callable(function) and not isinstance(function, str):
             raise TypeError(f"only a callable can be called, not a {type(function).__name__}")
         if pending.limit is not None:
             self._shorten(pending, pending.limit)
@@ -295,7 +297,7 @@ class Agent:
     def _encode(
         self,
         pending: Pending,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         known: Named | None,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
@@ -305,13 +307,15 @@ class Agent:
         count, keywords = len(values), bool(kwargs)
         if kwargs:
             values = (dict(kwargs), *values)
-        if known is not None and (peer.main_shared or not known.in_main):
+        if known is not None and not peer.plain and (peer.main_shared or not known.in_main):
             name, names = known.name, _names(False, keywords, count)
         else:
-            name, names = "", _names(True, keywords, count)
-            values = (function, *values)
+            found = known.name if known is not None and (peer.main_shared or not known.in_main) else None
+            name = name_for(peer, function, found) or ""
+            names = _names(not name, keywords, count)
+            values = values if name else (function, *values)
         try:
-            encoded = encode(values, names=names, main_shared=peer.main_shared)
+            encoded = encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain)
         except SerializationError as error:
             raise SerializationError(
                 f"call to {pending.label}: {error}; nothing was sent", path=error.path
@@ -350,6 +354,11 @@ class Agent:
         if pending.trace is not None:
             pending.trace.received(frame.nbytes)
         return self._settle(pending, frame)
+
+    def refuse(self, channel: Channel, number: int, error: BackhaulError) -> Task | None:
+        """The reply to a call came, but is not taken."""
+        pending = self._pending.get(number)
+        return self._settle(pending, error) if pending is not None and pending.channel is channel else None
 
     def _discard(self, channel: Channel, frame: Frame) -> None:
         peer = self.peers.of(channel)

@@ -14,7 +14,7 @@ from backhaul.rpc.futures import Future
 from backhaul.rpc.joining import enrol, introduce
 from backhaul.rpc.membership import MembershipEvent
 from backhaul.rpc.node import Node, describe, start_node
-from backhaul.rpc.rendezvous import Meeting, check_rank, open_store, secret_of
+from backhaul.rpc.rendezvous import Meeting, check_rank, credentials_of, open_store, secret_of
 from backhaul.rpc.retry import Attempts, Retry
 from backhaul.transport.addresses import host_identity, is_loopback
 from backhaul.transport.sockets import SocketEndpoint
@@ -75,6 +75,12 @@ def init(
             f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
             "to the same value on every worker, or give Options(secret=...)"
         )
+    if options.bind is not None and options.tls is None and not options.allow_plain and not is_loopback(options.bind):
+        raise ValueError(
+            f"bind={options.bind!r} is reachable from other hosts, so what workers say should be encrypted: give "
+            "Options(tls=Tls(certificate=..., key=..., authority=...)), or Options(allow_plain=True) if the network "
+            "between the hosts can neither be read nor changed by others"
+        )
     if join and join is not True:
         return _join(name, -1 if rank is None else rank, [join] if isinstance(join, str) else join, secret, options)
     if store is None:
@@ -89,7 +95,7 @@ def init(
         meeting.replace(worker.part(Node).peers.own.record)
         worker.attach(store)
         return worker
-    endpoint = _endpoint(meeting.agree_on_secret(secret), options)
+    endpoint = _endpoint(meeting.agree_on_secret(secret), options, rank)
     own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
     try:
         records = meeting.exchange(own)
@@ -101,13 +107,14 @@ def init(
     return node.worker
 
 
-def _endpoint(secret: bytes, options: Options) -> SocketEndpoint:
+def _endpoint(secret: bytes, options: Options, rank: int) -> SocketEndpoint:
     return SocketEndpoint(
         secret=secret,
         unix=options.transport != "tcp",
         bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
         limit=options.max_frame_bytes,
         shm_bytes=options.shm_bytes,
+        credentials=credentials_of(options, rank),
     )
 
 
@@ -119,7 +126,7 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
         raise ValueError("to join, the cluster's secret is needed: set BACKHAUL_SECRET, or give Options(secret=...)")
     if not -1 <= rank < MAX_WORKERS:
         raise ValueError(f"rank must be 0 to {MAX_WORKERS - 1}, got {rank}")
-    endpoint = _endpoint(secret, options)
+    endpoint = _endpoint(secret, options, rank)
     try:
         own = describe(name, rank, endpoint, options, host=host_identity())
         own, others = enrol(endpoint, own, addresses, options.rendezvous_timeout)
@@ -231,7 +238,7 @@ def _close_at_exit() -> None:
 @graph_break
 def rpc_sync(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
@@ -242,7 +249,8 @@ def rpc_sync(
 
     Args:
         to: Name, id or ``WorkerInfo`` of the worker that runs it; it may be this one.
-        func: Any callable: functions both sides can import go by name, others by value.
+        func: Any callable: functions both sides can import go by name, others by value. Or a name that the other
+            worker has exposed, see ``expose``.
         args: Positional arguments; they travel by value.
         kwargs: Keyword arguments.
         timeout: Seconds to wait; 0: for ever; None: the worker's default (60). Never longer than what is left to the
@@ -255,6 +263,7 @@ def rpc_sync(
         CallTimeoutError: No reply in time.
         CallCancelledError: The handler that this is called in was cancelled.
         PeerLostError: The worker cannot be reached, or went away.
+        PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.trusted``.
         SerializationError: An argument or the result cannot travel.
         UnknownWorkerError: There is no such worker.
 
@@ -276,7 +285,7 @@ def rpc_sync(
 @graph_break
 def rpc_async(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,

@@ -21,6 +21,7 @@ from backhaul.errors import (
     CallCancelledError,
     CallTimeoutError,
     FunctionNotFoundError,
+    LimitError,
     ProtocolError,
     SerializationError,
 )
@@ -30,6 +31,7 @@ from backhaul.rpc.agent import PROFILE, Agent
 from backhaul.rpc.calls import SMALL, check_size, discard
 from backhaul.rpc.futures import Future
 from backhaul.rpc.peers import Peer
+from backhaul.rpc.policy import find_exposed
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.callables import label_of, resolve
 from backhaul.wire.codec import encode, load, tensors_of
@@ -89,6 +91,8 @@ def answers_later(function: Any, result: Any) -> bool:
 class Dispatcher:
     """The serving half of a worker. Thread-safe."""
 
+    _patience: float | None = None  # seconds that a reply waits for a peer which reads slowly
+
     def __init__(self, worker: Worker, agent: Agent) -> None:
         self._worker = worker
         self._agent = agent
@@ -130,19 +134,19 @@ class Dispatcher:
         peer, observer = agent.peers.of(channel), worker.observer
         if peer is None:
             raise ProtocolError("a request from a peer that has not said who it is")
-        answer = _Answer(peer, channel, frame.number, worker.runtime.now)
+        answer = Answer(peer, channel, frame.number, worker.runtime.now)
         agent.under_way[channel, frame.number] = answer
         arrived = 0 if observer is None else observer.now()
         return functools.partial(self._context.copy().run, self._run, answer, frame, arrived)
 
     def _on_cancel(self, channel: Channel, frame: Frame) -> Task | None:
         found = [self._agent.under_way.get((channel, number)) for number in unpack(frame.body, Cancel).numbers]
-        answers = [answer for answer in found if isinstance(answer, _Answer)]
+        answers = [answer for answer in found if isinstance(answer, Answer)]
         for answer in answers:
             answer.cancelled = True  # at once: those that wait for a thread are not to begin
         return functools.partial(self._worker.run, self._cancel, answers) if answers else None
 
-    def _cancel(self, answers: list[_Answer]) -> None:
+    def _cancel(self, answers: list[Answer]) -> None:
         """What the handlers wait for ends; they themselves, unless in asyncio, cannot be made to."""
         self._agent.cancel_within(frozenset(answers))
         for answer in answers:
@@ -150,7 +154,7 @@ class Dispatcher:
             if answer.later:  # the future may be another's, and never be done
                 self._finish(answer)
 
-    def _run(self, answer: _Answer, frame: Frame, arrived: int) -> None:
+    def _run(self, answer: Answer, frame: Frame, arrived: int) -> None:
         limits.current.set(answer)
         if not torch.is_grad_enabled():  # an earlier handler may have switched it off for this thread
             torch.set_grad_enabled(True)
@@ -183,7 +187,7 @@ class Dispatcher:
         self._reply(answer, result)
 
     def _decode(
-        self, frame: Frame, answer: _Answer, arrived: int
+        self, frame: Frame, answer: Answer, arrived: int
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         request = unpack(frame.body, Request)
         name, payload, notes, buffers = request.function, request.payload, request.notes, frame.buffers
@@ -196,7 +200,7 @@ class Dispatcher:
             if observer is not None:
                 answer.trace = observer.serve(notes[PROFILE], answer.peer.record.id, arrived)
         try:
-            function = self._find(name) if name else None
+            function = self._find(name, answer) if name else None
             tensors = tensors_of(payload, buffers)
             if notes:
                 tensors = self._show(answer, notes, tensors)
@@ -206,7 +210,9 @@ class Dispatcher:
             kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
         except Exception as error:
             discard(answer.peer, self._agent.interceptors, notes)
-            if isinstance(error, FunctionNotFoundError) and error.worker == self._worker.name:
+            if isinstance(error, LimitError) or (
+                isinstance(error, FunctionNotFoundError) and error.worker == self._worker.name
+            ):
                 raise
             raise SerializationError(
                 f"worker '{self._worker.name}' cannot decode the call to {name or 'a function'}: "
@@ -215,7 +221,7 @@ class Dispatcher:
             ) from error
         return function, values, kwargs
 
-    def _drop(self, answer: _Answer, name: str, notes: Mapping[str, bytes]) -> Exception:
+    def _drop(self, answer: Answer, name: str, notes: Mapping[str, bytes]) -> Exception:
         """A request has waited for a thread until nobody waited for it."""
         name, worker, caller = name or "a function", self._worker.name, answer.peer.info.name
         why = "was cancelled" if answer.cancelled else "has no time left"
@@ -228,16 +234,20 @@ class Dispatcher:
             return CallCancelledError(text, worker=worker, function=name)
         return CallTimeoutError(text, worker=worker, function=name)
 
-    def _find(self, name: str) -> Callable[..., Any]:
+    def _find(self, name: str, answer: Answer) -> Callable[..., Any]:
+        """The function that a request names."""
         try:
             return resolve(name)
         except FunctionNotFoundError as error:
+            exposed = find_exposed(name)
+            if exposed is not None:
+                return exposed.function
             worker = self._worker.name
             raise FunctionNotFoundError(
                 f"worker '{worker}' has no function {name!r}: {error.__cause__ or error}", worker=worker, function=name
             ) from error
 
-    def _show(self, answer: _Answer, notes: Mapping[str, bytes], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _show(self, answer: Answer, notes: Mapping[str, bytes], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Show a request to those who put notes on it; returns the tensors to use."""
         for interceptor in self._agent.interceptors:
             note = notes.get(interceptor.key)
@@ -249,7 +259,7 @@ class Dispatcher:
 
     # Replies. Each request gets exactly one, unless it was cancelled, and is counted as served after that.
 
-    def _reply_with_future(self, answer: _Answer, done: torch.futures.Future[Any]) -> None:
+    def _reply_with_future(self, answer: Answer, done: torch.futures.Future[Any]) -> None:
         try:
             result = done.wait()
         except BaseException as error:
@@ -257,7 +267,7 @@ class Dispatcher:
         else:
             self._reply(answer, result)
 
-    async def _reply_with_coroutine(self, answer: _Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
+    async def _reply_with_coroutine(self, answer: Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
         try:
             result = await _stepwise(coroutine)
         except BaseException as error:
@@ -265,7 +275,7 @@ class Dispatcher:
         else:
             self._reply(answer, result)
 
-    def _reply(self, answer: _Answer, result: Any) -> None:
+    def _reply(self, answer: Answer, result: Any) -> None:
         peer = answer.peer
         if answer.trace is not None:
             answer.trace.resumed()
@@ -273,7 +283,7 @@ class Dispatcher:
             self._finish(answer)
             return
         try:
-            encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared)
+            encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain)
             notes: dict[str, bytes] = {}
             if answer.kept or encoded.parcels:
                 for interceptor in self._agent.interceptors:
@@ -295,30 +305,32 @@ class Dispatcher:
         else:
             self._send(answer, frame)
 
-    def _reply_fault(self, answer: _Answer, error: BaseException) -> None:
+    def _reply_fault(self, answer: Answer, error: BaseException) -> None:
         if answer.trace is not None:
             answer.trace.resumed()
         if answer.cancelled:
             self._finish(answer)
             return
-        fault, encoded = encode_fault(error, self._worker.name)
+        options = self._worker.options
+        shown = options.trusted if options.tracebacks is None else options.tracebacks
+        fault, encoded = encode_fault(error, self._worker.name, plain=answer.peer.plain, tracebacks=shown)
         buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
         self._send(answer, Frame(Kind.FAULT, answer.number, pack(fault), buffers, keep))
 
-    def _send(self, answer: _Answer, frame: Frame) -> None:
+    def _send(self, answer: Answer, frame: Frame) -> None:
         if answer.trace is not None:
             answer.trace.replied(frame.nbytes)
         try:
             if self._worker.crew.busy:  # more replies follow
-                answer.channel.send_soon(frame)
+                answer.channel.send_soon(frame, timeout=self._patience)
             else:
-                answer.channel.send(frame)
+                answer.channel.send(frame, timeout=self._patience)
         except ChannelClosedError as error:
             log.debug("a reply was not sent: %s", error)  # the caller is gone, and knows it
         finally:
             self._agent.answered((answer.channel, answer.number))
 
-    def _finish(self, answer: _Answer) -> None:
+    def _finish(self, answer: Answer) -> None:
         """A request that was cancelled is over; there is nothing to tell."""
         trace, answer.trace = answer.trace, None
         if trace is not None:
@@ -343,13 +355,14 @@ def _stepwise(coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
             step = functools.partial(coroutine.throw, error)
 
 
-class _Answer(Limit):
+class Answer(Limit):
     """Where the reply to one request goes, and what is needed for it; and how long that is waited for."""
 
     function: Any = None  # once it is known
     kept: Mapping[str, Any] = {}  # by the keys of those who kept something
     trace: ServeTrace | None = None
     later = False  # nothing runs any more, but a future is waited for
+    charge = 0  # how many bytes are counted against the peer until it is over
 
     def __init__(self, peer: Peer, channel: Channel, number: int, now: Callable[[], float]) -> None:
         self.peer = peer

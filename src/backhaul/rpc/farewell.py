@@ -133,7 +133,9 @@ class Farewell:
         tally = unpack(frame.body, Tally)
         return self._advance(channel, lambda roundup, who: roundup.counted(who, tally.wave, tally.sent, tally.served))
 
-    def _on_count(self, channel: Channel, frame: Frame) -> Task:
+    def _on_count(self, channel: Channel, frame: Frame) -> Task | None:
+        if not self._is_leader(channel):
+            return None
         wave = unpack(frame.body, Count).wave
 
         def answer() -> None:
@@ -146,7 +148,13 @@ class Farewell:
         return functools.partial(self._agent.when_idle, answer)
 
     def _on_leave(self, channel: Channel, frame: Frame) -> None:
-        self._dismissed.open()
+        if self._is_leader(channel):
+            self._dismissed.open()
+
+    def _is_leader(self, channel: Channel) -> bool:
+        """Whether the one who may ask and dismiss is at the other end."""
+        peer = self._agent.peers.of(channel)
+        return peer is not None and peer.record.id == self._leader
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         if peer.gone:

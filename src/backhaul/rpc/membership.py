@@ -114,7 +114,11 @@ class Membership:
         return functools.partial(self._answer, channel, record)
 
     def _answer(self, channel: Channel, record: WorkerRecord) -> None:
-        answer = self._consider(record)
+        answer = (
+            self._consider(record)
+            if self._peers.may_be(channel, record.name)
+            else Refuse(self._peers.not_for(channel, record.name))
+        )
         kind = Kind.REFUSE if isinstance(answer, Refuse) else Kind.WELCOME
         if isinstance(answer, Refuse):
             log.warning("refused to let %s join: %s", record.name, answer.reason)

@@ -12,10 +12,12 @@ from backhaul.rpc import membership
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
+from backhaul.rpc.guard import GuardedDispatcher, guard_frames
 from backhaul.rpc.heartbeat import Heartbeat
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.membership import Membership
 from backhaul.rpc.peers import Peers, main_identity
+from backhaul.rpc.quotas import Quotas
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Endpoint
@@ -41,7 +43,9 @@ class Node:
         self.peers = Peers(worker, own, records)
         self.heartbeat = Heartbeat(worker, self.peers)
         self.agent = Agent(worker, self.peers)
-        self.dispatcher = Dispatcher(worker, self.agent)
+        self.quotas = Quotas.of(worker.options)
+        guarded = not worker.options.trusted or self.quotas.any
+        self.dispatcher = (GuardedDispatcher if guarded else Dispatcher)(worker, self.agent)
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
         self.membership = Membership(worker, self.agent, self.farewell)
         membership.attach(worker, self.peers)
@@ -106,6 +110,7 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         main=main_identity(),
         limit=options.max_frame_bytes,
         beat=options.heartbeat_interval,
+        trusting=options.trusted,
     )
 
 
@@ -121,6 +126,9 @@ def start_node(
     node = Node(Worker(own.info, own.incarnation, endpoint, options, runtime), own, records)
     for extend in extensions:
         extend(node)
+    if not options.trusted:
+        endpoint.share_nothing()
+        guard_frames(node.worker, node.agent, node.quotas)
     node.worker.start()
     return node
 

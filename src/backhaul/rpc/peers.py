@@ -17,7 +17,7 @@ from backhaul.rpc import roster
 from backhaul.rpc.roster import Roster, WorkerRecord, choose
 from backhaul.runtime import Lock
 from backhaul.transport.base import Channel, ChannelClosedError
-from backhaul.types import WorkerInfo
+from backhaul.types import Tls, WorkerInfo
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Hello, Kind, Refuse, pack, unpack
 from backhaul.worker import Worker
@@ -47,6 +47,7 @@ class Peer:
         "info",
         "lost",
         "main_shared",
+        "plain",
         "record",
         "sent_at",
         "suspicion",
@@ -57,6 +58,8 @@ class Peer:
         self.info = record.info
         # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
+        # Whether nothing may be pickled between the two: one that takes no pickles is sent none, and sends none.
+        self.plain = record.id != own.id and not (record.trusting and own.trusting)
         self.channel: Channel | None = None  # what this end sends through
         self.incoming: Channel | None = None  # what the other end opened; two that call each other at once have two
         self.suspicion = ""  # why it may be dead, if it is suspected
@@ -79,6 +82,9 @@ class Peers:
 
     One that is not known yet is admitted when it says who it is, see ``roster``: whoever gets as far as that knows the
     cluster's secret.
+
+    Attributes:
+        plain: The ids of those with whom nothing may be pickled, see ``Peer.plain``.
     """
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
@@ -90,6 +96,7 @@ class Peers:
         self._listeners: list[LossListener] = []
         self._changes: list[ChangeListener] = []
         self._watchers: list[Callable[[Channel], None]] = []
+        self.plain: set[int] = set()
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
@@ -121,6 +128,8 @@ class Peers:
             peer = Peer(record, self._own, self._worker.runtime.lock())
             with self._lock:
                 self._by_id[record.id] = self._by_name[record.name] = peer
+                if peer.plain:
+                    self.plain.add(record.id)
             self._tell_change("joined", peer, "")
             return ""
 
@@ -134,6 +143,7 @@ class Peers:
     def _forget(self, peer: Peer, why: str) -> None:
         with self._lock:
             peer.gone = why
+            self.plain.discard(peer.record.id)
             del self._by_id[peer.record.id]
             del self._by_name[peer.info.name]
 
@@ -224,6 +234,9 @@ class Peers:
         name, address = peer.info.name, self._choose(peer)
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
+            if not self.may_be(channel, name):
+                channel.close()
+                raise AuthenticationError(f"its certificate is for {_list(channel.names)}, not for '{name}'")
             hello = Hello(name, peer.record.incarnation, pack(self._own))
             with self._lock:
                 self._by_channel[channel] = peer
@@ -254,6 +267,8 @@ class Peers:
         record = unpack(hello.record, WorkerRecord)
         if (hello.to, hello.to_incarnation) != (self._own.name, self._own.incarnation):
             problem = f"this is worker '{self._own.name}', not the '{hello.to}' that was meant"
+        elif not self.may_be(channel, record.name):
+            problem = self.not_for(channel, record.name)
         else:
             problem = self.admit(record)
         peer = self._by_id.get(record.id)
@@ -271,6 +286,17 @@ class Peers:
         self._regain(peer)
         self._tell_watchers(channel)
         return None
+
+    def may_be(self, channel: Channel, name: str) -> bool:
+        """Whether the certificate at the other end, where there is one, is of the worker of that name."""
+        tls = self._worker.options.tls
+        bound = tls.names if isinstance(tls, Tls) else tls is not None
+        return not bound or channel.names is None or name in channel.names
+
+    @staticmethod
+    def not_for(channel: Channel, name: str) -> str:
+        """What is wrong with the certificate of a worker that it is not for."""
+        return f"the certificate of '{name}' is for {_list(channel.names)}"
 
     @staticmethod
     def refuse(channel: Channel, name: str, problem: str) -> None:
@@ -332,3 +358,7 @@ class Peers:
         """Close all channels, which wakes whoever reads or writes one."""
         for channel in list(self._by_channel):
             channel.close()
+
+
+def _list(names: Iterable[str] | None) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names or ())) or "nobody by name"

@@ -16,9 +16,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from backhaul.errors import RendezvousError
 from backhaul.rpc.roster import WorkerRecord, choose
+from backhaul.transport.certificates import files_of
+from backhaul.transport.tls import Credentials
 from backhaul.types import MAX_WORKERS, Options
 
 SECRET_VARIABLE = "BACKHAUL_SECRET"
+TLS_VARIABLE = "BACKHAUL_TLS"
+"""Names the folder where ``launch`` has put the certificates of its workers."""
 
 _read_record = msgspec.json.Decoder(WorkerRecord)
 
@@ -164,3 +168,16 @@ def secret_of(options: Options) -> bytes | None:
     if not secret:
         raise ValueError("the cluster secret is empty")
     return secret.encode() if isinstance(secret, str) else secret
+
+
+def credentials_of(options: Options, rank: int) -> Credentials | None:
+    """What this worker proves itself with over TCP; None: it has nothing, and TCP is plain."""
+    if options.tls != "auto":
+        return None if options.tls is None else Credentials(options.tls)
+    folder = os.environ.get(TLS_VARIABLE)
+    if folder is None:
+        raise ValueError(
+            "tls='auto' is for workers that backhaul.launch starts, which makes their certificates; others need "
+            "Options(tls=Tls(certificate=..., key=..., authority=...))"
+        )
+    return Credentials(files_of(Path(folder), rank))

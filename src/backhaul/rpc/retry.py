@@ -125,7 +125,7 @@ class Attempts:
         agent: Agent,
         retry: Retry,
         to: Any,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,

@@ -30,6 +30,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     limit: int  # the largest frame it accepts
     beat: float = 0.0  # seconds within which it says something on every channel; 0: it may be silent
     epoch: int = 0  # when it joined: the larger, the later
+    trusting: bool = True  # whether it takes pickles
 
     @property
     def info(self) -> WorkerInfo:

@@ -11,7 +11,7 @@ import torch
 
 from backhaul import limits
 from backhaul.compiler import graph_break
-from backhaul.errors import SerializationError
+from backhaul.errors import PermissionDeniedError, SerializationError
 from backhaul.rpc.dispatch import answers_later, async_execution, never_dropped
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import extensions
@@ -83,6 +83,14 @@ def make_remote(
         raise TypeError(f"only a callable can be called, not a {type(func).__name__}")
     rrefs = current_rrefs()
     peer = rrefs.agent.peers.find(to)
+    if peer.plain:
+        raise PermissionDeniedError(
+            f"there are no references between workers one of which does not trust the other (trusted=False): "
+            f"{label_of(func)} cannot make a value on worker '{peer.info.name}'",
+            worker=peer.info.name,
+            function=label_of(func),
+            caller=rrefs.worker.name,
+        )
     number = RRefId(rrefs.new_id())
     fork = ForkId(-1 if peer.record.id == rrefs.id else rrefs.new_id())
     what = name_of(func, main_shared=peer.main_shared) or func

@@ -70,6 +70,13 @@ class Channel(abc.ABC):
     """How many bytes have come in, so that a peer which is silent can be told from one that is not. None: the peer
     cannot be lost without this end.
     """
+    names: frozenset[str] | None = None
+    """Who the peer's certificate says it is; None: it has none."""
+
+    @property
+    def backlog(self) -> int:
+        """How many bytes wait because the peer reads too slowly."""
+        return 0
 
     @abc.abstractmethod
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
@@ -156,6 +163,9 @@ class Endpoint(abc.ABC):
     def shm_lent(self) -> int:
         """How many slots of it the peers use."""
         return 0
+
+    def share_nothing(self) -> None:  # noqa: B027
+        """Use no memory that peers can still change after it was looked at. Called before the first ``poll``."""
 
     @abc.abstractmethod
     def connect(self, address: str, *, timeout: float) -> Channel:

@@ -50,6 +50,8 @@ class _Side:
         return MAGIC + bytes([VERSION]) + self._nonce
 
     def _check_greeting(self) -> bytes:
+        if self._input[:2] == b"\x16\x03":
+            raise AuthenticationError("the other side speaks TLS, but this port is without: Options(tls=...) differ")
         if self._input[: len(MAGIC)] != MAGIC:
             raise AuthenticationError("the other side does not speak Backhaul")
         if self._input[len(MAGIC)] != VERSION:
@@ -70,7 +72,7 @@ class ServerHandshake(_Side):
         return _GREETING if self._client is None else _PROOF
 
     def feed(self, data: bytes) -> bytes:
-        """Take in at most ``wanted`` bytes. Raises ``AuthenticationError``; send ``refusal`` then, and close."""
+        """Take in at most ``wanted`` bytes. Raises ``AuthenticationError``; send ``last_word`` then, and close."""
         self._input += data
         if self.wanted:
             return b""
@@ -84,6 +86,15 @@ class ServerHandshake(_Side):
         return _ACCEPTED + _proof(self._secret, b"server", self._client, self._nonce)
 
     refusal = _REFUSED + bytes(_PROOF)
+
+    @property
+    def last_word(self) -> bytes:
+        """What to send before closing. A client of another version waits for a greeting, which tells it ours."""
+        other_version = self._client is None and self._input.startswith(MAGIC)
+        return self._greeting() if other_version else self.refusal
+
+    wants_tls = MAGIC + b"\0" + b"TLS".ljust(32, b"\0")
+    """What to send instead of all else to a client that should have begun with TLS."""
 
 
 class ClientHandshake(_Side):
@@ -106,6 +117,8 @@ class ClientHandshake(_Side):
         if self.wanted:
             return b""
         if self._server is None:
+            if self._input == ServerHandshake.wants_tls:
+                raise AuthenticationError("the other side takes TLS only: give this one Options(tls=...)")
             self._server = self._check_greeting()
             self._input.clear()
             return _proof(self._secret, b"client", self._nonce, self._server)

@@ -95,6 +95,10 @@ class SocketChannel(Channel):
         return self._written - self._control + (0 if self._lender is None else self._lender.bytes_lent)
 
     @property
+    def backlog(self) -> int:
+        return self._queued
+
+    @property
     def slots_lent(self) -> int:
         """How many slots of shared memory the peer has."""
         return 0 if self._lender is None else self._lender.lent

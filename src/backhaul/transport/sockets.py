@@ -12,6 +12,7 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -20,11 +21,13 @@ from collections.abc import Callable
 from backhaul.errors import AuthenticationError
 from backhaul.transport import addresses
 from backhaul.transport.base import Channel, ConnectTimeoutError, Endpoint, Event
-from backhaul.transport.handshake import ClientHandshake, ServerHandshake
+from backhaul.transport.handshake import ClientHandshake
+from backhaul.transport.newcomers import Newcomer, TlsNewcomer
 from backhaul.transport.shm import default_ceiling
 from backhaul.transport.slots import Budget
 from backhaul.transport.socket_channel import SocketChannel
 from backhaul.transport.timer import Timer
+from backhaul.transport.tls import Credentials, TlsChannel, TlsSocket, explain
 from backhaul.wire.memory import Recycler
 
 log = logging.getLogger("backhaul")
@@ -41,45 +44,6 @@ _DEAF = 0.1  # seconds
 _LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
 
 
-class _Newcomer:
-    """An accepted connection that has not proven itself yet. Read by one thread at a time."""
-
-    def __init__(self, endpoint: SocketEndpoint, sock: socket.socket, peer: str) -> None:
-        self.sock = sock
-        self.peer = peer
-        self.since = time.monotonic()
-        self._endpoint = endpoint
-        self._handshake = ServerHandshake(endpoint.secret)
-        self._gone = False
-
-    def read(self) -> None:
-        try:
-            data = self.sock.recv(self._handshake.wanted)
-            if not data:
-                raise ConnectionResetError("closed before it was authenticated")
-            answer = self._handshake.feed(data)
-            if answer:
-                self.sock.sendall(answer)  # a few bytes into an empty buffer: does not block
-        except BlockingIOError:
-            pass
-        except AuthenticationError as error:
-            with contextlib.suppress(OSError):
-                self.sock.sendall(ServerHandshake.refusal)
-            self.refuse(str(error))
-            return
-        except OSError as error:
-            self.refuse(str(error))
-            return
-        if self._handshake.done:
-            self._endpoint.welcome(self)
-        else:
-            self._endpoint.arm(self.sock.fileno(), select.EPOLLIN)
-
-    def refuse(self, reason: str) -> None:
-        log.warning("refused a connection from %s: %s", self.peer, reason)
-        self._endpoint.drop(self)
-
-
 class SocketEndpoint(Endpoint):
     """A worker's listening sockets and its channels.
 
@@ -89,6 +53,7 @@ class SocketEndpoint(Endpoint):
         bind: Host to listen on by TCP, or None.
         limit: Largest frame to accept.
         shm_bytes: How much shared memory to use at most; 0 for none. Default: see ``shm.default_ceiling``.
+        credentials: What to prove itself with over TCP, which is then TLS.
     """
 
     def __init__(
@@ -99,8 +64,10 @@ class SocketEndpoint(Endpoint):
         bind: str | None = None,
         limit: int = 8 << 30,
         shm_bytes: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.secret = secret
+        self.credentials = credentials
         self.limit = limit
         self.shared = Budget(default_ceiling() if shm_bytes is None else shm_bytes)
         self.recycler = Recycler()
@@ -115,10 +82,12 @@ class SocketEndpoint(Endpoint):
         self._trimmer = Timer()
         self._epoll.register(self._trimmer.fd, select.EPOLLIN | select.EPOLLET)
         self._trimming = False  # the trimmer is set
+        self._patience = Timer()  # for newcomers
+        self._epoll.register(self._patience.fd, select.EPOLLIN | select.EPOLLET)
         self._lock = threading.Lock()  # guards the tables below
         self._actions: dict[int, Callable[[], None]] = {}  # descriptor -> what to call when it is ready
         self._channels: dict[int, SocketChannel] = {}
-        self._newcomers: dict[int, _Newcomer] = {}
+        self._newcomers: dict[int, Newcomer] = {}
         self._listeners: list[socket.socket] = []
         self._unflushed: set[SocketChannel] = set()
         self._closed = False
@@ -204,6 +173,8 @@ class SocketEndpoint(Endpoint):
             self.flush()
         elif ready[0][0] == self._trimmer.fd:
             self._trim()
+        elif ready[0][0] == self._patience.fd:
+            self._shed_newcomers()
         return None
 
     def flush(self) -> None:
@@ -229,6 +200,9 @@ class SocketEndpoint(Endpoint):
     @property
     def shm_bytes(self) -> int:
         return self.shared.used
+
+    def share_nothing(self) -> None:
+        self.shared = Budget(0)
 
     @property
     def shm_lent(self) -> int:
@@ -264,11 +238,11 @@ class SocketEndpoint(Endpoint):
                 sock, where = listener.accept()
                 sock.setblocking(False)
                 self._tune(sock)
-                newcomer = _Newcomer(self, sock, _show_peer(sock, where))
-                self._shed_newcomers()
+                newcomer = self._meet(sock, _show_peer(sock, where))
                 with self._lock:
-                    self._newcomers[sock.fileno()] = newcomer
-                self.watch(sock.fileno(), newcomer.read, select.EPOLLIN)
+                    self._newcomers[newcomer.fd] = newcomer
+                self._shed_newcomers()
+                self.watch(newcomer.fd, newcomer.read, select.EPOLLIN)
         except BlockingIOError:
             pass
         except OSError as error:  # too many descriptors, say: try again at the next connection
@@ -279,29 +253,35 @@ class SocketEndpoint(Endpoint):
             return
         self.arm(listener.fileno(), select.EPOLLIN)
 
+    def _meet(self, sock: socket.socket, peer: str) -> Newcomer:
+        if self.credentials is None or sock.family == socket.AF_UNIX:
+            return Newcomer(self, sock, peer)
+        return TlsNewcomer(self, sock, peer, self.credentials)
+
     def _shed_newcomers(self) -> None:
-        """Make room: connections that will not prove themselves may not pile up."""
+        """Make room: connections that will not prove themselves may not pile up. Look again when the next is late."""
         with self._lock:
             waiting = sorted(self._newcomers.values(), key=lambda newcomer: newcomer.since)
+            if waiting and not self._closed:
+                self._patience.start(_HANDSHAKE_TIMEOUT / 4)
         late = time.monotonic() - _HANDSHAKE_TIMEOUT
         for index, newcomer in enumerate(waiting):
-            if newcomer.since < late or len(waiting) - index >= _MAX_HANDSHAKES:
+            if newcomer.since < late or len(waiting) - index > _MAX_HANDSHAKES:
                 with contextlib.suppress(OSError):
                     newcomer.sock.shutdown(socket.SHUT_RDWR)  # its own thread refuses and closes it
 
-    def welcome(self, newcomer: _Newcomer) -> None:
+    def welcome(self, newcomer: Newcomer) -> None:
         """A newcomer has proven itself: from here on its bytes are frames."""
-        channel = SocketChannel(self, newcomer.sock, newcomer.peer)
-        fd = newcomer.sock.fileno()
+        channel, fd = newcomer.channel(), newcomer.fd
         with self._lock:
             self._newcomers.pop(fd, None)
             self._actions.pop(fd, None)
             self._channels[fd] = channel
         self.arm(fd, select.EPOLLIN)
 
-    def drop(self, newcomer: _Newcomer) -> None:
+    def drop(self, newcomer: Newcomer) -> None:
         """Close a connection that did not prove itself."""
-        self.forget(newcomer.sock.fileno())
+        self.forget(newcomer.fd)
         newcomer.sock.close()
 
     def connect(self, address: str, *, timeout: float) -> Channel:
@@ -310,6 +290,8 @@ class SocketEndpoint(Endpoint):
         sock = self._open(family, where, timeout, address)
         try:
             self._tune(sock)
+            if self.credentials is not None and family != socket.AF_UNIX:
+                sock = self.credentials.connect(sock)
             handshake = ClientHandshake(self.secret)
             sock.sendall(handshake.start())
             while not handshake.done:
@@ -319,7 +301,11 @@ class SocketEndpoint(Endpoint):
                     raise ConnectionResetError(f"{address} closed the connection during the handshake")
                 sock.sendall(handshake.feed(data))
             sock.setblocking(False)
-            channel = SocketChannel(self, sock, address)
+            channel = (
+                TlsChannel(self, TlsSocket(sock), address)
+                if isinstance(sock, ssl.SSLSocket)
+                else SocketChannel(self, sock, address)
+            )
             with self._lock:
                 if self._closed:
                     raise ConnectionAbortedError("this worker is closed")
@@ -329,6 +315,9 @@ class SocketEndpoint(Endpoint):
         except TimeoutError as error:
             sock.close()
             raise ConnectTimeoutError(f"{address} did not answer within {timeout:g} s") from error
+        except ssl.SSLError as error:  # the verdict on our certificate may come as late as this
+            sock.close()
+            raise AuthenticationError(explain(error)) from error
         except BaseException:
             sock.close()
             raise
@@ -386,6 +375,7 @@ class SocketEndpoint(Endpoint):
             os.close(self._wake_fd)
             self._timer.close()
             self._trimmer.close()
+            self._patience.close()
 
 
 def _show_peer(sock: socket.socket, where: object) -> str:

@@ -74,7 +74,7 @@ def label_of(function: Any) -> str:
         if name.isidentifier():
             return name
         return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")  # where torch keeps torch.add
-    return type(function).__name__
+    return function if isinstance(function, str) else type(function).__name__
 
 
 def name_of(function: Any, *, main_shared: bool = False) -> str | None:

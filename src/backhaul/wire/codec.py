@@ -24,7 +24,8 @@ from backhaul.errors import BackhaulError, ProtocolError, SerializationError
 from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
-from backhaul.wire.messages import Payload
+from backhaul.wire.messages import TREE, Payload
+from backhaul.wire.plain import MAX_DEPTH, Flattener, restore
 from backhaul.wire.tensors import EMPTY_TABLE, TensorWriter, read_tensors, write_all_ordinary, write_ordinary
 
 _SMALL_BUFFER = 4096  # below this a buffer is cheaper inside the pickle
@@ -62,19 +63,36 @@ class Encoded(msgspec.Struct, eq=False):
     parcels: Sequence[Any] = ()
 
 
-def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = False) -> Encoded:
+def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = False, plain: bool = False) -> Encoded:
     """Encode a list of values. Raises ``SerializationError`` naming the part that cannot travel.
 
     Args:
         values: Anything.
         names: What to call each value in that error.
         main_shared: Whether ``__main__`` is the same program at the other end.
+        plain: Whether nothing may be pickled.
     """
     try:
-        plain = _encode_plain(values)
+        flat = _encode_plain(values)
     except Exception:  # a tensor that cannot travel: the other form says which
-        plain = None
-    return plain or _encode_pickled(values, names, main_shared)
+        flat = None
+    if plain:
+        return flat if flat is not None and not _special(flat.tensors) else _encode_tree(values, names)
+    return flat or _encode_pickled(values, names, main_shared)
+
+
+def _special(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.is_quantized or tensor.is_nested for tensor in tensors)
+
+
+def _encode_tree(values: Sequence[Any], names: Sequence[str]) -> Encoded:
+    writer = TensorWriter()
+    flattener = Flattener(writer)
+    tree = [flattener.flatten(value, name) for name, value in zip(names, values, strict=True)]
+    table, buffers, keep = writer.finish()
+    if len(buffers) > MAX_BUFFERS:
+        raise SerializationError(f"too much for one message: {len(buffers)} buffers of tensors")
+    return Encoded(Payload(table, tree, loose=TREE), buffers, [keep], writer.tensors)
 
 
 def _encode_plain(values: Sequence[Any]) -> Encoded | None:
@@ -153,7 +171,7 @@ def decode(payload: Payload, buffers: Sequence[Buffer]) -> list[Any]:
 
 def tensors_of(payload: Payload, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
     """The tensors of a payload, in the order of ``Encoded.tensors``."""
-    if payload.loose:
+    if payload.loose > 0:
         buffers = buffers[: len(buffers) - payload.loose]
     return read_tensors(payload.tensors, buffers)
 
@@ -169,6 +187,8 @@ def load(
         if not isinstance(values, list):
             raise ProtocolError(f"a payload is a list of values, not a {type(values).__name__}")
         return values
+    if payload.loose == TREE:
+        return restore(values, tensors, getattr(getattr(home, "options", None), "max_depth", MAX_DEPTH))
     try:
         for place, index in payload.places:
             values[place] = tensors[index]

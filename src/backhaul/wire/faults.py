@@ -1,22 +1,53 @@
 """Exceptions <-> faults. An exception arrives with its own type where that can be had, and always with the
 remote traceback as its cause.
+
+Where nothing may be pickled, an exception travels as the name of its type and plain data, and is made again only if
+that type is one of a fixed table: Python's own and Backhaul's.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
+from backhaul import errors
 from backhaul.errors import BackhaulError, RemoteError, RemoteTraceback, SerializationError
 from backhaul.wire.codec import Encoded, decode, encode
 from backhaul.wire.memory import Buffer
-from backhaul.wire.messages import Fault
+from backhaul.wire.messages import Fault, Payload
+
+_HIDDEN = "(this worker keeps its tracebacks to itself)"
+
+_BUILTIN: dict[str, type[Exception]] = {
+    f"builtins.{kind.__name__}": kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    # Those two steer generators, and a group would have to be made of exceptions.
+    and not issubclass(kind, (StopIteration, StopAsyncIteration, BaseExceptionGroup))
+}
+_OWN: dict[str, type[BackhaulError]] = {
+    f"{kind.__module__}.{kind.__name__}": kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, BackhaulError)
+}
 
 
-def encode_fault(error: BaseException, worker: str) -> tuple[Fault, Encoded | None]:
-    """Describe ``error`` as raised on ``worker``; never fails."""
+def encode_fault(
+    error: BaseException, worker: str, *, plain: bool = False, tracebacks: bool = True
+) -> tuple[Fault, Encoded | None]:
+    """Describe ``error`` as raised on ``worker``; never fails.
+
+    Args:
+        error: What was raised.
+        worker: Where.
+        plain: Whether nothing may be pickled.
+        tracebacks: Whether to say where in the program.
+    """
     kind = type(error)
     if isinstance(error, BackhaulError) and getattr(error, "worker", None) is None:
         with contextlib.suppress(Exception):
@@ -26,13 +57,14 @@ def encode_fault(error: BaseException, worker: str) -> tuple[Fault, Encoded | No
     except Exception as trouble:  # a __str__ of the user's that raises
         message = f"<a {kind.__qualname__} that cannot be shown: {type(trouble).__name__}>"
     try:
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error)) if tracebacks else _HIDDEN
     except Exception:
         text = "".join(traceback.format_tb(error.__traceback__)) + f"{kind.__qualname__}: {message}"
+    encoded: Encoded | None
     try:
-        encoded: Encoded | None = encode([error], names=["exception"])
+        encoded = encode([_essence(error) if plain else error], names=["exception"], plain=plain)
     except SerializationError:
-        encoded = None
+        encoded = encode([[_printable(message)]], names=["exception"], plain=True) if plain else None
     fault = Fault(
         worker,
         _printable(f"{kind.__module__}.{kind.__qualname__}"),
@@ -43,6 +75,11 @@ def encode_fault(error: BaseException, worker: str) -> tuple[Fault, Encoded | No
     return fault, encoded
 
 
+def _essence(error: BaseException) -> list[Any] | dict[str, Any]:
+    """What to make an exception again of: the fields of one of ours, the arguments of another."""
+    return dict(vars(error)) if isinstance(error, BackhaulError) else list(error.args)
+
+
 def _printable(text: str) -> str:
     """Text that can be sent: file names and the like may hold what is no Unicode."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -51,7 +88,9 @@ def _printable(text: str) -> str:
 def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
     """Make the exception to raise at the caller; never fails."""
     error: BaseException | None = None
-    if fault.payload is not None:
+    if fault.payload is not None and fault.payload.plain is not None:
+        error = _rebuild(fault, fault.payload, buffers)
+    elif fault.payload is not None:
         try:
             (value,) = decode(fault.payload, buffers)
             error = value if isinstance(value, Exception) else None
@@ -65,6 +104,23 @@ def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
             error = None
     error = RemoteError(f"{fault.type_name}: {fault.message}", worker=fault.worker, type_name=fault.type_name)
     return _attribute(error, fault)
+
+
+def _rebuild(fault: Fault, payload: Payload, buffers: Sequence[Buffer]) -> BaseException | None:
+    """Make an exception of plain data, if its type is in the table."""
+    try:
+        (essence,) = decode(payload, buffers)
+        if (own := _OWN.get(fault.type_name)) is not None:
+            error = own(fault.message)
+            for name in vars(error).keys() & essence.keys() if type(essence) is dict else ():
+                setattr(error, name, essence[name])
+            return error
+        builtin = _BUILTIN.get(fault.type_name)
+        if builtin is not None and type(essence) is list:
+            return builtin(*essence)
+    except Exception:  # its constructor wants other arguments, or they are not what they should be
+        return None
+    return None
 
 
 def _attribute(error: BaseException, fault: Fault) -> BaseException:

@@ -61,11 +61,17 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     members: tuple[bytes, ...] = ()
 
 
-class Payload(msgspec.Struct, array_like=True, frozen=True):
-    """A list of values, in one of two forms. Tensors stand in ``tensors`` either way.
+TREE = -1
+"""In the place of ``Payload.loose``: the values are nested, see ``plain``."""
 
-    Plain data and tensors go as ``plain``, a tensor's place taken by None and named in ``places``. Anything else is
-    a pickle of the whole list; its large buffers follow those of the tensors in the frame, ``loose`` in number.
+
+class Payload(msgspec.Struct, array_like=True, frozen=True):
+    """A list of values, in one of three forms. Tensors stand in ``tensors`` always.
+
+    Plain scalars and tensors go as ``plain``, a tensor's place taken by None and named in ``places``. Anything else is
+    a pickle of the whole list; its large buffers follow those of the tensors in the frame, ``loose`` in number. Where
+    one of the two ends does not trust the other, nothing is pickled: nested data stands in ``plain`` as well, in the
+    form of ``wire.plain``, and ``loose`` is ``TREE``.
     """
 
     tensors: TensorTable = EMPTY_TABLE

@@ -112,6 +112,22 @@ nested, conjugated, negated, fake or wrapped.
 _read_record = msgspec.msgpack.Decoder(Ordinary).decode
 
 
+def read_record(record: bytes) -> Ordinary:
+    """What a record of an ordinary tensor says. Raises ``ProtocolError``."""
+    try:
+        return _read_record(record)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a record of a tensor: {error}") from error
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name. Raises ``ProtocolError``."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ProtocolError(f"no dtype {name!r}") from None
+
+
 @functools.lru_cache(4096)
 def _describe(
     dtype: torch.dtype, shape: torch.Size, requires_grad: bool, dense: bool

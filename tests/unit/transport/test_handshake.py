@@ -265,3 +265,34 @@ def test_the_proofs_are_what_the_protocol_says() -> None:
     proof = feed(client, second, whole())
     assert proof == hmac.digest(SECRET, b"backhaul/1/client/" + nonces, "sha256")
     assert feed(server, proof, whole()) == b"\x01" + hmac.digest(SECRET, b"backhaul/1/server/" + nonces, "sha256")
+
+
+def test_a_client_of_another_version_is_told_ours() -> None:
+    server = ServerHandshake(SECRET)
+    with pytest.raises(AuthenticationError, match="version 9"):
+        server.feed(greeting(version=9))
+    client = ClientHandshake(SECRET)
+    client.start()
+    answer = server.last_word
+    assert len(answer) == client.wanted
+    client.feed(answer)  # of the same version, so that there is nothing to complain of; another would say so
+
+
+def test_strangers_and_those_without_the_secret_are_refused_in_the_same_words() -> None:
+    server = ServerHandshake(SECRET)
+    with pytest.raises(AuthenticationError, match="Backhaul"):
+        server.feed(greeting(magic=b"GET / HT"))
+    assert server.last_word == ServerHandshake.refusal
+    server = ServerHandshake(SECRET)
+    server.feed(greeting())
+    with pytest.raises(AuthenticationError, match="secret"):
+        server.feed(bytes(32))
+    assert server.last_word == ServerHandshake.refusal
+
+
+def test_who_should_have_spoken_tls_is_told() -> None:
+    client = ClientHandshake(SECRET)
+    with pytest.raises(AuthenticationError, match="takes TLS only"):
+        client.feed(ServerHandshake.wants_tls)
+    with pytest.raises(AuthenticationError, match="speaks TLS"):
+        ServerHandshake(SECRET).feed(b"\x16\x03\x01" + bytes(38))

@@ -1,0 +1,31 @@
+"""Workers of one process that behave differently, for tests of those that trust each other and those that do not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import backhaul as bh
+from backhaul.rpc.node import describe, shutdown_together, start_node
+from backhaul.transport.base import EndpointFactory
+from backhaul.transport.inproc import InprocEndpoint
+
+
+@contextlib.contextmanager
+def mixed_cluster(
+    workers: Mapping[str, bh.Options], endpoints: EndpointFactory = InprocEndpoint
+) -> Iterator[list[bh.Worker]]:
+    """As ``bh.cluster``, with options for each."""
+    ends = [endpoints() for _ in workers]
+    each = list(zip(workers.items(), ends, strict=True))
+    records = [
+        describe(name, number, end, options, host="this process") for number, ((name, options), end) in enumerate(each)
+    ]
+    nodes = [start_node(own, records, end, options) for own, ((_, options), end) in zip(records, each, strict=True)]
+    graceful = False
+    try:
+        with nodes[0].worker:
+            yield [node.worker for node in nodes]
+        graceful = True
+    finally:
+        shutdown_together(nodes, graceful=graceful, timeout=10)

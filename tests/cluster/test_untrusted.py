@@ -1,0 +1,310 @@
+"""Workers that do not trust the others: what can be called, what travels, and that gradients are those of autograd."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import backhaul as bh
+from backhaul.autograd.engine import Engine
+from backhaul.rpc.node import Node
+from backhaul.transport.sockets import SocketEndpoint
+
+from .mixed import mixed_cluster
+
+TRUSTING = bh.Options(shutdown_timeout=10, timeout=20)
+STRICT = bh.Options(shutdown_timeout=10, timeout=20, trusted=False)
+weight = torch.full((3,), 2.0, requires_grad=True)
+started, gate = threading.Semaphore(0), threading.Event()
+
+
+@bh.expose
+def scale(x: torch.Tensor, *, by: float = 1.0) -> torch.Tensor:
+    return x * weight * by
+
+
+@bh.expose
+def relay(to: str, x: torch.Tensor) -> torch.Tensor:
+    return bh.rpc_sync(to, scale, args=(x,)) + scale(x * x)
+
+
+@bh.expose
+def both(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    shared = x * y * weight
+    return [shared.sin(), shared.cos()]
+
+
+@bh.expose
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+@bh.expose
+def fail(how: str) -> None:
+    if how == "own":
+        raise bh.ContextError("mine", context=5)
+    if how == "class":
+        raise type("Special", (ValueError,), {})("special")
+    if how == "object":
+        raise ValueError(object)
+    raise {"key": KeyError("k", 3), "os": FileNotFoundError(2, "gone"), "stop": StopIteration(4)}[how]
+
+
+@bh.expose
+def wait() -> str:
+    started.release()
+    assert gate.wait(20)
+    return "done"
+
+
+@bh.expose(to=("chief*",))
+def for_chiefs() -> str:
+    return "yes"
+
+
+@bh.expose
+def returns_an_object() -> Any:
+    return threading.Lock
+
+
+@bh.expose
+@bh.async_execution
+def later(x: int) -> bh.Future[int]:
+    done: bh.Future[int] = bh.Future()
+    done.set_result(x + 1)
+    return done
+
+
+def not_exposed() -> str:
+    return "never"
+
+
+@pytest.fixture(params=["strict", "trusting driver", "trusting worker", "sockets"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[bh.Worker]]:
+    driver = TRUSTING if request.param == "trusting driver" else STRICT
+    worker = TRUSTING if request.param == "trusting worker" else STRICT
+    sockets = functools.partial(SocketEndpoint, secret=b"s")
+    kind = {"endpoints": sockets} if request.param == "sockets" else {}
+    with mixed_cluster({"driver": driver, "worker": worker, "third": STRICT}, **kind) as workers:
+        yield workers
+
+
+def test_values(pair: list[bh.Worker]) -> None:
+    sent = [1, (2.5, {"x": {3}, "y": b"z"}), None, 1 << 80, torch.arange(3), torch.float16]
+    (found,), rest = bh.rpc_sync("worker", echo, args=(sent,), kwargs={"k": [1j]})
+    assert torch.equal(found.pop(4), sent.pop(4))  # type: ignore[arg-type]
+    assert (found, rest) == (sent, {"k": [1j]})
+    assert bh.rpc_async("worker", later, args=(1,)).wait() == 2
+    big = torch.rand(300_000)
+    assert torch.equal(bh.rpc_sync("worker", echo, args=(big,))[0][0], big)
+
+
+def test_what_does_not_travel_is_said_at_the_caller(pair: list[bh.Worker]) -> None:
+    for wrong in (threading.Lock(), not_exposed, bh.RRef(1), torch.nn.Linear(1, 1)):
+        with pytest.raises(bh.SerializationError, match=r"args\[0\]"):
+            bh.rpc_sync("worker", echo, args=([wrong],))
+    with pytest.raises(bh.SerializationError, match="result"):
+        bh.rpc_sync("worker", returns_an_object)
+    with pytest.raises(bh.SerializationError, match="expose"):
+        bh.rpc_sync("worker", lambda: 1)
+    with pytest.raises(bh.PermissionDeniedError, match="references"):
+        bh.remote("worker", dict)
+    assert bh.rpc_sync("worker", echo) == ((), {})
+
+
+def test_a_worker_trusts_itself() -> None:
+    with mixed_cluster({"driver": STRICT}):
+        assert bh.rpc_sync("driver", lambda: [threading.get_native_id()])
+
+
+def test_what_is_not_exposed_is_refused() -> None:
+    with mixed_cluster({"driver": TRUSTING, "worker": STRICT, "chief1": STRICT}) as (driver, _, chief):
+        channel = None
+        for name in (
+            not_exposed,
+            "os:system",
+            "torch:load",
+            "builtins:eval",
+            for_chiefs,
+            "backhaul.rref.remote:create",
+        ):
+            with pytest.raises(bh.PermissionDeniedError) as caught:
+                bh.rpc_sync("worker", name, args=("true",))
+            assert (caught.value.worker, caught.value.caller) == ("worker", "driver")
+            assert caught.value.function
+            found = driver.part(Node).peers.find("worker").channel
+            assert channel in (None, found)  # it stays open
+            channel = found
+        with chief:
+            assert bh.rpc_sync("worker", for_chiefs) == "yes"
+
+
+def test_allow_lists() -> None:
+    allow = bh.Options(trusted=False, shutdown_timeout=10, allow={"driver": ["*:echo"], "chief*": ["*"]})
+    with mixed_cluster({"driver": TRUSTING, "worker": allow}):
+        assert bh.rpc_sync("worker", echo, args=(1,)) == ((1,), {})
+        with pytest.raises(bh.PermissionDeniedError, match="allow"):
+            bh.rpc_sync("worker", later, args=(1,))
+
+
+def test_faults(pair: list[bh.Worker]) -> None:
+    with pytest.raises(KeyError) as key:
+        bh.rpc_sync("worker", fail, args=("key",))
+    assert key.value.args == ("k", 3)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        bh.rpc_sync("worker", fail, args=("os",))
+    with pytest.raises(bh.ContextError) as own:
+        bh.rpc_sync("worker", fail, args=("own",))
+    assert (own.value.context, own.value.worker) == (5, "worker")
+    with pytest.raises(ValueError, match="object"):
+        bh.rpc_sync("worker", fail, args=("object",))
+    for how in ("class", "stop"):
+        with pytest.raises(bh.RemoteError) as other:
+            bh.rpc_sync("worker", fail, args=(how,))
+        assert other.value.type_name
+
+
+def test_tracebacks_stay_where_they_are_unless_asked_for() -> None:
+    shown = bh.Options(trusted=False, tracebacks=True, shutdown_timeout=10)
+    with mixed_cluster({"driver": TRUSTING, "quiet": STRICT, "open": shown}):
+        for name, wanted in (("quiet", False), ("open", True)):
+            with pytest.raises(KeyError) as caught:
+                bh.rpc_sync(name, fail, args=("key",))
+            assert isinstance(caught.value.__cause__, bh.RemoteTraceback)
+            assert ("test_untrusted.py" in caught.value.__cause__.text) is wanted
+
+
+def gradients(call: Any, relayed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """One program; with ``call`` local or remote."""
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    first, second = call(both, x, x * 2)
+    y = call(scale, first) + second * relayed(x)
+    return x, (y * y).sum()
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_gradients_are_those_of_autograd(pair: list[bh.Worker], mode: Any) -> None:
+    x, loss = gradients(lambda f, *args: f(*args), lambda x: scale(x) + scale(x * x))
+    expected, expected_weight = torch.autograd.grad(loss, [x, weight])
+
+    def call(function: Any, *args: Any) -> Any:
+        return bh.rpc_sync("worker", function, args=args)
+
+    with bh.context() as ctx:
+        x, loss = gradients(call, lambda x: call(relay, "third", x))
+        ctx.backward(loss, mode=mode, retain_graph=True)
+        torch.testing.assert_close(ctx.grads[x], expected)
+        found: Any = 0
+        for worker in pair[1:]:
+            with worker:
+                found = found + bh.get_gradients(int(ctx))[weight]
+        torch.testing.assert_close(found, expected_weight)
+        assert set(ctx.describe()["workers"]) == {"driver", "worker", "third"}
+        ctx.backward(loss)
+        torch.testing.assert_close(ctx.grads[x], 2 * expected)
+    with bh.context() as ctx:  # again through itself
+        x = torch.ones(3, requires_grad=True)
+        y = bh.rpc_sync("worker", both, args=(x, x))[0].sum()
+        ctx.backward(y, create_graph=True)
+        ctx.backward(ctx.grads[x].sum())
+    assert all(worker.counters["num_autograd_contexts"]() == 0 for worker in pair[:1])
+
+
+class Explosive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise ArithmeticError("boom", 7)
+
+
+@bh.expose
+def explosive(x: torch.Tensor) -> torch.Tensor:
+    return Explosive.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_errors_in_a_pass(pair: list[bh.Worker]) -> None:
+    with bh.context() as ctx:
+        loss = bh.rpc_sync("worker", explosive, args=(torch.ones(2, requires_grad=True),)).sum()
+        with pytest.raises(ArithmeticError) as caught:
+            ctx.backward(loss)
+        assert caught.value.args == ("boom", 7)
+
+
+def test_profiles_leave_them_out(pair: list[bh.Worker]) -> None:
+    with bh.profile():
+        assert bh.rpc_sync("worker", later, args=(1,)) == 2
+
+
+# Limits.
+
+
+def test_calls_of_one_peer_are_limited_and_those_of_others_are_not() -> None:
+    few = bh.Options(max_calls=3, shutdown_timeout=10)  # of those who are trusted too
+    gate.clear()
+    with mixed_cluster({"driver": TRUSTING, "worker": few, "other": TRUSTING}) as (_, worker, other):
+        calls = [bh.rpc_async("worker", wait) for _ in range(3)]
+        for _ in calls:
+            assert started.acquire(timeout=20)
+        with pytest.raises(bh.LimitError) as caught:
+            bh.rpc_sync("worker", later, args=(1,))
+        assert (caught.value.option, caught.value.value, caught.value.worker) == ("max_calls", 3, "worker")
+        with other:
+            assert bh.rpc_sync("worker", later, args=(1,)) == 2
+        gate.set()
+        assert bh.wait_all(calls) == ["done"] * 3
+        assert bh.rpc_sync("worker", later, args=(1,)) == 2
+        assert worker.counters["num_calls_in_flight"]() == 0
+
+
+def test_bytes_in_flight_are_limited() -> None:
+    few = bh.Options(trusted=False, max_bytes_in_flight=1 << 16, shutdown_timeout=10)
+    gate.clear()
+    with mixed_cluster({"driver": TRUSTING, "worker": few}):
+        assert bh.rpc_sync("worker", echo, args=(torch.zeros(1 << 15),))
+        held = bh.rpc_async("worker", wait)
+        assert started.acquire(timeout=20)
+        with pytest.raises(bh.LimitError, match="max_bytes_in_flight"):
+            bh.rpc_sync("worker", echo, args=(torch.zeros(1 << 15),))
+        gate.set()
+        held.wait()
+        assert bh.rpc_sync("worker", echo, args=(torch.zeros(1 << 15),))
+
+
+def open_context(x: torch.Tensor) -> int:
+    context = bh.context().__enter__()
+    bh.rpc_sync("worker", scale, args=(x,))
+    return int(context)
+
+
+def test_tensors_depth_and_contexts_are_limited() -> None:
+    few = bh.Options(trusted=False, max_tensors=4, max_depth=3, max_contexts=2, shutdown_timeout=10)
+    with mixed_cluster({"driver": TRUSTING, "worker": few}) as (driver, _):
+        assert bh.rpc_sync("worker", echo, args=tuple(torch.zeros(4, 2)))
+        with pytest.raises(bh.LimitError, match="max_tensors"):
+            bh.rpc_sync("worker", echo, args=tuple(torch.zeros(5, 2)))
+        assert bh.rpc_sync("worker", echo, args=([[[1]]],))
+        with pytest.raises(bh.LimitError, match="max_depth"):
+            bh.rpc_sync("worker", echo, args=([[[[1]]]],))
+        x = torch.ones(1, requires_grad=True)
+
+        def in_a_context() -> None:
+            with bh.context():
+                bh.rpc_sync("worker", scale, args=(x,))
+
+        for _ in range(5):
+            in_a_context()  # one at a time
+        contexts = [contextvars.copy_context().run(open_context, x) for _ in range(2)]
+        with pytest.raises(bh.LimitError, match="max_contexts"):
+            in_a_context()
+        for context in contexts:
+            driver.part(Engine).release(context)
+        assert bh.rpc_sync("worker", echo) == ((), {})

@@ -1,0 +1,231 @@
+"""Nested plain data: the round trip, and that nothing else comes of anything."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backhaul.autograd.messages import PassSpec, Tally
+from backhaul.errors import BackhaulError, LimitError, ProtocolError, SerializationError
+from backhaul.wire.codec import decode, encode
+from backhaul.wire.messages import TREE, Payload, pack, unpack
+from backhaul.wire.plain import MAX_DEPTH, Tag, restore
+from backhaul.wire.strict import check_payload
+from backhaul.wire.tensors import Part, TensorSpec, TensorTable
+
+LIMIT = 1 << 20
+
+keys = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=()))
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+    | st.sampled_from([torch.float32, torch.int8, torch.device("cpu"), torch.device("cuda", 3), torch.Size([2, 0])])
+)
+hashables = st.recursive(keys, lambda inner: st.frozensets(inner, max_size=3) | st.tuples(inner, inner), max_leaves=5)
+values = st.recursive(
+    hashables,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.sets(hashables, max_size=3)
+        | st.dictionaries(hashables, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def trip(*sent: Any, depth: int | None = None) -> list[Any]:
+    encoded = encode(sent, names=[f"v{n}" for n in range(len(sent))], plain=True)
+    payload = unpack(pack(encoded.payload), Payload)
+    buffers = [bytearray(buffer) for buffer in encoded.buffers]
+    check_payload(payload, buffers, LIMIT)
+    return decode(payload, buffers)
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(a, b) for a, b in zip(one.values(), other.values(), strict=True))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@given(values)
+def test_round_trip(value: Any) -> None:
+    (found,) = trip(value)
+    assert same(found, value)
+    assert same(trip(0, [value])[1], [value])
+
+
+def test_tensors_come_as_they_went() -> None:
+    base = torch.arange(12.0).view(3, 4)
+    index = torch.tensor([[0, 2]])
+    with warnings.catch_warnings(action="ignore"):  # torch calls it a beta
+        csr = torch.eye(3).to_sparse_csr()
+    sent = {
+        "views": [base, base[1], base.t()],
+        "sparse": torch.sparse_coo_tensor(index, torch.ones(2), (4,), check_invariants=True).coalesce(),
+        "csr": csr,
+        "empty": torch.empty(0, 3),
+        "bool": torch.tensor([True, False]),
+        "grad": torch.ones(2, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.zeros(1)),
+    }
+    (found,) = trip(sent)
+    for name in ("sparse", "csr"):
+        assert found[name].layout == sent[name].layout  # type: ignore[attr-defined]
+        assert torch.equal(found[name].to_dense(), sent[name].to_dense())  # type: ignore[attr-defined]
+    for name in ("empty", "bool", "grad", "parameter"):
+        assert torch.equal(found[name], sent[name])  # type: ignore[arg-type]
+        assert found[name].requires_grad == sent[name].requires_grad  # type: ignore[attr-defined]
+    whole, row, turned = found["views"]
+    assert torch.equal(turned, base.t())
+    row.zero_()
+    assert whole[1].sum() == 0  # memory is shared as it was
+    (twice,) = trip([base, base])
+    assert twice[0] is twice[1]
+
+
+def test_records_of_layers_above_are_checked() -> None:
+    spec, tally = PassSpec(1, 2, 3, profiles=(7,)), Tally((1, 2), {3: 4})
+    assert trip([spec, tally]) == [[spec, tally]]
+    wrong = [int(Tag.RECORD), "PassSpec", msgspec.msgpack.encode(["one", 2, 3])]
+    for flat in (wrong, [int(Tag.RECORD), "os.system", b"\x90"], [int(Tag.RECORD), "PassSpec", b"\xff"]):
+        with pytest.raises(ProtocolError):
+            restore([flat], ())
+
+
+class Own:
+    pass
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+class OwnInt(int):
+    pass
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Own(),
+        OwnInt(3),
+        len,
+        lambda: 1,
+        Own,
+        range(3),
+        bytearray(b"x"),
+        torch.nn.Linear(1, 1),
+        ValueError("x"),
+        torch.ones(2).as_subclass(OwnTensor),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_not_plain_is_named(wrong: Any) -> None:
+    with pytest.raises(SerializationError) as caught:
+        trip(1, {"a": [0, wrong]})
+    assert caught.value.path == "v1['a'][1]"
+
+
+def test_depth() -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH):
+        deep = [deep]
+    assert same(trip(deep)[0], deep)
+    with pytest.raises(SerializationError):
+        trip([deep])
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(SerializationError, match="in itself"):
+        trip(circle)
+    encoded = encode([[[[1]]]], names=["v"], plain=True)
+    assert encoded.payload.plain is not None
+    assert restore(encoded.payload.plain, (), 3) == [[[[1]]]]
+    with pytest.raises(LimitError) as caught:
+        restore(encoded.payload.plain, (), 2)
+    assert caught.value.option == "max_depth"
+
+
+# What is made by others.
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(st.sampled_from(list(map(int, Tag))), inner).map(list),
+    max_leaves=20,
+)
+
+
+@given(st.lists(anything, max_size=4))
+def test_anything_is_plain_data_or_a_protocol_error(flat: list[Any]) -> None:
+    try:
+        restore(flat, [torch.ones(1)], 8)
+    except (ProtocolError, LimitError):
+        pass
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_payload_or_a_protocol_error(body: bytes) -> None:
+    try:
+        payload = unpack(body, Payload)
+        check_payload(payload, [], LIMIT)
+        decode(payload, [])
+    except BackhaulError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        Payload(pickle=pickle.dumps([1])),
+        Payload(),
+        Payload(plain=[1], pickle=b"x"),
+        Payload(plain=[1], loose=1),
+        Payload(plain=[1], loose=-2),
+        Payload(plain=[[1, 2]]),
+        Payload(plain=[{"a": 1}]),
+        Payload(plain=[msgspec.msgpack.Ext(1, b"")]),
+    ],
+)
+def test_other_payloads_are_refused(payload: Payload) -> None:
+    with pytest.raises(ProtocolError):
+        check_payload(payload, [], LIMIT)
+
+
+def test_tensors_that_would_harm_are_refused() -> None:
+    def check(part: Part, layout: str = "", buffer: bytes = b"\1\0\0\0", count: int = 1) -> None:
+        table = TensorTable((TensorSpec((0,), layout=layout),), (part,) * count)
+        check_payload(Payload(table, [[0, 0]], loose=TREE), [bytearray(buffer)], LIMIT)
+
+    check(Part(0, "bool", (4,)))
+    with pytest.raises(ProtocolError, match="bools"):
+        check(Part(0, "bool", (4,)), buffer=b"\2\0\0\0")
+    with pytest.raises(ProtocolError, match="quantized or nested"):
+        check(Part(0, "int8", (4,)), layout="nested")
+    with pytest.raises(ProtocolError, match="limit"):
+        check(Part(0, "float32", (1 << 30,), (0,)))
+    with pytest.raises(ProtocolError, match="limit"):
+        check(Part(0, "float32", (1,)), count=LIMIT)
+    with pytest.raises(ProtocolError, match="dtype"):
+        check(Part(0, "qint99", (4,)))
+    expanded = encode([torch.zeros(1).expand(LIMIT)], names=["x"], plain=True)
+    with pytest.raises(ProtocolError, match="limit"):
+        check_payload(expanded.payload, [bytearray(b) for b in expanded.buffers], LIMIT)
+
+
+def test_layers_above_agree_with_the_form_of_payloads() -> None:
+    assert TREE < 0  # as many loose buffers as no pickle has
