@@ -65,14 +65,13 @@ class Checks:
     """What is checked after a run besides what always is. Those that are off cannot hold yet.
 
     Attributes:
-        left_by_lost: Nothing is left of workers that are gone, or could not be reached when a context was released.
-            Needs a failure detector: a worker that was lost without a word is not noticed by those who do not call it,
-            and nobody tells a worker later what it could not be told in time.
+        left_by_lost: No context, pass or call is left of workers that are gone, or could not be reached when a context
+            was released.
         references: Nothing refers to a value any more, even if messages were lost. References that were in a message
             which got lost with its channel are not given up.
     """
 
-    left_by_lost: bool = False
+    left_by_lost: bool = True
     references: bool = False
 
 
@@ -421,7 +420,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20, help="of each seed")
     parser.add_argument("--faults", default=",".join(FAULTS), help="the kinds to draw from, or 'none'")
-    parser.add_argument("--left-by-lost", action="store_true", help="also check what lost workers leave behind")
+    parser.add_argument(
+        "--left-by-lost",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check what lost workers leave behind",
+    )
     parser.add_argument("--references", action="store_true", help="also check references where messages were lost")
     parser.add_argument("--errors", help="show errors that steps raised and in which this expression is found")
     parser.add_argument("--twice", action="store_true", help="run each seed twice, and compare")
@@ -498,7 +502,7 @@ def _command(given: argparse.Namespace, seed: int) -> str:
     text = f"python -m backhaul.testing.simulation --seeds {seed} --workers {given.workers} --steps {given.steps}"
     if given.faults != ",".join(FAULTS):
         text += f" --faults '{given.faults}'"
-    text += " --left-by-lost" if given.left_by_lost else ""
+    text += "" if given.left_by_lost else " --no-left-by-lost"
     return text + (" --references" if given.references else "")
 
 
