@@ -58,6 +58,16 @@ def slow() -> None:
     time.sleep(0.5)
 
 
+promised: list[bh.Future[int]] = []
+
+
+@bh.expose(name="attacked.later")
+@bh.async_execution
+def later() -> bh.Future[int]:
+    promised.append(bh.Future())
+    return promised[-1]
+
+
 @contextlib.contextmanager
 def strict_worker(**limits: int) -> Iterator[list[bh.Worker]]:
     options = bh.Options(trusted=False, shutdown_timeout=10, timeout=PATIENCE, max_frame_bytes=LIMIT, **limits)
@@ -284,6 +294,25 @@ def test_cancelled_calls_do_not_count_any_more() -> None:
         (refused,) = answers(sock)
         assert (refused.kind, refused.number) == (Kind.FAULT, 2)
         while workers[1].counters["num_calls_in_flight"]():
+            time.sleep(0.01)
+        sock.sendall(wire(call("attacked.add", PLAIN, number=3)))
+        assert [(frame.kind, frame.number) for frame in answers(sock)] == [(Kind.REPLY, 3)]
+
+
+def test_what_goes_on_after_a_call_was_cancelled_counts() -> None:
+    with strict_worker(max_calls=1) as workers, member(workers) as sock:
+        in_flight = workers[1].counters["num_calls_in_flight"]
+        sock.sendall(wire(call("attacked.later", Payload(plain=[]))))
+        while not promised:
+            time.sleep(0.01)
+        sock.sendall(wire(Frame(Kind.CANCEL, 0, pack(Cancel((1,))))))
+        while workers[1].part(Node).agent.under_way:
+            time.sleep(0.01)
+        sock.sendall(wire(call("attacked.add", PLAIN, number=2)))
+        assert [(frame.kind, frame.number) for frame in answers(sock)] == [(Kind.FAULT, 2)]
+        assert in_flight() == 1
+        promised.pop().set_result(1)
+        while in_flight():
             time.sleep(0.01)
         sock.sendall(wire(call("attacked.add", PLAIN, number=3)))
         assert [(frame.kind, frame.number) for frame in answers(sock)] == [(Kind.REPLY, 3)]

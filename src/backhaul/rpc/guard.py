@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from backhaul.crew import Task
 from backhaul.errors import BackhaulError, LimitError, PermissionDeniedError, ProtocolError
 from backhaul.rpc.agent import PROFILE, Agent
@@ -170,9 +172,14 @@ class GuardedDispatcher(Dispatcher):
             log.warning("closing the channel to %s: it does not read its replies", channel.peer)
             channel.close()
 
+    def _reply_with_future(self, answer: Answer, done: torch.futures.Future[Any]) -> None:
+        super()._reply_with_future(answer, done)
+        self._give_back(answer)
+
     def _finish(self, answer: Answer) -> None:
         super()._finish(answer)
-        self._give_back(answer)
+        if not answer.later:  # else something goes on for it: cancelling is no way to have more of that at once
+            self._give_back(answer)
 
     def _give_back(self, answer: Answer) -> None:
         charge = vars(answer).pop("charge", 0)  # at once: a call may end, and be cancelled, on two threads
