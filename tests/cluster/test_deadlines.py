@@ -86,7 +86,7 @@ class Block(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        time.sleep(0.5)
+        time.sleep(1.5)
         return grad
 
 

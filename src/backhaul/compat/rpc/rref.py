@@ -18,11 +18,13 @@ from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.compiler import graph_break
 from backhaul.errors import CallTimeoutError, PeerLostError
 from backhaul.rpc.api import rpc_sync
+from backhaul.rpc.node import Node
 from backhaul.rref import handle
 from backhaul.rref.ownership import ForkId, RRefId, maker_of
 from backhaul.rref.registry import RRefs
+from backhaul.types import first_number
 from backhaul.wire.codec import builders, reducers
-from backhaul.worker import Worker
+from backhaul.worker import Worker, current_worker
 
 T = TypeVar("T")
 
@@ -213,7 +215,10 @@ def _limit(timeout: float) -> float | None:
 
 
 def _show(number: int) -> str:
-    return f"GloballyUniqueId(created_on={maker_of(number)}, local_id={number & (1 << 48) - 1})"
+    """An id as the reference shows it: it counts those of each worker from 0."""
+    maker = maker_of(number)
+    first = first_number(current_worker().part(Node).peers.find(maker).record.incarnation)
+    return f"GloballyUniqueId(created_on={maker}, local_id={(number & (1 << 48) - 1) - first})"
 
 
 def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
