@@ -29,12 +29,12 @@ class Drive:
         self.inbox: collections.deque[Task] = collections.deque()  # what it has to do
 
     def account(self, tally: Tally) -> int | None:
-        """Messages were consumed and produced. Returns a lost worker that has to consume one of them, if any."""
+        """Messages were consumed and produced. Returns a lost worker that took part, if any; see ``lose``."""
         with self.lock:
             self.ledger.report(tally.consumed, tally.produced)
             over = self.ledger.over
-            if self.lost:  # it was noticed before this report came
-                for worker in self.ledger.outstanding.values():
+            if self.lost and not over:  # it was noticed before this report came
+                for worker in self.ledger.workers:
                     if worker in self.lost:
                         return worker
         if over:
@@ -42,12 +42,14 @@ class Drive:
         return None
 
     def lose(self, worker: int, reason: str, tally: Tally | None = None) -> bool:
-        """A worker is lost. Whether something was under way there, as far as is known with ``tally``."""
+        """A worker is lost. Whether the pass is, too: if gradients went there, as far as is known with ``tally``. It
+        may have reported what it had not sent yet, so that it is not enough to look for what is under way to it.
+        """
         with self.lock:
             if tally is not None:
                 self.ledger.report(tally.consumed, tally.produced)
             self.lost[worker] = reason
-            return worker in self.ledger.outstanding.values()
+            return worker in self.ledger.workers and not self.ledger.over
 
     def end(self, error: BaseException) -> None:
         """The pass has failed; the first error counts."""
