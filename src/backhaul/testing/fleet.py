@@ -319,7 +319,9 @@ class Fleet:
             left = []
             for name, exam in self.exams(thorough=True).items():
                 counts = {what: n for what, n in exam.left.items() if what not in ignored}
-                counts |= {"futures": exam.futures} if exam.futures else {}
+                # A reference that is left may wait for its value.
+                waiting = exam.futures if len(counts) == len(exam.left) else 0
+                counts |= {"futures": waiting} if waiting else {}
                 counts |= {"shm_lent": exam.shm_lent} if exam.shm_lent else {}
                 left += [f"{name} {what} {n}" for what, n in counts.items()]
             if not left or time.monotonic() > deadline:

@@ -1,8 +1,8 @@
 """Worker processes killed or stopped at every stage of a step, and at random times; each step is accounted for.
 
 ``python -m backhaul.testing.kills --count 200`` kills two hundred. After each: the step had the gradients of plain
-autograd or raised an error of Backhaul's, in time; the others go on with right steps, and nothing of it is left in them; then
-another worker takes the place of the dead one, and the next step is right with it, too.
+autograd or raised an error of Backhaul's, in time; the others go on with right steps, and nothing of it is left in
+them; then another worker takes the place of the dead one, and the next step is right with it, too.
 """
 
 from __future__ import annotations
