@@ -339,6 +339,8 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     given = _parse(arguments)
     notice = given.notice if given.notice != "auto" else "heartbeat" if has_heartbeats() else "timeout"
     chosen = tuple(name for name in Setting.stages if given.stages in name)
+    if given.stop:  # who has taken or sent half of something out of turn cannot go on
+        chosen = tuple(name for name in chosen if "half" not in name)
     setting = Setting(
         given.count,
         given.workers,

@@ -151,9 +151,11 @@ def _while_it_waits(how: signal.Signals) -> None:
     call = trials._call
 
     def watch(pending: Any) -> None:
-        while not pending:
+        until = time.monotonic() + 5.0
+        while not pending and time.monotonic() < until:
             time.sleep(0)
-        die(how)
+        if pending:
+            die(how)
 
     def calling(*args: Any) -> list[torch.Tensor]:
         pending = current_worker().part(Node).agent.pending
