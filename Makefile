@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test lint types browser bench memory reference sim format clean
+.PHONY: help env run test lint types browser bench memory reference sim kills fuzz soak format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -76,6 +76,16 @@ WORKERS := 8
 
 sim: env ## Run random steps under random faults in simulation; SEEDS, STEPS, WORKERS, ARGS
 	@$(BIN)/python -W ignore -m backhaul.testing.simulation --seeds $(SEEDS) --steps $(STEPS) --workers $(WORKERS) $(ARGS)
+
+# Of these, too, a part runs with the tests.
+kills: env ## Kill worker processes at every stage of a step; ARGS such as --count 200, --stop
+	@$(BIN)/python -u -W ignore -m backhaul.testing.kills $(ARGS)
+
+fuzz: env ## Feed broken input to all that reads bytes of others; ARGS such as --inputs 10000000, --minutes 5
+	@$(BIN)/python -u -W ignore -m backhaul.testing.fuzz $(ARGS)
+
+soak: env ## Mixed traffic with a kill every few seconds, and what it costs over time; ARGS such as --minutes 10
+	@$(BIN)/python -u -W ignore -m backhaul.testing.soak $(ARGS)
 
 format: env ## Fix what can be fixed, and format
 	$(BIN)/ruff check --fix .

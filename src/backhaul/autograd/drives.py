@@ -31,7 +31,7 @@ class Drive:
         self.inbox: collections.deque[Task] = collections.deque()  # what it has to do
 
     def account(self, tally: Tally) -> PeerLostError | None:
-        """Messages were consumed and produced. Returns an error if a lost worker has to consume one of them."""
+        """Messages were consumed and produced. Returns an error if a lost worker took part; see ``lose``."""
         with self.lock:
             self.ledger.report(tally.consumed, tally.produced)
             over = self.ledger.over
@@ -43,7 +43,10 @@ class Drive:
         return None
 
     def lose(self, worker: int, name: str, reason: str, tally: Tally | None = None) -> PeerLostError | None:
-        """A worker is lost. Returns an error if something was under way there, as far as is known with ``tally``."""
+        """A worker is lost. Returns an error if the pass is, too: if gradients went there, as far as is known with
+        ``tally``. It may have reported what it had not sent yet, so that it is not enough to look for what is under way
+        to it.
+        """
         with self.lock:
             if tally is not None:
                 self.ledger.report(tally.consumed, tally.produced)
@@ -51,8 +54,10 @@ class Drive:
             return self._missed(worker)
 
     def _missed(self, lost: int) -> PeerLostError | None:
+        if self.ledger.over or lost not in self.ledger.workers:
+            return None
         messages = tuple(m for m, worker in self.ledger.outstanding.items() if worker == lost)
-        return loss_of(self.spec, *self.lost[lost], messages) if messages else None
+        return loss_of(self.spec, *self.lost[lost], messages)
 
     def end(self, error: BaseException) -> None:
         """The pass has failed; the first error counts."""

@@ -624,7 +624,7 @@ class Engine:
         for context in self.container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):
                 # The driver may never have spoken to that worker; it knows whether something was under way there.
-                if lost in run.sent_to and run.spec.driver not in (self.id, lost):
+                if (lost in run.sent_to or lost in context.known) and run.spec.driver not in (self.id, lost):
                     report = Report(run.spec, merge(run.entrusted.get(lost, ())), lost=lost, reason=reason)
                     self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
         if not self.worker.closed:

@@ -60,7 +60,7 @@ class Journal:
         """
         with self._lock:
             self._at_hand -= 1
-            if self._at_hand or not (self._consumed or self._channels):
+            if self._at_hand or not (self._consumed or self._produced or self._channels):
                 return _NOTHING
             channels = self._channels
             if channels:
@@ -68,7 +68,7 @@ class Journal:
             return self._take(), channels
 
     def _take(self) -> Tally | None:
-        if not self._consumed:
+        if not self._consumed and not self._produced:
             return None
         tally = Tally(tuple(self._consumed), self._produced)
         self._consumed, self._produced = [], {}

@@ -35,7 +35,8 @@ class Outcome(NamedTuple):
     """A group has run, or gone some way.
 
     Attributes:
-        tally: The messages it consumed, and all it produced with the workers they go to; None if it is not done.
+        tally: The messages it consumed, and all it produced with the workers they go to. A group that is not done has
+            consumed none; that it has produced some the driver should know, in case a worker they go to is lost.
         fired: Gradients to send.
     """
 
@@ -268,7 +269,8 @@ class Run:
             return [self._run(group, here)]
         fired, over = gathering.stepper.feed(here)
         if not over:
-            return [Outcome(None, fired)]
+            produced: dict[int, int] = {recv.message: recv.sender for recv, _ in fired}
+            return [Outcome(Tally((), produced) if produced else None, fired)]
         if not self.spec.retain:
             self._spend(gathering.active)
         return [Outcome(Tally(tuple(gathering.active), gathering.stepper.produced), fired)]

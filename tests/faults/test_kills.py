@@ -1,0 +1,76 @@
+"""Worker processes that are killed or stopped: a sample of ``make kills``, and what it has found."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from backhaul.autograd.drives import Drive
+from backhaul.autograd.journal import Journal
+from backhaul.autograd.messages import PassSpec, Tally
+from backhaul.runtime import Runtime
+from backhaul.testing.kills import RANDOM, Outcome, Setting, run, table
+
+SAMPLE = (
+    "request half read",
+    "reply: half",
+    "backward: gradients not read",
+    "backward: gradients sent: after",
+    "backward: report: before",
+    "driver: first gradients: half",
+    RANDOM,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+
+
+@pytest.mark.timeout(240)
+def test_workers_that_are_killed() -> None:
+    verdict = run(Setting(len(SAMPLE), stages=SAMPLE, seed=1))
+    assert verdict.problems == []
+    assert [outcome.stage for outcome in verdict.outcomes if outcome.reached]
+    assert len(table(verdict.outcomes)) == 1 + len(SAMPLE)
+
+
+@pytest.mark.timeout(240)
+def test_a_worker_that_is_stopped_and_goes_on() -> None:
+    """Without heartbeats it is the timeout of a call that tells."""
+    verdict = run(Setting(1, stages=("handler begins",), how=signal.SIGSTOP))
+    assert verdict.problems == []
+    assert isinstance(verdict.outcomes[0], Outcome)
+
+
+def drive() -> Drive:
+    return Drive(PassSpec(1, 0, 1), None, Runtime())  # type: ignore[arg-type]
+
+
+def test_a_worker_that_reported_what_it_had_not_sent_yet_takes_the_pass_with_it() -> None:
+    """Message 8 is on the account of worker 3, but worker 2 died before it was sent."""
+    passing = drive()
+    assert passing.account(Tally((0,), {7: 2})) is None
+    assert passing.account(Tally((7,), {8: 3})) is None
+    assert not passing.lose(4, "never took part")
+    assert passing.lose(2, "gone")
+
+
+def test_a_worker_lost_before_its_report_came_by_another_way() -> None:
+    passing = drive()
+    assert not passing.lose(2, "gone")
+    assert passing.account(Tally((0,), {7: 2})) == 2
+
+
+def test_a_worker_that_is_lost_when_all_is_done_harms_nobody() -> None:
+    passing = drive()
+    passing.account(Tally((0,), {7: 2}))
+    passing.account(Tally((7,), {}))
+    assert not passing.lose(2, "gone")
+
+
+def test_what_a_group_that_is_not_done_has_produced_is_reported() -> None:
+    """The driver has to know where its gradients went, should a worker there be lost."""
+    journal = Journal()
+    journal.begin()
+    journal.add(Tally((), {7: 2}))
+    tally, _ = journal.end()
+    assert tally == Tally((), {7: 2})
