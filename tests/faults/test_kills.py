@@ -50,21 +50,23 @@ def test_a_worker_that_reported_what_it_had_not_sent_yet_takes_the_pass_with_it(
     passing = drive()
     assert passing.account(Tally((0,), {7: 2})) is None
     assert passing.account(Tally((7,), {8: 3})) is None
-    assert not passing.lose(4, "never took part")
-    assert passing.lose(2, "gone")
+    assert not passing.lose(4, "four", "never took part")
+    assert passing.lose(2, "two", "gone")
 
 
 def test_a_worker_lost_before_its_report_came_by_another_way() -> None:
     passing = drive()
-    assert not passing.lose(2, "gone")
-    assert passing.account(Tally((0,), {7: 2})) == 2
+    assert not passing.lose(2, "two", "gone")
+    loss = passing.account(Tally((0,), {7: 2}))
+    assert loss is not None
+    assert (loss.worker, loss.messages) == ("two", (7,))
 
 
 def test_a_worker_that_is_lost_when_all_is_done_harms_nobody() -> None:
     passing = drive()
     passing.account(Tally((0,), {7: 2}))
     passing.account(Tally((7,), {}))
-    assert not passing.lose(2, "gone")
+    assert not passing.lose(2, "two", "gone")
 
 
 def test_what_a_group_that_is_not_done_has_produced_is_reported() -> None:

@@ -21,12 +21,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import torch
 
 from backhaul.rpc.api import rpc_async, rpc_sync
 from backhaul.rpc.futures import Future, wait_all
 from backhaul.rpc.node import Node, describe, start_node
-from backhaul.rpc.peers import WorkerRecord
+from backhaul.rpc.roster import WorkerRecord
 from backhaul.testing.leaks import take_snapshot
 from backhaul.testing.trials import forget_states
 from backhaul.transport.addresses import host_identity
@@ -110,13 +111,13 @@ def _memory() -> int:
 
 def meet(record: WorkerRecord) -> None:
     """Know a worker from now on, in the place of one that had its name."""
-    peers = current_worker().part(Node).peers
-    peers.dismiss(record.id)
-    peers.admit(record)
+    problem = current_worker().part(Node).peers.admit(record)
+    if problem:
+        raise RuntimeError(problem)
 
 
 def _start(
-    name: str, number: int, secret: bytes, options: Options
+    name: str, number: int, secret: bytes, options: Options, epoch: int
 ) -> tuple[WorkerRecord, Callable[[list[WorkerRecord]], Node]]:
     """A worker's record, and what makes the worker once the others' are known."""
     endpoint = SocketEndpoint(
@@ -126,8 +127,8 @@ def _start(
         limit=options.max_frame_bytes,
         shm_bytes=options.shm_bytes,
     )
-    own = describe(name, number, endpoint, options, host=host_identity())
-    return own, lambda records: start_node(own, [*records, own], endpoint, options, open_to_others=True)
+    own = msgspec.structs.replace(describe(name, number, endpoint, options, host=host_identity()), epoch=epoch)
+    return own, lambda records: start_node(own, [*records, own], endpoint, options)
 
 
 # The other processes.
@@ -145,13 +146,13 @@ def die(how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), how)
 
 
-def _live(pipe: Connection, name: str, number: int, secret: bytes, options: Options) -> None:
+def _live(pipe: Connection, name: str, number: int, secret: bytes, options: Options, epoch: int) -> None:  # noqa: PLR0917
     global _pipe
     _pipe = pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     gc.freeze()  # so that collecting costs only what the worker has made
-    own, start = _start(name, number, secret, options)
+    own, start = _start(name, number, secret, options, epoch)
     pipe.send(own)
     with contextlib.suppress(EOFError, OSError):
         node = start(pipe.recv())
@@ -165,14 +166,14 @@ def _live(pipe: Connection, name: str, number: int, secret: bytes, options: Opti
 class _Member:
     """One of the other processes, as the first sees it."""
 
-    def __init__(self, name: str, number: int, secret: bytes, options: Options) -> None:
+    def __init__(self, name: str, number: int, secret: bytes, options: Options, epoch: int = 0) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["backhaul.testing.fleet"])
         self.name = name
         self.number = number
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
-            target=_live, args=(theirs, name, number, secret, options), name=f"fleet-{name}", daemon=True
+            target=_live, args=(theirs, name, number, secret, options, epoch), name=f"fleet-{name}", daemon=True
         )
         self.process.start()
         theirs.close()
@@ -220,11 +221,12 @@ class Fleet:
         self._secret = secrets.token_bytes(32)
         self._names = {number: f"worker{number}" for number in range(1, workers + 1)}
         self._members: dict[str, _Member] = {}
+        self._epoch = 0  # how often a worker was replaced
         self._node: Node | None = None
 
     def __enter__(self) -> Fleet:
         try:
-            own, start = _start(DRIVER, 0, self._secret, self._options)
+            own, start = _start(DRIVER, 0, self._secret, self._options, 0)
             for number, name in self._names.items():
                 self._members[name] = _Member(name, number, self._secret, self._options)
             records = [own, *(member.record for member in self._members.values())]
@@ -291,7 +293,8 @@ class Fleet:
     def replace(self, name: str) -> None:
         """Start a new worker in the place of one that was buried."""
         (number,) = (number for number, known in self._names.items() if known == name)
-        member = _Member(name, number, self._secret, self._options)
+        self._epoch += 1
+        member = _Member(name, number, self._secret, self._options, self._epoch)
         try:
             member.start([self.worker.part(Node).peers.own.record, *(m.record for m in self._members.values())])
             meet(member.record)

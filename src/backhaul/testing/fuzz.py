@@ -39,7 +39,7 @@ from backhaul.autograd.messages import (
     Tally,
 )
 from backhaul.errors import AuthenticationError, ProtocolError
-from backhaul.rpc.peers import WorkerRecord
+from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport import handshake, shm
 from backhaul.transport.handshake import ClientHandshake, ServerHandshake
 from backhaul.transport.slots import Budget
@@ -190,7 +190,7 @@ def _samples() -> list[list[Any]]:
 
 def _frames() -> list[Frame]:
     found = [
-        Frame(Kind.HELLO, 0, pack(Hello(0, "nobody", "1", "attacked", "2"))),
+        Frame(Kind.HELLO, 0, pack(Hello("attacked", "2", b"nobody"))),
         Frame(Kind.REPLY, 12, b"nothing", [bytes(300), b"", bytes(70)]),
         Frame(Kind.REPLY, 12, b"", [bytes(40_000)]),
         Frame(Kind.READY),
@@ -299,7 +299,7 @@ _SPEC = PassSpec(ContextId(1 << 48), 1, 2, profiles=(3,))
 _NOTE = Note(ContextId(1 << 48), MessageId(7), (0, 2), (1, 2, 3))
 _PAYLOAD = Payload(plain=[1, "two", 3.0])
 _MESSAGES: tuple[msgspec.Struct, ...] = (
-    Hello(1, "a", "b", "c", "d", b"record"),
+    Hello("c", "d", b"record"),
     Refuse("no"),
     Request("operator:add", _PAYLOAD, True, {"autograd": b"note"}),
     Reply(_PAYLOAD, {"rref": b"note"}),
@@ -437,7 +437,7 @@ class Client(Server):
 def _plain_target() -> Target | None:
     """The strict encoding for peers that are not trusted, where it is there."""
     try:
-        from backhaul.wire import plain  # type: ignore[attr-defined]
+        from backhaul.wire import plain
     except ImportError:
         return None
     errors: tuple[type[BaseException], ...] = (ProtocolError,)

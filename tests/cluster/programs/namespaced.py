@@ -36,6 +36,7 @@ def main() -> None:
         transport="tcp",
         bind=bind,
         secret="of the namespaces",
+        allow_plain=True,
         init_method=f"file://{folder}/store",
         backward_timeout=3.0,
         connect_timeout=2.0,
