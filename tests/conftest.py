@@ -7,12 +7,16 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import signal
 
 import pytest
 import torch
 import torch.distributed
 
 pytest_plugins = ["backhaul.testing.leaks"]
+
+# A shell that starts the tests in the background lets them ignore it; some of them, and programs they start, must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
