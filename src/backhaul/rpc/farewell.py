@@ -134,9 +134,9 @@ class Farewell:
         return self._advance(channel, lambda roundup, who: roundup.counted(who, tally.wave, tally.sent, tally.served))
 
     def _on_count(self, channel: Channel, frame: Frame) -> Task | None:
+        wave = unpack(frame.body, Count).wave
         if not self._is_leader(channel):
             return None
-        wave = unpack(frame.body, Count).wave
 
         def answer() -> None:
             tally = Tally(wave, self._agent.sent, self._dispatcher.served)
