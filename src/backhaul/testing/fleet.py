@@ -81,9 +81,7 @@ def examine(thorough: bool = False) -> Exam:
     worker = current_worker()
     futures = -1
     if thorough:
-        gc.collect()
-        # By type: some objects warn when they are asked for their class.
-        futures = sum(issubclass(type(thing), Future) and not thing.done() for thing in gc.get_objects())
+        futures = _undone()
     seen = take_snapshot()
     sockets = sum("socket:[" in text for _, text in seen.descriptors)
     return Exam(
@@ -97,6 +95,13 @@ def examine(thorough: bool = False) -> Exam:
         _memory(),
         futures,
     )
+
+
+def _undone() -> int:
+    """Futures of this process that are not done."""
+    gc.collect()
+    # By type: some objects warn when they are asked for their class.
+    return sum(issubclass(type(thing), Future) and not thing.done() for thing in gc.get_objects())
 
 
 def _memory() -> int:
@@ -222,9 +227,11 @@ class Fleet:
         self._names = {number: f"worker{number}" for number in range(1, workers + 1)}
         self._members: dict[str, _Member] = {}
         self._epoch = 0  # how often a worker was replaced
+        self._undone = 0  # futures that others in this process have left
         self._node: Node | None = None
 
     def __enter__(self) -> Fleet:
+        self._undone = _undone()
         try:
             own, start = _start(DRIVER, 0, self._secret, self._options, 0)
             for number, name in self._names.items():
@@ -323,8 +330,9 @@ class Fleet:
             for name, exam in self.exams(thorough=True).items():
                 counts = {what: n for what, n in exam.left.items() if what not in ignored}
                 # A reference that is left may wait for its value.
-                waiting = exam.futures if len(counts) == len(exam.left) else 0
-                counts |= {"futures": waiting} if waiting else {}
+                own = exam.futures - (self._undone if name == DRIVER else 0)
+                waiting = own if len(counts) == len(exam.left) else 0
+                counts |= {"futures": waiting} if waiting > 0 else {}
                 counts |= {"shm_lent": exam.shm_lent} if exam.shm_lent else {}
                 left += [f"{name} {what} {n}" for what, n in counts.items()]
             if not left or time.monotonic() > deadline:
