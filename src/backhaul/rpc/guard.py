@@ -164,6 +164,8 @@ class GuardedDispatcher(Dispatcher):
 
     def _send(self, answer: Answer, frame: Frame) -> None:
         channel = answer.channel
+        if not channel.backlog:
+            self._give_back(answer)  # before: who has the reply may call again at once
         try:
             super()._send(answer, frame)
         finally:
