@@ -58,6 +58,9 @@ class PeerLostError(BackhaulError, ConnectionError):
     Attributes:
         reason: Why the peer is thought lost.
         function: Label of the function whose call failed, if a call was waiting.
+        context: Of a backward pass that failed: its context.
+        number: Likewise: which pass of its driver it was.
+        messages: Likewise: the messages whose gradients were due at that worker.
     """
 
     def __init__(
@@ -67,10 +70,16 @@ class PeerLostError(BackhaulError, ConnectionError):
         worker: str | None = None,
         reason: str | None = None,
         function: str | None = None,
+        context: int | None = None,
+        number: int | None = None,
+        messages: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message, worker=worker)
         self.reason = reason
         self.function = function
+        self.context = context
+        self.number = number
+        self.messages = messages
 
 
 class AuthenticationError(BackhaulError, ConnectionError):

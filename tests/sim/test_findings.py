@@ -145,3 +145,24 @@ def test_a_driver_that_has_come_back() -> None:
         cluster.sleep(1.0)
         cluster.start("worker0")
         cluster.run("worker0", step).result()
+
+
+def test_a_reference_whose_value_is_lost() -> None:
+    """Seed 25: passing it on said that it cannot be sent, and not why."""
+    with SimCluster(3, seed=1) as cluster:
+        agent = cluster.nodes["worker0"].agent
+
+        def break_down(pending: Pending, send: Callable[[], None]) -> None:
+            raise ChannelBrokenError("broken")
+
+        def program() -> str | None:
+            agent.outlet = break_down
+            rref = bh.remote("worker1", torch.ones, args=(1,))
+            agent.outlet = None
+            try:
+                bh.rpc_sync("worker2", relay, args=(rref,))
+            except bh.PeerLostError as error:
+                return error.worker
+            return None
+
+        assert cluster.run("worker0", program).result() == "worker1"

@@ -41,13 +41,15 @@ class Drive:
             self.gate.open()
         return None
 
-    def lose(self, worker: int, reason: str, tally: Tally | None = None) -> bool:
-        """A worker is lost. Whether something was under way there, as far as is known with ``tally``."""
+    def lose(self, worker: int, reason: str) -> None:
+        """A worker is lost."""
         with self.lock:
-            if tally is not None:
-                self.ledger.report(tally.consumed, tally.produced)
             self.lost[worker] = reason
-            return worker in self.ledger.outstanding.values()
+
+    def due_at(self, worker: int) -> list[int]:
+        """The messages that are under way there, as far as is known."""
+        with self.lock:
+            return [message for message, at in self.ledger.outstanding.items() if at == worker]
 
     def end(self, error: BaseException) -> None:
         """The pass has failed; the first error counts."""

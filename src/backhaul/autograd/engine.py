@@ -17,19 +17,19 @@ from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.drives import Drive
 from backhaul.autograd.functions import ROOTS, Grads, MessageId
+from backhaul.autograd.losses import Losses
 from backhaul.autograd.messages import (
     Abort,
     AutogradKind,
     Gradient,
     Gradients,
-    Know,
     PassSpec,
     Release,
     Report,
     Tally,
 )
 from backhaul.autograd.outbox import Outbox, Parcels, key_of
-from backhaul.autograd.passes import Plan, Summary
+from backhaul.autograd.planning import Planner, orders_for
 from backhaul.autograd.recording import Recorder, enter, leave, record_recv
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
@@ -38,11 +38,9 @@ from backhaul.errors import (
     BackwardTimeoutError,
     ContextError,
     GraphFreedError,
-    PeerLostError,
     UnknownContextError,
 )
 from backhaul.rpc.node import Node
-from backhaul.rpc.peers import Peer
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.codec import load, tensors_of
 from backhaul.wire.faults import decode_fault, encode_fault
@@ -77,8 +75,8 @@ class Engine:
         node.worker.on_frame(AutogradKind.REPORT, self._on_report)
         node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
         node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
-        node.worker.on_frame(AutogradKind.KNOW, self._on_know)
-        node.peers.on_lost(self._on_lost)
+        self._planner = Planner(self)
+        self._losses = Losses(self, node.worker, node.peers)
 
     def attach(self) -> None:
         """Make this the engine of its worker."""
@@ -214,7 +212,7 @@ class Engine:
         """What this worker left to others to pass on to the driver."""
         context = self.container.find(spec.context)
         run = context.runs.get((spec.driver, spec.number)) if context is not None else None
-        return merge([tally for tallies in run.entrusted.values() for tally in tallies] if run is not None else ())
+        return run.told() if run is not None else Tally()
 
     def _call(self, worker: int, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
         """Call one of our own functions on a worker; that is not part of any context."""
@@ -236,7 +234,7 @@ class Engine:
 
     def _send_abort(self, spec: PassSpec, workers: Iterable[int]) -> None:
         for worker in set(workers) - {self.id}:
-            self._post(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
+            self.post(worker, Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
 
     # Sources and groups.
 
@@ -275,7 +273,7 @@ class Engine:
     def _ask_for_orders(self, run: Run, source: MessageId) -> None:
         spec = run.spec
         if spec.driver == self.id:
-            self._follow(run, source, lambda: self.orders_for(spec.context, spec.number, self.id))
+            self._follow(run, source, lambda: self._planner.orders_for(spec.context, spec.number, self.id))
             return
         token = enter(None)
         try:
@@ -308,27 +306,31 @@ class Engine:
             observer = self.worker.observer if spec.profiles else None
             if observer is not None:
                 observer.report(spec.profiles, spec.driver, out=True)
-            self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(Report(spec, tally))))
+            run.entrusted.setdefault(spec.driver, []).append(tally)
+            self.post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(Report(spec, tally))))
 
     def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
         """Something went wrong here: let go of the pass and tell the driver."""
         if not run.failed:
             run.failed = True
-            self._complain(run.spec, source, error)
+            run.complaint = self._complain(run.spec, source, error)
 
-    def _complain(self, spec: PassSpec, source: MessageId, error: BaseException) -> None:
+    def _complain(self, spec: PassSpec, source: MessageId, error: BaseException) -> Frame | None:
+        """Tell the driver what went wrong; returns what was sent, to be sent again if it is lost with its channel."""
         error.add_note(_where(spec, source, self.worker.name))
         if spec.driver == self.id:
             drive = self.drives.get((spec.context, spec.number))
             if drive is not None:
                 drive.end(error)
-            return
+            return None
         fault, encoded = encode_fault(error, self.worker.name)
         report = Report(spec, message=source, fault=fault)
         buffers = encoded.buffers if encoded is not None else ()
-        self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
+        frame = Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded)
+        self.post(spec.driver, frame)
+        return frame
 
-    def _post(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
+    def post(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
         """Send a frame to a worker that may be gone; soon: nobody waits for it, so that it may go with others."""
         try:
             peer = self.agent.peers.find(worker)
@@ -339,13 +341,6 @@ class Engine:
                 channel.send(frame, timeout=0)
         except (ChannelClosedError, BackhaulError) as error:
             log.debug("worker '%s' was not told: %s", self.name_of(worker), error)
-
-    def _answer(self, channel: Channel, frame: Frame) -> None:
-        """Send a frame where another came from; if that is gone, whoever asked knows it."""
-        try:
-            channel.send(frame, timeout=0)
-        except ChannelClosedError as error:
-            log.debug("%s was not answered: %s", channel.peer, error)
 
     # Frames.
 
@@ -361,7 +356,7 @@ class Engine:
         if run is None:
             if spec.driver == self.id:
                 return None  # the pass is over
-            run = self._run_of(context, spec)
+            run = self.run_of(context, spec)
         run.journal.begin()
         drive, tally = run.drive, message.tally
         if tally is not None:
@@ -479,7 +474,7 @@ class Engine:
             message=source,
         )
 
-    def _run_of(self, context: Context, spec: PassSpec) -> Run:
+    def run_of(self, context: Context, spec: PassSpec) -> Run:
         """This worker's share of a pass, made at the first use. Those that are over are let go."""
         key = spec.driver, spec.number
         with context.lock:
@@ -504,9 +499,9 @@ class Engine:
             if drive is not None:
                 self._account(drive, report.tally)
             return None
-        return functools.partial(self._take_fault, report, frame)
+        return functools.partial(self._take_fault, channel, report, frame)
 
-    def _take_fault(self, report: Report, frame: Frame) -> None:
+    def _take_fault(self, channel: Channel, report: Report, frame: Frame) -> None:
         drive = self.drives.get((report.spec.context, report.spec.number))
         if drive is None:
             return
@@ -516,13 +511,14 @@ class Engine:
             if where not in getattr(error, "__notes__", ()):  # it could not travel itself
                 error.add_note(where)
             drive.end(error)
-        elif drive.lose(report.lost, report.reason, report.tally):
-            drive.end(self._loss(drive.spec, self.agent.peers.find(report.lost), report.reason))
+        else:
+            peer = self.agent.peers.of(channel)
+            self._losses.take(drive, report, peer.record.id if peer is not None else -1)
 
     def _account(self, drive: Drive, tally: Tally) -> None:
         missed = drive.account(tally)
         if missed is not None:
-            drive.end(self._loss(drive.spec, self.agent.peers.find(missed), drive.lost[missed]))
+            self._losses.end(drive, missed)
 
     def _on_abort(self, channel: Channel, frame: Frame) -> None:
         spec = unpack(frame.body, Abort).spec
@@ -538,73 +534,6 @@ class Engine:
             known, run.failed, run.aborted = run.aborted, True, True
         if not known:
             self._send_abort(spec, run.sent_to)
-
-    def _on_know(self, channel: Channel, frame: Frame) -> Task | None:
-        """A worker has a context of ours, and who brought it there is gone: tell it when that is over."""
-        peer, number = self.agent.peers.of(channel), unpack(frame.body, Know).context
-        context = self.container.find(number)
-        if peer is None or (context is not None and context.know(peer.record.id)):
-            return None
-        return functools.partial(self._answer, channel, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
-
-    def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        lost = peer.record.id
-        for context in self.container.select(lambda context: lost in context.known):
-            driver, _ = split(context.id)
-            if driver != self.id:  # if it is the lost one, perhaps only the channel is, and with it that all is over
-                self._post(driver, Frame(AutogradKind.KNOW, 0, pack(Know(context.id))))
-        for context in self.container.select(lambda context: bool(context.runs)):
-            for run in list(context.runs.values()):
-                # The driver may never have spoken to that worker; it knows whether something was under way there.
-                if lost in run.sent_to and run.spec.driver not in (self.id, lost):
-                    report = Report(run.spec, merge(run.entrusted.get(lost, ())), lost=lost, reason=reason)
-                    self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
-        for drive in list(self.drives.values()):
-            if drive.lose(lost, reason):
-                drive.end(self._loss(drive.spec, peer, reason))
-
-    def _loss(self, spec: PassSpec, peer: Peer, reason: str) -> PeerLostError:
-        return PeerLostError(
-            f"lost worker '{peer.info.name}' in the backward pass of context {spec.context}: {reason}",
-            worker=peer.info.name,
-            reason=reason,
-        )
-
-    # The plan.
-
-    def orders_for(self, context: int, number: int, worker: int) -> tuple[Any, ...]:
-        """At the driver: what the plan says about ``worker``; the plan is made at the first question."""
-        drive = self.drives.get((context, number))
-        if drive is None:
-            raise ContextError(f"pass {number} of context {context} is over", context=context)
-        with drive.planning:
-            if drive.plan is None:
-                self._make_plan(drive)
-        plan = drive.plan
-        assert plan is not None
-        active = frozenset(plan.active.get(worker, ()))
-        circular = frozenset(plan.circular.get(worker, ()))
-        return active, circular, None if plan.useful is None else frozenset(plan.useful)
-
-    def _make_plan(self, drive: Drive) -> None:
-        plan = Plan(self.id, drive.run.leads_to_inputs() if drive.spec.restricted else None)
-        while missing := plan.missing():
-            calls = {}
-            token = enter(None)
-            try:
-                for worker in missing - {self.id}:
-                    calls[worker] = self.agent.call_async(worker, summary_of, (drive.spec,), None, 0, mode="internal")
-            finally:
-                leave(token)
-            if self.id in missing:
-                plan.add(self.id, drive.run.summary())
-            for worker, call in calls.items():
-                plan.add(worker, call.wait())
-        drive.plan = plan
-
-    def summary_of(self, spec: PassSpec) -> Summary:
-        """What the driver of a pass needs to know of this worker's graph."""
-        return self._run_of(self.container.get(spec.context), spec).summary()
 
     # The end of a context.
 
@@ -624,17 +553,12 @@ class Engine:
             soon, self._released_at = now < self._released_at + _CLOSELY, now
             frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
             for worker in told:
-                self._post(worker, frame, soon=soon)
+                self.post(worker, frame, soon=soon)
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
         peer = self.agent.peers.of(channel)
         known = peer.record.id if peer is not None else -1
         return functools.partial(self.release, unpack(frame.body, Release).context, known)
-
-
-def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
-    """Called on the driver of a pass; see ``Engine.orders_for``."""
-    return current_worker().part(Engine).orders_for(context, number, worker)
 
 
 def entrusted_by(spec: PassSpec) -> Tally:
@@ -644,18 +568,3 @@ def entrusted_by(spec: PassSpec) -> Tally:
 
 def _where(spec: PassSpec, source: int, worker: str) -> str:
     return f"in the backward pass of context {spec.context}, message {source}, on worker '{worker}'"
-
-
-def merge(tallies: Iterable[Tally]) -> Tally:
-    """All of them in one."""
-    consumed: list[int] = []
-    produced: dict[int, int] = {}
-    for tally in tallies:
-        consumed += tally.consumed
-        produced |= tally.produced
-    return Tally(tuple(consumed), produced)
-
-
-def summary_of(spec: PassSpec) -> Summary:
-    """Called by the driver of a pass; see ``Engine.summary_of``."""
-    return current_worker().part(Engine).summary_of(spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from backhaul.autograd.container import Container
@@ -67,7 +67,7 @@ class Outbox:
             parcel = parcels.get(to)
             if parcel is None or parcel.nbytes + nbytes > _SMALL:
                 if parcel is not None:
-                    self._send(run, to, self._frame(run, to, parcel))
+                    self._send(run, to, parcel)
                 parcel = parcels[to] = _Parcel()
             parcel.nbytes += nbytes
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
@@ -75,12 +75,12 @@ class Outbox:
             parcel.keep.append(encoded.keep)
             if parcel.nbytes > _SMALL or len(parcel.gradients) >= TOGETHER:
                 del parcels[to]
-                self._send(run, to, self._frame(run, to, parcel))
+                self._send(run, to, parcel)
 
     def ship(self, run: Run, parcels: Parcels) -> None:
         """Send what has been put there."""
         for to, parcel in parcels.items():
-            self._send(run, to, self._frame(run, to, parcel))
+            self._send(run, to, parcel)
 
     def send(self, run: Run, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
@@ -98,9 +98,8 @@ class Outbox:
             parcel = _Parcel()
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
             parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
-            frame = self._frame(run, recv.sender, parcel)
-            observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
-            self._send(run, recv.sender, frame)
+            nbytes = self._send(run, recv.sender, parcel)
+            observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, nbytes)
 
     def _encode(self, run: Run, recv: Recv, grads: Grads) -> tuple[Encoded, Note | None]:
         if run.failed:
@@ -124,12 +123,13 @@ class Outbox:
         tally = None
         if driver != self._id:
             tally = run.journal.take_along(to == driver)
-            if tally is not None and to != driver:
+            if tally is not None:
                 run.entrusted.setdefault(to, []).append(tally)
         message = Gradients(run.spec, parcel.gradients, tally)
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)
 
-    def _send(self, run: Run, to: int, frame: Frame) -> None:
+    def _send(self, run: Run, to: int, parcel: _Parcel) -> int:
+        frame = self._frame(run, to, parcel)
         peer = self._peers.find(to)
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
@@ -138,13 +138,26 @@ class Outbox:
                 channel.send(frame, timeout=left)
             else:
                 channel.send_soon(frame, timeout=left)
-        except ChannelClosedError as error:
-            raise _lost(peer, error) from None
+        except (ChannelClosedError, PeerLostError) as error:
+            reason = (isinstance(error, PeerLostError) and error.reason) or str(error)
+            due = [gradient.message for gradient in parcel.gradients]
+            raise loss(run.spec, peer, reason, due) from None
+        return frame.nbytes
 
 
-def _lost(peer: Peer, error: ChannelClosedError) -> PeerLostError:
-    name = peer.info.name
-    return PeerLostError(f"lost worker '{name}', to which gradients were due: {error}", worker=name, reason=str(error))
+def loss(spec: PassSpec, peer: Peer, reason: str, due: Iterable[int]) -> PeerLostError:
+    """The error of a pass that cannot end because a worker is lost to which the gradients of messages were due."""
+    name, messages = peer.info.name, tuple(sorted(due))
+    what = f"message{'s' * (len(messages) > 1)} {', '.join(map(str, messages[:8]))}" if messages else "its messages"
+    return PeerLostError(
+        f"lost worker '{name}' in backward pass {spec.number} of context {spec.context}, with the gradients of {what} "
+        f"due there: {reason}",
+        worker=name,
+        reason=reason,
+        context=spec.context,
+        number=spec.number,
+        messages=messages,
+    )
 
 
 def key_of(spec: PassSpec, message: int) -> GradientKey:
