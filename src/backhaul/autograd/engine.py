@@ -330,8 +330,10 @@ class Engine:
         self.post(spec.driver, frame)
         return frame
 
-    def post(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
-        """Send a frame to a worker that may be gone; soon: nobody waits for it, so that it may go with others."""
+    def post(self, worker: int, frame: Frame, *, soon: bool = False) -> bool:
+        """Send a frame to a worker that may be gone; soon: nobody waits for it, so that it may go with others. Returns
+        False if it could not be reached; that it was told is not certain otherwise.
+        """
         try:
             peer = self.agent.peers.find(worker)
             channel = peer.channel or self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
@@ -340,7 +342,9 @@ class Engine:
             else:
                 channel.send(frame, timeout=0)
         except (ChannelClosedError, BackhaulError) as error:
-            log.debug("worker '%s' was not told: %s", self.name_of(worker), error)
+            log.debug("worker %d was not told: %s", worker, error)
+            return isinstance(error, ChannelClosedError)  # there is a channel, and its loss is going to be noticed
+        return True
 
     # Frames.
 

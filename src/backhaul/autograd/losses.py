@@ -67,10 +67,14 @@ class Losses:
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         lost = peer.record.id
-        for context in self._container.select(lambda context: lost in context.known):
+        for context in self._container.select(lambda context: lost in context.known or split(context.id)[0] == lost):
             maker, _ = split(context.id)
-            if maker != self._id:  # if it is the lost one, perhaps only the channel is, and with it that all is over
-                self._engine.post(maker, Frame(AutogradKind.KNOW, 0, pack(Know(context.id))))
+            if maker == self._id:
+                continue
+            # If it is the lost one, perhaps only the channel is, and with it that all is over. If it cannot be reached,
+            # nobody is left who could use the context. One of its name that has come back knows nothing of it.
+            if not self._engine.post(maker, Frame(AutogradKind.KNOW, 0, pack(Know(context.id)))):
+                self._engine.release(context.id)
         for context in self._container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):
                 if run.spec.driver != self._id:
