@@ -31,6 +31,7 @@ from backhaul.autograd.messages import (
 from backhaul.autograd.outbox import Outbox, Parcels, key_of
 from backhaul.autograd.planning import Planner, orders_for
 from backhaul.autograd.recording import Recorder, enter, leave, record_recv
+from backhaul.autograd.recovery import Recovery
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
 from backhaul.errors import (
@@ -70,13 +71,16 @@ class Engine:
         self._released_at = 0.0  # when a context was last released
         self.drives: dict[tuple[int, int], Drive] = {}
         self._outbox = Outbox(node.worker, node.agent.peers, self.container)
-        node.agent.interceptors.append(Recorder(node.worker, self.container))
+        recorder = Recorder(node.worker, self.container)
+        node.agent.interceptors.append(recorder)
         node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradients)
         node.worker.on_frame(AutogradKind.REPORT, self._on_report)
         node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
         node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
         self._planner = Planner(self)
         self._losses = Losses(self, node.worker, node.peers)
+        self.recovery = Recovery(self)
+        recorder.keep_requests = self.recovery.keep_requests
 
     def attach(self) -> None:
         """Make this the engine of its worker."""
@@ -85,6 +89,10 @@ class Engine:
         self.worker.counters["num_current_backward_passes"] = lambda: len(self.drives)
 
     # Driving a pass.
+
+    def new_number(self) -> int:
+        """The number of another pass of this driver's."""
+        return next(self._numbers)
 
     def backward(
         self,
@@ -99,9 +107,10 @@ class Engine:
         fast: bool,
         into_grad: bool,
         deterministic: bool,
+        number: int = 0,
     ) -> None:
-        """Run one pass over all workers; return when it is over, raise if it failed."""
-        number, observer = next(self._numbers), self.worker.observer
+        """Run one pass over all workers; return when it is over, raise if it failed. It may have a number already."""
+        number, observer = number or self.new_number(), self.worker.observer
         oldest = number
         if self.drives:
             oldest = min([n for c, n in list(self.drives) if c == context.id], default=number)
@@ -137,6 +146,8 @@ class Engine:
                     self._wait(drive, timeout)
         except BaseException:  # an interrupt of the user's too
             self._abort(drive)
+            if context.replay is not None:
+                self.recovery.await_idle(run)
             raise
         finally:
             self.drives.pop((context.id, number), None)
@@ -256,6 +267,8 @@ class Engine:
         for tally, fired in outcomes:
             if tally is not None:
                 run.journal.add(tally)
+            else:
+                run.fired.update({recv.message: recv.sender for recv, _ in fired})
             if fired:
                 self._outbox.put(run, fired, parcels)
 
@@ -485,6 +498,8 @@ class Engine:
             run = context.runs.get(key)
         if run is None:
             made = Run(spec, context, self._outbox.send)
+            if context.replay is not None:
+                context.replay.begin_passes(context)
             with context.lock:
                 run = context.runs.setdefault(key, made)
                 run.failed = run.failed or key in context.aborted

@@ -80,6 +80,7 @@ class Losses:
                 if run.spec.driver != self._id:
                     self._tell(run, lost, reason)
         for drive in list(self._engine.drives.values()):
+            drive.account(drive.run.told(lost))
             drive.lose(lost, reason)
             self._end_if_due(drive, lost)
 

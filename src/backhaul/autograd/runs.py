@@ -143,6 +143,7 @@ class Run:
         self.journal = Journal()
         self.sent_to: set[int] = set()  # workers that gradients went to
         self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it is to pass on to the driver, or is the driver
+        self.fired: dict[int, int] = {}  # messages answered by groups that had not run to their end: where that went
         self.lost: dict[int, str] = {}  # of the workers that gradients went to, those that are lost, and why
         self._send = send
         self._roots = roots
@@ -188,10 +189,12 @@ class Run:
         self._send(self, recv, grads)
 
     def told(self, to: int | None = None) -> Tally:
-        """All that this worker has told the driver, directly or by others; or by one of them."""
+        """All that this worker has told the driver, directly or by others, or by one of them; and what nobody has been
+        told yet of messages on their way.
+        """
         tallies = self.entrusted.get(to, ()) if to is not None else itertools.chain(*list(self.entrusted.values()))
         consumed: list[int] = []
-        produced: dict[int, int] = {}
+        produced = {message: worker for message, worker in list(self.fired.items()) if to in (None, worker)}
         for tally in list(tallies):
             consumed += tally.consumed
             produced |= tally.produced

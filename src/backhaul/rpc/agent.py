@@ -20,7 +20,7 @@ from backhaul.errors import (
 )
 from backhaul.rpc.calls import FOREVER, SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard
 from backhaul.rpc.futures import Future, set_result
-from backhaul.rpc.intercept import Interceptor
+from backhaul.rpc.intercept import Guard, Interceptor
 from backhaul.rpc.peers import Peer, Peers
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost
 from backhaul.wire.callables import Named, label_of, named
@@ -51,6 +51,7 @@ class Agent:
         self.timeout = worker.options.timeout
         self.interceptors: list[Interceptor] = []
         self.outlet: Outlet | None = None
+        self.guard: Guard | None = None
         self.sent = 0  # the number of a call that was started last; no other has it
         self.served = 0  # requests ever answered
         self._numbers = itertools.count(1)
@@ -89,13 +90,36 @@ class Agent:
             self.timeout if timeout is None else timeout,
             label or (label_of(function) if known is None else known.label),
         )
-        if worker.observer is None:
-            self._start(pending, function, known, args, kwargs)
-        else:
-            self._start_observed(mode, pending, function, known, args, kwargs)
-        with worker.blocking():
+        try:
+            if worker.observer is None:
+                self._start(pending, function, known, args, kwargs)
+            else:
+                self._start_observed(mode, pending, function, known, args, kwargs)
+            with worker.blocking():
+                outcome = self._read_outcome(pending) or self._await_outcome(pending)
+            return pending.read(outcome, worker, self.interceptors)
+        except PeerLostError as error:
+            if self.guard is None:
+                raise
+            return self.guard.rescue(pending, error)
+
+    def repeat(self, pending: SyncCall, frame: Frame) -> Any:
+        """Send a request that was kept as a call of its own, and wait for its value."""
+        self.sent = pending.number = number = next(self._numbers)
+        peer, left = pending.peer, pending.timeout
+        if left:
+            pending.deadline = self.worker.runtime.now() + left
+        try:
+            pending.channel = channel = peer.channel or self.peers.channel_to(peer, left or FOREVER)
+            self._pending[number] = pending
+            channel.send(Frame(frame.kind, number, frame.body, frame.buffers, frame.keep), timeout=left or None)
+        except ChannelClosedError as error:
+            if self._pending.pop(number, None) is not None:
+                self._look_idle()
+                raise pending.lost(str(error)) from None
+        with self.worker.blocking():
             outcome = self._read_outcome(pending) or self._await_outcome(pending)
-        return pending.read(outcome, worker, self.interceptors)
+        return pending.read(outcome, self.worker, self.interceptors)
 
     def _read_outcome(self, pending: SyncCall) -> Outcome | None:
         """Read the channel ourselves until our outcome is there, if nobody else does: that saves a hand-off."""
@@ -155,7 +179,7 @@ class Agent:
             else:
                 self._start_observed(mode, pending, function, known, args, kwargs)
         except (PeerLostError, CallTimeoutError) as error:
-            pending.future.set_exception(error)
+            self._fail(pending, error)
             return pending.future
         if pending.deadline < self._check_at:
             self._watch(pending.deadline)
@@ -285,6 +309,8 @@ class Agent:
             except FrameTooLargeError:
                 discard(peer, self.interceptors, notes)
                 raise
+        if self.guard is not None:
+            self.guard.keep(pending, frame)
         return frame
 
     # Outcomes.
@@ -324,13 +350,22 @@ class Agent:
                 return  # abandoned
             value = pending.read(outcome, self.worker, self.interceptors)
         except Exception as error:
-            pending.future.set_exception(error)
+            self._fail(pending, error)
         else:
             set_result(pending.future, value)
         finally:
             self.under_way.discard(pending)
             if self._idle_callbacks:
                 self._look_idle()
+
+    def _fail(self, pending: AsyncCall, error: Exception) -> None:
+        guard = self.guard
+        if (
+            guard is None
+            or not isinstance(error, PeerLostError)
+            or not guard.rescue_later(pending, error, pending.future)
+        ):
+            pending.future.set_exception(error)
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         for pending in self.pending:
