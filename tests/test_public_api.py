@@ -26,6 +26,7 @@ NAMES = [
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
+    "Replay",
     "SerializationError",
     "ShutdownTimeoutError",
     "UnknownContextError",
@@ -67,6 +68,8 @@ SIGNATURES = {
     "remote": "(to, func, args, kwargs, timeout)",
     "remote_op": "(fn, to, *, fake, timeout)",
     "get_worker_info": "(name)",
+    "context": "(*, replay)",
+    "Replay": "(*, restore, timeout)",
     "backward": "(context, roots, *, grad_tensors, retain_graph, create_graph, inputs, mode, accumulate, "
     "deterministic, timeout)",
     "get_gradients": "(context)",

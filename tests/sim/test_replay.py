@@ -301,14 +301,19 @@ def test_nobody_takes_the_place(cluster: SimCluster) -> None:
     assert not cluster.leftovers()
 
 
-def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster) -> None:
-    """Nothing was under way there, so no call has failed; what it had computed is gone all the same."""
+@pytest.mark.parametrize("passes_before", [0, 1, 2])
+def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster, passes_before: int) -> None:
+    """Nothing was under way there, so no call has failed; what it had computed is gone all the same, and so are its
+    gradients of passes before.
+    """
 
     def program() -> Grads:
         for name in NAMES:
             bh.rpc_sync(name, restore)
         with bh.context(replay=bh.Replay(restore=restore, timeout=30.0)) as ctx:
             y = bh.rpc_sync("worker1", nested, args=(own_parameter(), ["worker2"]))
+            for _ in range(passes_before):
+                ctx.backward(y.sum(), deterministic=True)
             replace("worker1")
             y = bh.rpc_sync("worker1", nested, args=(y, []))
             replace("worker2")

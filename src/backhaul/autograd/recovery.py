@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from backhaul.autograd.container import split
 from backhaul.autograd.context import Context
 from backhaul.autograd.recording import enter, leave
-from backhaul.autograd.replay import Entry, Log, Place, Replay, order
+from backhaul.autograd.replay import Entry, Log, Pass, Place, Replay, order
 from backhaul.errors import (
     BackhaulError,
     BackwardTimeoutError,
@@ -23,6 +23,7 @@ from backhaul.errors import (
 from backhaul.rpc.calls import Pending, SyncCall
 from backhaul.rpc.futures import Future
 from backhaul.rpc.peers import Peer
+from backhaul.runtime import Lock
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Recycler
 from backhaul.worker import current_worker
@@ -144,9 +145,23 @@ class Recovery:
     # At the maker of the context.
 
     def recover(self, context: int, lost: int, incarnation: str) -> bool:
-        """Make the share of a lost incarnation of a worker again on the one that takes its place. False if it was not
-        lost after all: then only a channel was.
+        """Make the share of a lost incarnation of a worker again on the one that takes its place, with its gradients of
+        passes that are over. False if it was not lost after all: then only a channel was.
         """
+        if not self._recover(context, lost, incarnation):
+            return False
+        found = self._container.get(context)
+        log = found.replay
+        if log is not None and log.passes:
+            log.outdated = True
+            if (passing := self._passing(log)).acquire(blocking=False):  # else whoever runs passes sees to it
+                try:
+                    self._run_passes(found, log, [])
+                finally:
+                    passing.release()
+        return True
+
+    def _recover(self, context: int, lost: int, incarnation: str) -> bool:
         found = self._container.get(context)
         log = found.replay
         if log is None or log.replay is None:
@@ -293,19 +308,27 @@ class Recovery:
                 context=context.id,
             )
         log.begin_passes(context)
-        with log.turns.setdefault(self._worker.info.id, self._worker.runtime.lock()):  # one pass at a time
+        with self._passing(log):
             log.passes.append((args, options))
             try:
-                self._run_passes(context, log)
+                self._run_passes(context, log, log.passes[-1:])
             except BaseException:
                 log.passes.pop()
                 raise
 
-    def _run_passes(self, context: Context, log: Log) -> None:
-        """Run the last pass. If a worker is lost, its gradients of earlier passes are lost too: then run all."""
+    def _passing(self, log: Log) -> Lock:
+        """Held by whoever runs passes: one at a time."""
+        return log.turns.setdefault(self._worker.info.id, self._worker.runtime.lock())
+
+    def _run_passes(self, context: Context, log: Log, todo: list[Pass]) -> None:
+        """Run passes. If a worker is lost, its gradients of earlier ones are lost too: then run all."""
         assert log.replay is not None
-        todo, tries = log.passes[-1:], _TRIES
-        while todo:
+        tries = _TRIES
+        while todo or log.outdated:
+            if log.outdated:
+                log.outdated = False
+                self._undo_everywhere(context, self._engine.new_number(), log.replay.timeout)
+                todo = list(log.passes)
             (args, options), number = todo[0], self._engine.new_number()
             try:
                 self._engine.backward(context, *args, **{**options, "retain": True, "number": number})
@@ -322,6 +345,7 @@ class Recovery:
                 tries = _TRIES if lost else tries - 1
                 if not tries or (not lost and not isinstance(error, PeerLostError)):
                     raise
+                log.outdated = False
                 todo = list(log.passes)
 
     def _undo_everywhere(self, context: Context, number: int, timeout: float) -> None:
@@ -343,7 +367,7 @@ class Recovery:
         for worker, incarnation in sorted(lost.items()):
             peer = self._agent.peers.find(worker)
             if peer.record.incarnation != incarnation or peer.info.name == error.worker:
-                found = self.recover(context.id, worker, incarnation) or found
+                found = self._recover(context.id, worker, incarnation) or found
         return found
 
     def _targets(self, context: Context, timeout: float) -> dict[int, str]:

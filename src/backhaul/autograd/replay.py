@@ -104,6 +104,7 @@ class Log:
         self.restored: set[str] = set()  # there: incarnations on which the user's function has run
         self.turns: dict[int, Lock] = {}  # there: by worker, held while its share is being made again
         self.passes: list[Pass] = []  # there: all that have been run
+        self.outdated = False  # there: whether a worker has none of their gradients
         self._before: Snapshot | None = None  # the gradients before the first pass came here
         self._lock = threading.Lock()  # guards _entries
         self._entries: list[Entry] = []
