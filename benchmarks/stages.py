@@ -44,7 +44,7 @@ STAGES: list[tuple[type, str]] = [
     (crew.Crew, "submit"),
     (engine.Engine, "backward"),
     (engine.Engine, "_take_gradients"),
-    (engine.Engine, "_run_of"),
+    (engine.Engine, "run_of"),
     (outbox.Outbox, "put"),
     (engine.Engine, "_account"),
     (engine.Engine, "release"),

@@ -30,6 +30,7 @@ NAMES = [
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
+    "Replay",
     "Retry",
     "SerializationError",
     "ShutdownTimeoutError",
@@ -83,6 +84,8 @@ SIGNATURES = {
     "remote": "(to, func, args, kwargs, timeout, *, retry)",
     "remote_op": "(fn, to, *, fake, timeout)",
     "get_worker_info": "(name)",
+    "context": "(*, replay)",
+    "Replay": "(*, restore, timeout)",
     "backward": "(context, roots, *, grad_tensors, retain_graph, create_graph, inputs, mode, accumulate, "
     "deterministic, timeout)",
     "get_gradients": "(context)",

@@ -6,6 +6,7 @@ Workers call each other's functions with tensors; see ``init``, ``launch`` and `
 
 from backhaul import nn, optim, profiler
 from backhaul.autograd.api import ContextHandle, backward, context, get_gradients
+from backhaul.autograd.replay import Replay
 from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
@@ -82,6 +83,7 @@ __all__ = [
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
+    "Replay",
     "Retry",
     "SerializationError",
     "ShutdownTimeoutError",

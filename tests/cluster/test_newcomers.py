@@ -234,6 +234,36 @@ def test_a_restarted_worker_takes_its_name_back(store_port: int, victim: int) ->
     assert results[2] == {"step": grad}
 
 
+def survive(rank: int, port: int) -> Any:
+    """A founder is killed between the forward and the backward of a step, which waits for the one that comes back."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    found: Any = None
+    if rank == 0:
+        founder(rank, store)
+        x = torch.ones(2, requires_grad=True)
+        with bh.context(replay=bh.Replay(timeout=PATIENCE)) as ctx:
+            y = bh.rpc_sync("w1", scale, args=(x,))
+            os.kill(int(store.get("pid 1")), signal.SIGKILL)
+            store.set("killed", "")
+            bh.backward(ctx, [y.sum()])
+            found = bh.get_gradients(ctx)[x].tolist(), bh.rpc_sync("w1", grads, args=(ctx,))
+        store.set("done", "")
+    elif rank == 1:
+        founder(rank, store)
+        store.get("never")
+    else:
+        store.get("killed")
+        bh.init("w1", join=store.get("address 0").decode(), options=OPTIONS)
+        store.get("done")
+        found = until(lambda: contexts() == 0)
+    bh.shutdown(timeout=PATIENCE)
+    return found
+
+
+def test_a_step_with_replay_waits_for_a_newcomer(store_port: int) -> None:
+    assert run_processes(survive, 3, store_port) == [([3.0, 3.0], [3.0, 3.0]), DIED, True]
+
+
 def join_at_once(rank: int, port: int) -> Any:
     """Four come at the same time; two of them have the same name."""
     store = TCPStore("127.0.0.1", port, is_master=False)

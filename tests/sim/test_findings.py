@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import backhaul as bh
@@ -145,3 +146,53 @@ def test_a_driver_that_has_come_back() -> None:
         cluster.sleep(1.0)
         cluster.start("worker0")
         cluster.run("worker0", step).result()
+
+
+def test_a_reference_whose_value_is_lost() -> None:
+    """Seed 25: passing it on said that it cannot be sent, and not why."""
+    with SimCluster(3, seed=1) as cluster:
+        agent = cluster.nodes["worker0"].agent
+
+        def break_down(pending: Pending, send: Callable[[], None]) -> None:
+            raise ChannelBrokenError("broken")
+
+        def program() -> str | None:
+            agent.outlet = break_down
+            rref = bh.remote("worker1", torch.ones, args=(1,))
+            agent.outlet = None
+            try:
+                bh.rpc_sync("worker2", relay, args=(rref,))
+            except bh.PeerLostError as error:
+                return error.worker
+            return None
+
+        assert cluster.run("worker0", program).result() == "worker1"
+
+
+def pass_along(x: torch.Tensor, path: list[str]) -> torch.Tensor:
+    return bh.rpc_sync(path[0], pass_along, args=(x * 2, path[1:])) if path else x * 2
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("crashing", [("worker0",), ("worker0", "worker1"), ("worker1", "worker0")])
+def test_contexts_of_a_driver_that_is_lost(crashing: tuple[str, ...], restarted: bool) -> None:
+    """Everybody forgets them, also those who knew of them through others alone."""
+
+    def program() -> None:
+        x = torch.ones(2, requires_grad=True)
+        with bh.context():
+            pass_along(x, ["worker1", "worker2", "worker3"])
+            gate = bh.current_worker().runtime.gate()
+            gate.wait()
+
+    with SimCluster(4, seed=1) as cluster:
+        cluster.run("worker0", program)
+        cluster.sleep(5.0)
+        assert len(cluster.leftovers()) == 4
+        for name in crashing:
+            cluster.crash(name)
+            cluster.sleep(0.5)
+        if restarted:
+            cluster.start("worker0")
+        cluster.sleep(60.0)
+        assert not cluster.leftovers()

@@ -261,10 +261,43 @@ def test_channels_that_are_dropped_are_opened_again(cluster: SimCluster) -> None
         try:
             assert program.result() == [2.0, 2.0]
             ended["right"] += 1
-        except (bh.PeerLostError, bh.BackwardTimeoutError):  # the latter if the report was lost; it should not need to
+        except bh.PeerLostError:
             ended["lost"] += 1
     assert ended["right"]
     assert ended["lost"]
+
+
+def double_along(x: torch.Tensor, path: list[str]) -> torch.Tensor:
+    return bh.rpc_sync(path[0], double_along, args=(x * 2, path[1:])) * 1 if path else x * 2
+
+
+@pytest.mark.parametrize("near", [0.0, 0.5])
+def test_channels_that_are_dropped_far_from_the_driver(cluster: SimCluster, near: float) -> None:
+    """Nobody has to wait for the deadline, whatever was lost on whichever way, and nothing is left of it."""
+    x = torch.ones(2, requires_grad=True)
+
+    def go_around() -> list[float]:
+        with bh.context() as ctx:
+            ctx.backward(double_along(x, ["worker1", "worker2", "worker0", "worker2"]).sum())
+            return ctx.grads[x].tolist()
+
+    ended: collections.Counter[str] = collections.Counter()
+    cluster.run("worker0", go_around).result()
+    for number in range(60):
+        program = cluster.run("worker0", go_around)
+        cluster.sleep(0.0001 * (number % 30))
+        cluster.drop(near, 0.5 - near)
+        begun = cluster.scheduler.now
+        try:
+            assert program.result() == [32.0, 32.0]
+            ended["right"] += 1
+        except bh.PeerLostError:
+            ended["lost"] += 1
+        assert cluster.scheduler.now < begun + 2.0
+        cluster.sleep(1.0)
+    assert ended["right"]
+    assert ended["lost"]
+    assert not cluster.leftovers()
 
 
 def test_a_broken_send_fails_its_call(cluster: SimCluster) -> None:

@@ -13,6 +13,7 @@ from backhaul.autograd.context import Context
 from backhaul.autograd.describe import describe_everywhere
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.recording import Scope, current_scope, enter, leave
+from backhaul.autograd.replay import Replay
 from backhaul.compiler import graph_break
 from backhaul.errors import ContextError
 from backhaul.rpc.intercept import extensions
@@ -84,6 +85,12 @@ class context:
     On leaving, the context is released on every worker that it reached. Contexts do not nest within one strand of
     execution; many may be open at once in different threads or asyncio tasks.
 
+    Args:
+        replay: Let the step survive the loss of a worker: calls and ``backward`` wait for one that takes its place, run
+            there again what the lost one had computed, and go on. Every request is kept until the context is left, and
+            so is the graph. ``True``, or a ``Replay`` that says how to restore the worker's state and how long to wait.
+            What is possible and what is not: ``docs/replay.md``.
+
     Example:
         >>> import torch, backhaul as bh
         >>> w = torch.ones(2, requires_grad=True)
@@ -96,7 +103,10 @@ class context:
     """
 
     @graph_break
-    def __init__(self) -> None:
+    def __init__(self, *, replay: bool | Replay = False) -> None:
+        if not isinstance(replay, (bool, Replay)):
+            raise TypeError(f"replay must be a bool or a Replay, not a {type(replay).__name__}")
+        self._replay = Replay() if replay is True else replay or None
         self._worker: Worker | None = None
         self._context: Context | None = None
         self._token: contextvars.Token[Scope | None] | None = None
@@ -112,7 +122,10 @@ class context:
                 context=outer.context.id,
             )
         self._worker = worker
-        self._context = worker.part(Engine).container.new()
+        engine = worker.part(Engine)
+        self._context = engine.container.new()
+        if self._replay is not None:
+            engine.recovery.keep_requests(self._context, self._replay)
         self._token = enter(Scope(worker, self._context))
         return ContextHandle(self._context.id)
 
@@ -180,7 +193,8 @@ def backward(
     if limit < 0:
         raise ValueError(f"timeout must not be negative, got {limit}; 0 means none")
     roots = _check_roots(roots)
-    engine.backward(
+    run = engine.backward if found.replay is None else engine.recovery.backward
+    run(
         found,
         roots,
         _seeds(roots, grad_tensors, create_graph),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import msgspec
 import torch
 
 from backhaul.autograd.container import Container, split
@@ -20,7 +21,7 @@ from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.rpc.quotas import beyond
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import unpack
+from backhaul.wire.messages import pack, unpack
 from backhaul.wire.plain import register
 from backhaul.worker import Worker
 
@@ -49,6 +50,8 @@ class CheckedRecorder(Recorder):
             read = unpack(note, Note)
             _check_note(peer, read, tensors)
             self._take(peer, read.context)
+            if read.replay >= 0 and not self._worker.options.trusted:
+                note = pack(msgspec.structs.replace(read, replay=-1))  # under which id to reply is for others to say
         return super().request_in(peer, note, tensors)
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

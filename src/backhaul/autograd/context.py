@@ -11,7 +11,10 @@ import torch
 from backhaul.autograd.functions import ContextId, MessageId, Recv, SendRecord, add
 
 if TYPE_CHECKING:
+    from backhaul.autograd.replay import Log
     from backhaul.autograd.runs import Run
+
+Snapshot = tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
 
 class Context:
@@ -27,7 +30,10 @@ class Context:
         aborted: Passes that were over before they came here, likewise.
         orphans: Messages from workers that are gone for good, with the worker and why; nobody takes their gradients.
         released: Whether it is over; nothing is recorded any more.
+        replay: What is kept to make a lost worker's share again, if anything.
     """
+
+    replay: Log | None = None
 
     def __init__(self, number: ContextId) -> None:
         self.id = number
@@ -85,6 +91,14 @@ class Context:
                 if recv.sender == worker and message not in self.orphans:
                     self.orphans[message] = name, reason
 
+    def renew(self, sent: MessageId, received: MessageId) -> None:
+        """A call that had lost its worker was made again: its messages have both their ends."""
+        with self.lock:
+            self.orphans.pop(received, None)
+            record = self.sends.get(sent)
+            if record is not None:
+                record.failed = False
+
     def end(self) -> set[int]:
         """Release this worker's share; return the workers to tell. What holds the graph is let go."""
         with self.lock:
@@ -94,6 +108,7 @@ class Context:
             self.runs.clear()
             self.sends.clear()
             self.recvs.clear()
+            self.replay = None
             return set(self.known)
 
     def accumulate(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None) -> None:
@@ -131,6 +146,16 @@ class Context:
         with self.lock:
             self._settle()
             return dict(self._grads)
+
+    def snapshot(self) -> Snapshot:
+        """All gradients as they are now, for ``restore``."""
+        with self.lock:
+            return dict(self._grads), {leaf: list(parts) for leaf, parts in self._loose.items()}
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Undo all that was added since; sums are made out of place."""
+        with self.lock:
+            self._grads, self._loose = dict(snapshot[0]), {leaf: list(parts) for leaf, parts in snapshot[1].items()}
 
     @torch.enable_grad()  # contributions of a pass that records itself stay recorded, whoever asks
     def _settle(self) -> None:

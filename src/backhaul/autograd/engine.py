@@ -17,22 +17,23 @@ from backhaul import limits
 from backhaul.autograd.checked import recorder_for
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
-from backhaul.autograd.drives import Drive, loss_of
+from backhaul.autograd.drives import Drive
 from backhaul.autograd.functions import ROOTS, Grads, MessageId
+from backhaul.autograd.losses import Losses
 from backhaul.autograd.messages import (
     Abort,
     AutogradKind,
     Gradient,
     Gradients,
-    Know,
     PassSpec,
     Release,
     Report,
     Tally,
 )
 from backhaul.autograd.outbox import Outbox, Parcels, key_of
-from backhaul.autograd.passes import Plan, Summary
+from backhaul.autograd.planning import Planner, orders_for
 from backhaul.autograd.recording import enter, leave, record_recv
+from backhaul.autograd.recovery import Recovery
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
 from backhaul.errors import (
@@ -40,14 +41,11 @@ from backhaul.errors import (
     BackwardTimeoutError,
     ContextError,
     GraphFreedError,
-    PeerLostError,
     UnknownContextError,
     UnknownWorkerError,
 )
 from backhaul.limits import FOREVER
-from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node
-from backhaul.rpc.peers import Peer
 from backhaul.rpc.policy import internal
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.codec import load, tensors_of
@@ -78,14 +76,16 @@ class Engine:
         self._released_at = 0.0  # when a context was last released
         self.drives: dict[tuple[int, int], Drive] = {}
         self._outbox = Outbox(node.worker, node.agent.peers, self.container)
-        node.agent.interceptors.append(recorder_for(node, self.container))
+        recorder = recorder_for(node, self.container)
+        node.agent.interceptors.append(recorder)
         node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradients)
         node.worker.on_frame(AutogradKind.REPORT, self._on_report)
         node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
         node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
-        node.worker.on_frame(AutogradKind.KNOW, self._on_know)
-        node.peers.on_lost(self._on_lost)
-        node.peers.on_change(self._on_change)
+        self._planner = Planner(self)
+        self._losses = Losses(self, node.peers)
+        self.recovery = Recovery(self)
+        recorder.keep_requests = self.recovery.keep_requests
 
     def attach(self) -> None:
         """Make this the engine of its worker."""
@@ -94,6 +94,10 @@ class Engine:
         self.worker.counters["num_current_backward_passes"] = lambda: len(self.drives)
 
     # Driving a pass.
+
+    def new_number(self) -> int:
+        """The number of another pass of this driver's."""
+        return next(self._numbers)
 
     def backward(
         self,
@@ -108,9 +112,10 @@ class Engine:
         fast: bool,
         into_grad: bool,
         deterministic: bool,
+        number: int = 0,
     ) -> None:
-        """Run one pass over all workers; return when it is over, raise if it failed."""
-        number, observer = next(self._numbers), self.worker.observer
+        """Run one pass over all workers; return when it is over, raise if it failed. It may have a number already."""
+        number, observer = number or self.new_number(), self.worker.observer
         oldest = number
         if self.drives:
             oldest = min([n for c, n in list(self.drives) if c == context.id], default=number)
@@ -146,6 +151,8 @@ class Engine:
                     self._wait(drive, timeout)
         except BaseException:  # an interrupt of the user's too
             self._abort(drive)
+            if context.replay is not None:
+                self.recovery.await_idle(run)
             raise
         finally:
             self.drives.pop((context.id, number), None)
@@ -228,7 +235,7 @@ class Engine:
         """What this worker left to others to pass on to the driver."""
         context = self.container.find(spec.context)
         run = context.runs.get((spec.driver, spec.number)) if context is not None else None
-        return merge([tally for tallies in run.entrusted.values() for tally in tallies] if run is not None else ())
+        return run.told() if run is not None else Tally()
 
     def _call(self, worker: int, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
         """Call one of our own functions on a worker; that is not part of any context."""
@@ -287,6 +294,8 @@ class Engine:
         for tally, fired in outcomes:
             if tally is not None:
                 run.journal.add(tally)
+            else:
+                run.fired.update({recv.message: recv.sender for recv, _ in fired})
             if fired:
                 self._outbox.put(run, fired, parcels)
 
@@ -304,7 +313,7 @@ class Engine:
     def _ask_for_orders(self, run: Run, source: MessageId) -> None:
         spec = run.spec
         if spec.driver == self.id:
-            self._follow(run, source, lambda: self.orders_for(spec.context, spec.number, self.id))
+            self._follow(run, source, lambda: self._planner.orders_for(spec.context, spec.number, self.id))
             return
         token = enter(None)
         try:
@@ -337,32 +346,36 @@ class Engine:
             observer = self.worker.observer if spec.profiles else None
             if observer is not None:
                 observer.report(spec.profiles, spec.driver, out=True)
-            self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(Report(spec, tally))))
+            run.entrusted.setdefault(spec.driver, []).append(tally)
+            self.post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(Report(spec, tally))))
 
     def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
         """Something went wrong here: let go of the pass and tell the driver."""
         if not run.failed:
             run.failed = True
-            self._complain(run.spec, source, error)
+            run.complaint = self._complaint(run.spec, source, error)
+            if run.complaint is not None:
+                self.post(run.spec.driver, run.complaint)
 
-    def _complain(self, spec: PassSpec, source: MessageId, error: BaseException) -> None:
+    def _complaint(self, spec: PassSpec, source: MessageId, error: BaseException) -> Frame | None:
+        """What tells the driver of a pass what went wrong here; None: that is this worker, and it knows now."""
         error.add_note(_where(spec, source, self.worker.name))
         if spec.driver == self.id:
             drive = self.drives.get((spec.context, spec.number))
             if drive is not None:
                 drive.end(error)
-            return
+            return None
         options = self.worker.options
         shown = options.trusted if options.tracebacks is None else options.tracebacks
         plain = spec.driver in self.agent.peers.plain
         fault, encoded = encode_fault(error, self.worker.name, plain=plain, tracebacks=shown)
         report = Report(spec, message=source, fault=fault)
         buffers = encoded.buffers if encoded is not None else ()
-        self._post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded))
+        return Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded)
 
     def _hint(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
         """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
-        it asks by itself, see ``_ask_makers``. Soon: nobody waits for it, so that it may go with others.
+        it asks by itself, see ``losses``. Soon: nobody waits for it, so that it may go with others.
         """
         for channel in self._channels_of(worker):
             try:
@@ -374,23 +387,16 @@ class Engine:
             except ChannelClosedError as error:
                 log.debug("worker %d was not told: %s", worker, error)
 
-    def _post(self, worker: int, frame: Frame) -> bool:
-        """Send a frame to a worker that may be gone; whether it could be sent. May block."""
+    def post(self, worker: int, frame: Frame) -> bool:
+        """Send a frame to a worker that may be gone; False if that could not be reached. May block."""
         try:
             peer = self.agent.peers.find(worker)
             channel = peer.channel or self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
             channel.send(frame, timeout=0)
-            return True
         except (ChannelClosedError, BackhaulError) as error:
             log.debug("worker %d was not told: %s", worker, error)
-            return False
-
-    def _answer(self, channel: Channel, frame: Frame) -> None:
-        """Send a frame where another came from; if that is gone, whoever asked knows it."""
-        try:
-            channel.send(frame, timeout=0)
-        except ChannelClosedError as error:
-            log.debug("%s was not answered: %s", channel.peer, error)
+            return isinstance(error, ChannelClosedError)  # there is a channel, and its loss is going to be noticed
+        return True
 
     # Frames.
 
@@ -406,7 +412,7 @@ class Engine:
         if run is None:
             if spec.driver == self.id:
                 return None  # the pass is over
-            run = self._run_of(context, spec)
+            run = self.run_of(context, spec)
         run.journal.begin()
         drive, tally = run.drive, message.tally
         if tally is not None:
@@ -498,7 +504,9 @@ class Engine:
         self._enter_source(run, source, grads, parcels)
 
     def _complain_of_missing(self, spec: PassSpec, source: MessageId) -> None:
-        self._complain(spec, source, self._missing(spec.context, source))
+        complaint = self._complaint(spec, source, self._missing(spec.context, source))
+        if complaint is not None:
+            self.post(spec.driver, complaint)
 
     def _observed_group(
         self, spec: PassSpec, source: MessageId, sender: int = -1, arrived: int = 0
@@ -528,13 +536,15 @@ class Engine:
             message=source,
         )
 
-    def _run_of(self, context: Context, spec: PassSpec) -> Run:
+    def run_of(self, context: Context, spec: PassSpec) -> Run:
         """This worker's share of a pass, made at the first use. Those that are over are let go."""
         key = spec.driver, spec.number
         with context.lock:
             run = context.runs.get(key)
         if run is None:
             made = Run(spec, context, self._outbox.send)
+            if context.replay is not None:
+                context.replay.begin_passes(context)
             with context.lock:
                 run = context.runs.setdefault(key, made)
                 run.failed = run.failed or key in context.aborted
@@ -553,9 +563,9 @@ class Engine:
             if drive is not None:
                 self._account(drive, report.tally)
             return None
-        return functools.partial(self._take_fault, report, frame)
+        return functools.partial(self._take_fault, channel, report, frame)
 
-    def _take_fault(self, report: Report, frame: Frame) -> None:
+    def _take_fault(self, channel: Channel, report: Report, frame: Frame) -> None:
         drive = self.drives.get((report.spec.context, report.spec.number))
         if drive is None:
             return
@@ -565,10 +575,9 @@ class Engine:
             if where not in getattr(error, "__notes__", ()):  # it could not travel itself
                 error.add_note(where)
             drive.end(error)
-            return
-        loss = drive.lose(report.lost, self.name_of(report.lost), report.reason, report.tally)
-        if loss is not None:
-            drive.end(loss)
+        else:
+            peer = self.agent.peers.of(channel)
+            self._losses.take(drive, report, peer.record.id if peer is not None else -1)
 
     @staticmethod
     def _account(drive: Drive, tally: Tally) -> None:
@@ -590,98 +599,6 @@ class Engine:
             known, run.failed, run.aborted = run.aborted, True, True
         if not known:
             self._send_abort(spec, run.sent_to)
-
-    def _on_know(self, channel: Channel, frame: Frame) -> Task | None:
-        """A worker has a context of ours, and who brought it there is gone: tell it when that is over."""
-        peer, number = self.agent.peers.of(channel), unpack(frame.body, Know).context
-        context = self.container.find(number)
-        if peer is None or (context is not None and context.know(peer.record.id)):
-            return None
-        return functools.partial(self._answer, channel, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
-
-    def _on_change(self, what: str, peer: Peer, reason: str) -> None:
-        """A worker that is gone for good takes its part of the graph with it, though another may get its id."""
-        if what not in ("left", "replaced"):
-            return
-        for context in self.container.select(lambda context: peer.record.id in context.known):
-            context.orphan(peer.record.id, peer.info.name, reason)
-        self._lose(peer, reason)
-        self.worker.crew.submit(functools.partial(self._spread_loss, peer.record.id, reason))
-
-    def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        if not peer.gone:  # else that has been dealt with
-            self._lose(peer, reason)
-            self._spread_loss(peer.record.id, reason)
-
-    def _lose(self, peer: Peer, reason: str) -> None:
-        for drive in list(self.drives.values()):
-            loss = drive.lose(peer.record.id, peer.info.name, reason)
-            if loss is not None:
-                drive.end(loss)
-
-    def _spread_loss(self, lost: int, reason: str) -> None:
-        """Let others know who may not have noticed."""
-        for context in self.container.select(lambda context: bool(context.runs)):
-            for run in list(context.runs.values()):
-                # The driver may never have spoken to that worker; it knows whether something was under way there.
-                if (lost in run.sent_to or lost in context.known) and run.spec.driver not in (self.id, lost):
-                    report = Report(run.spec, merge(run.entrusted.get(lost, ())), lost=lost, reason=reason)
-                    self._post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
-        if not self.worker.closed:
-            self._ask_makers(lost)
-
-    def _ask_makers(self, lost: int) -> None:
-        """Whoever would have told this worker of a context's end may be gone, or only the channel is, and with it that
-        all is over. The maker is asked to tell; if that is gone, this is the end.
-        """
-        for context in self.container.select(lambda context: lost in context.known or split(context.id)[0] == lost):
-            maker, _ = split(context.id)
-            if maker == self.id:
-                continue
-            if not self._post(maker, Frame(AutogradKind.KNOW, 0, pack(Know(context.id)))) and not self.worker.closed:
-                self.release(context.id)
-
-    # The plan.
-
-    def orders_for(self, context: int, number: int, worker: int) -> tuple[Any, ...]:
-        """At the driver: what the plan says about ``worker``; the plan is made at the first question."""
-        drive = self.drives.get((context, number))
-        if drive is None:
-            raise ContextError(f"pass {number} of context {context} is over", context=context)
-        with drive.planning:
-            if drive.plan is None:
-                self._make_plan(drive)
-        plan = drive.plan
-        assert plan is not None
-        active = frozenset(plan.active.get(worker, ()))
-        circular = frozenset(plan.circular.get(worker, ()))
-        return active, circular, None if plan.useful is None else frozenset(plan.useful)
-
-    def _make_plan(self, drive: Drive) -> None:
-        plan = Plan(self.id, drive.run.leads_to_inputs() if drive.spec.restricted else None)
-        while missing := plan.missing():
-            calls = {}
-            token = enter(None)
-            try:
-                for worker in missing - {self.id}:
-                    calls[worker] = self.agent.call_async(worker, summary_of, (drive.spec,), None, 0, mode="internal")
-            finally:
-                leave(token)
-            if self.id in missing:
-                plan.add(self.id, drive.run.summary())
-            for worker, call in calls.items():
-                plan.add(worker, self._answer_of(drive.spec, worker, call))
-        drive.plan = plan
-
-    def _answer_of(self, spec: PassSpec, worker: int, call: Future[T]) -> T:
-        try:
-            return call.wait()
-        except PeerLostError as error:
-            raise loss_of(spec, self.name_of(worker), error.reason or str(error)) from error
-
-    def summary_of(self, spec: PassSpec) -> Summary:
-        """What the driver of a pass needs to know of this worker's graph."""
-        return self._run_of(self.container.get(spec.context), spec).summary()
 
     # The end of a context.
 
@@ -709,12 +626,6 @@ class Engine:
         return functools.partial(self.release, unpack(frame.body, Release).context, known)
 
 
-@internal(int, int, int)
-def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
-    """Called on the driver of a pass; see ``Engine.orders_for``."""
-    return current_worker().part(Engine).orders_for(context, number, worker)
-
-
 @internal(PassSpec)
 def entrusted_by(spec: PassSpec) -> Tally:
     """Called by the driver of a pass; see ``Engine.entrusted``."""
@@ -723,19 +634,3 @@ def entrusted_by(spec: PassSpec) -> Tally:
 
 def _where(spec: PassSpec, source: int, worker: str) -> str:
     return f"in the backward pass of context {spec.context}, message {source}, on worker '{worker}'"
-
-
-def merge(tallies: Iterable[Tally]) -> Tally:
-    """All of them in one."""
-    consumed: list[int] = []
-    produced: dict[int, int] = {}
-    for tally in tallies:
-        consumed += tally.consumed
-        produced |= tally.produced
-    return Tally(tuple(consumed), produced)
-
-
-@internal(PassSpec)
-def summary_of(spec: PassSpec) -> Summary:
-    """Called by the driver of a pass; see ``Engine.summary_of``."""
-    return current_worker().part(Engine).summary_of(spec)

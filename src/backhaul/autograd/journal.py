@@ -27,6 +27,12 @@ class Journal:
         self._consumed: list[int] = []
         self._produced: dict[int, int] = {}
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether tasks of the pass run or wait here."""
+        with self._lock:
+            return bool(self._at_hand)
+
     def begin(self) -> None:
         """Gradients of the pass are at hand."""
         with self._lock:

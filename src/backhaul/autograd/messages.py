@@ -31,6 +31,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     message: MessageId = ROOTS
     positions: tuple[int, ...] = ()  # which tensors of the message's table are recorded
     order: tuple[int, ...] = ()
+    replay: int = -1  # 0: keep requests of this context; above: and record the reply under this id; see replay
 
 
 class PassSpec(msgspec.Struct, array_like=True, frozen=True):

@@ -127,7 +127,7 @@ class Outbox:
         tally = None
         if driver != self._id:
             tally = run.journal.take_along(to == driver)
-            if tally is not None and to != driver:
+            if tally is not None:
                 run.entrusted.setdefault(to, []).append(tally)
         message = Gradients(run.spec, parcel.gradients, tally)
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)

@@ -18,8 +18,9 @@ import torch
 
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ROOTS, Recv, SendRecord, receive, receive_one
+from backhaul.autograd.functions import ROOTS, MessageId, Recv, SendRecord, receive, receive_one
 from backhaul.autograd.messages import Note
+from backhaul.autograd.replay import Entry
 from backhaul.rpc.peers import Peer
 from backhaul.wire.codec import Encoded
 from backhaul.wire.messages import unpack
@@ -47,9 +48,22 @@ class Scope:
         self._place = place
         self._numbers = itertools.count()
 
+    reply = ROOTS
+    """Under which id the reply is recorded; none: a new one."""
+
     def next_place(self) -> tuple[int, ...]:
         """The place of the next message; see [Note: order]."""
         return (*self._place, next(self._numbers))
+
+
+class ReplayedScope(Scope):
+    """That of a request which another worker has answered before; see [Note: replay]."""
+
+    __slots__ = ("reply",)
+
+    def __init__(self, worker: Worker, context: Context, place: tuple[int, ...], reply: MessageId) -> None:
+        super().__init__(worker, context, place)
+        self.reply = reply
 
 
 _NOWHERE = Scope.__new__(Scope)
@@ -83,6 +97,7 @@ def record_send(
     *,
     place: tuple[int, ...],
     born_in: tuple[int, int] | None = None,
+    message: MessageId = ROOTS,
 ) -> Note | None:
     """Keep the sending end of a message; return the note that goes with it, None if the context has been released."""
     positions: tuple[int, ...] = ()
@@ -95,7 +110,7 @@ def record_send(
         recorded = [tensors[index] for index in positions]
     if not positions:
         return Note(context.id, ROOTS, positions, place) if context.know(to) else None
-    message = container.new_message()
+    message = message or container.new_message()
     record = SendRecord(message, to, recorded, place, born_in)
     return Note(context.id, message, positions, place) if context.add_send(record) else None
 
@@ -126,6 +141,7 @@ class Recorder:
     def __init__(self, worker: Worker, container: Container) -> None:
         self._worker = worker
         self._container = container
+        self.keep_requests: Callable[[Context], None] = lambda context: None  # what to do with one for replay
         self._encode = msgspec.msgpack.Encoder().encode  # as ``pack``, less a call
 
     def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
@@ -136,7 +152,12 @@ class Recorder:
             return None, None
         context = scope.context
         note = record_send(self._container, context, peer.record.id, encoded.tensors, place=scope.next_place())
-        return (None, None) if note is None else (self._encode(note), context)
+        if note is None:
+            return None, None
+        if context.replay is not None:
+            entry = context.replay.begin(context, note, peer)
+            return self._encode(msgspec.structs.replace(note, replay=0)), entry
+        return self._encode(note), context
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         if note is None:
@@ -145,28 +166,42 @@ class Recorder:
         context = self._container.get_or_create(read.context)
         if context is None:  # the caller has released it: nobody will ask for gradients
             return tensors, None
-        scope = Scope(self._worker, context, read.order)
+        if read.replay < 0:
+            scope = Scope(self._worker, context, read.order)
+        else:
+            self.keep_requests(context)
+            scope = ReplayedScope(self._worker, context, read.order, MessageId(read.replay))
         _scope.set(scope)
         return record_recv(context, peer.record.id, read, tensors), scope
 
     def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
         if kept is None:
             return None
-        note = record_send(self._container, kept.context, peer.record.id, encoded.tensors, place=kept.next_place())
+        context, place = kept.context, kept.next_place()
+        note = record_send(self._container, context, peer.record.id, encoded.tensors, place=place, message=kept.reply)
         return self._encode(note) if note is not None else None
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if kept is _NO_GRAD:
             return [tensor.requires_grad_(False) for tensor in tensors]
         if note is None or kept is None:
+            if type(kept) is Entry:
+                kept.answer(None)
             return tensors
-        return record_recv(kept, peer.record.id, unpack(note, Note), tensors)
+        read = unpack(note, Note)
+        if type(kept) is Entry:
+            kept.answer(read)
+            kept = kept.context
+        return record_recv(kept, peer.record.id, read, tensors)
 
     def discard(self, peer: Peer, note: bytes) -> None:
         """An end whose other end is not used gets no gradients, but it keeps its graph: forget one of ours."""
         read, context = self._find(note)
         if context is not None and split(read.message)[0] == self._worker.info.id:
-            context.drop_send(read.message)
+            if context.replay is None:
+                context.drop_send(read.message)
+            else:
+                context.doubt_send(read.message)  # it may be sent yet, to another worker
 
     def failed(self, peer: Peer, note: bytes) -> None:
         read, context = self._find(note)

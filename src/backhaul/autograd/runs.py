@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from backhaul.autograd.messages import PassSpec, Tally
 from backhaul.autograd.native import Node, Task, Watch, new_task_number, renumber, tasks_matter
 from backhaul.autograd.passes import Summary
 from backhaul.autograd.stepper import Stepper
+from backhaul.wire.frames import Frame
 
 if TYPE_CHECKING:
     from backhaul.autograd.drives import Drive
@@ -123,6 +125,7 @@ class Run:
     failed = False
     aborted = False
     asked = False  # whether orders have been asked for
+    complaint: Frame | None = None  # what the driver was told of a failure here
     _orders: Orders | None = None
     _grouping: Grouping | None = None
     _reach: dict[MessageId, frozenset[MessageId]] | None = None
@@ -140,7 +143,9 @@ class Run:
         self.context = context
         self.journal = Journal()
         self.sent_to: set[int] = set()  # workers that gradients went to
-        self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it was to pass on to the driver
+        self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it is to pass on to the driver, or is the driver
+        self.fired: dict[int, int] = {}  # messages answered by groups that had not run to their end: where that went
+        self.lost: dict[int, str] = {}  # of the workers that gradients went to, those that are lost, and why
         self._send = send
         self._roots = roots
         self._inputs = inputs
@@ -185,6 +190,18 @@ class Run:
         """Send gradients at once."""
         assert self._send is not None
         self._send(self, recv, grads)
+
+    def told(self, to: int | None = None) -> Tally:
+        """All that this worker has told the driver, directly or by others, or by one of them; and what nobody has been
+        told yet of messages on their way.
+        """
+        tallies = self.entrusted.get(to, ()) if to is not None else itertools.chain(*list(self.entrusted.values()))
+        consumed: list[int] = []
+        produced = {message: worker for message, worker in list(self.fired.items()) if to in (None, worker)}
+        for tally in list(tallies):
+            consumed += tally.consumed
+            produced |= tally.produced
+        return Tally(tuple(consumed), produced)
 
     @property
     def waiting(self) -> list[MessageId]:

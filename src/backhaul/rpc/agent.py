@@ -25,7 +25,7 @@ from backhaul.errors import (
 from backhaul.limits import FOREVER, Limit
 from backhaul.rpc.calls import SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard, tell_failed
 from backhaul.rpc.futures import Future, set_result
-from backhaul.rpc.intercept import Interceptor
+from backhaul.rpc.intercept import Guard, Interceptor
 from backhaul.rpc.peers import Peer, Peers
 from backhaul.rpc.policy import name_for
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost
@@ -58,6 +58,7 @@ class Agent:
         self.timeout = worker.options.timeout
         self.interceptors: list[Interceptor] = []
         self.outlet: Outlet | None = None
+        self.guard: Guard | None = None
         self.sent = 0  # the number of a call that was started last; no other has it
         self.served = 0  # requests ever answered
         self._numbers = itertools.count(1)
@@ -108,12 +109,30 @@ class Agent:
                 self._start(pending, function, known, args, kwargs)
             else:
                 self._start_observed(mode, pending, function, known, args, kwargs)
-            with worker.blocking():
-                outcome = self._read_outcome(pending) or self._await_outcome(pending)
-        except BaseException:  # an interrupt of the user's: nobody waits any more
+            return self._await_value(pending)
+        except BaseException as error:
+            self._forsake(pending)  # after an interrupt of the user's: nobody waits any more
+            if self.guard is None or not isinstance(error, PeerLostError):
+                raise
+            return self.guard.rescue(pending, error)
+
+    def repeat(self, pending: SyncCall, frame: Frame) -> Any:
+        """Send a request that was kept, as a call of its own, and wait for its value."""
+        self.sent = pending.number = next(self._numbers)
+        pending.limit = limits.current.get()
+        if pending.limit is not None:
+            self._shorten(pending, pending.limit)
+        try:
+            self._launch(pending, Frame(frame.kind, pending.number, frame.body, frame.buffers, frame.keep))
+            return self._await_value(pending)
+        except BaseException:
             self._forsake(pending)
             raise
-        return pending.read(outcome, worker, self.interceptors)
+
+    def _await_value(self, pending: SyncCall) -> Any:
+        with self.worker.blocking():
+            outcome = self._read_outcome(pending) or self._await_outcome(pending)
+        return pending.read(outcome, self.worker, self.interceptors)
 
     def _read_outcome(self, pending: SyncCall) -> Outcome | None:
         """Read the channel ourselves until our outcome is there, if nobody else does: that saves a hand-off."""
@@ -184,7 +203,7 @@ class Agent:
             else:
                 self._start_observed(mode, pending, function, known, args, kwargs)
         except (PeerLostError, CallTimeoutError, CallCancelledError) as error:
-            pending.future.set_exception(error)
+            self._fail(pending, error)
             return pending.future
         pending.future._call = self._itself, pending.number
         if pending.deadline < self._check_at:
@@ -219,17 +238,21 @@ class Agent:
         kwargs: Mapping[str, Any] | None,
     ) -> None:
         """Encode and send. On return the arguments may be changed."""
-        left = pending.timeout
-        if left < 0:
-            raise ValueError(f"timeout must not be negative, got {left}; 0 means none")
+        if pending.timeout < 0:
+            raise ValueError(f"timeout must not be negative, got {pending.timeout}; 0 means none")
         if not callable(function) and not isinstance(function, str):
             raise TypeError(f"only a callable can be called, not a {type(function).__name__}")
         if pending.limit is not None:
             self._shorten(pending, pending.limit)
-            left = pending.timeout
-        self.sent = pending.number = number = next(self._numbers)
+        self.sent = pending.number = next(self._numbers)
         frame = self._encode(pending, function, known, args, kwargs)
-        peer, limit = pending.peer, left or None
+        if self.guard is not None:
+            self.guard.keep(pending, frame)
+        self._launch(pending, frame)
+
+    def _launch(self, pending: Pending, frame: Frame) -> None:
+        number, peer, left = pending.number, pending.peer, pending.timeout
+        limit = left or None
         if limit is not None and not pending.cut:
             # From now on: pickling the arguments was this worker's own business.
             pending.deadline = self.worker.runtime.now() + left
@@ -386,13 +409,22 @@ class Agent:
                 return  # abandoned
             value = pending.read(outcome, self.worker, self.interceptors)
         except Exception as error:
-            pending.future.set_exception(error)
+            self._fail(pending, error)
         else:
             set_result(pending.future, value)
         finally:
             self.under_way.pop(pending, None)
             if self._idle_callbacks:
                 self._look_idle()
+
+    def _fail(self, pending: AsyncCall, error: Exception) -> None:
+        guard = self.guard
+        if (
+            guard is None
+            or not isinstance(error, PeerLostError)
+            or not guard.rescue_later(pending, error, pending.future)
+        ):
+            pending.future.set_exception(error)
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         for pending in self.pending:

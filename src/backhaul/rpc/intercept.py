@@ -12,8 +12,12 @@ import torch
 from backhaul.wire.codec import Encoded
 
 if TYPE_CHECKING:
+    from backhaul.errors import PeerLostError
+    from backhaul.rpc.calls import Pending
+    from backhaul.rpc.futures import Future
     from backhaul.rpc.node import Node
     from backhaul.rpc.peers import Peer
+    from backhaul.wire.frames import Frame
 
 
 class Interceptor(Protocol):
@@ -48,6 +52,19 @@ class Interceptor(Protocol):
         """The call whose request had this note has failed: lost, too late or cancelled. It may have been done, or be
         done yet. Must not block.
         """
+
+
+class Guard(Protocol):
+    """Keeps requests and, where it can, lets calls survive the loss of the worker they were made to."""
+
+    def keep(self, pending: Pending, frame: Frame) -> None:
+        """A request is about to go out. May raise ``PeerLostError``, as if its worker were lost."""
+
+    def rescue(self, pending: Pending, error: PeerLostError) -> Any:
+        """A call has lost its worker. Returns the value it has in the end, or raises."""
+
+    def rescue_later(self, pending: Pending, error: PeerLostError, future: Future[Any]) -> bool:
+        """As ``rescue``, for a future, without waiting; False if nothing can be done."""
 
 
 extensions: list[Callable[[Node], None]] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from backhaul.crew import Task
-from backhaul.errors import BackhaulError
+from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, UnknownWorkerError
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.farewell import Farewell
 from backhaul.rpc.peers import Peer, Peers
@@ -136,8 +136,8 @@ class Membership:
                 what = f"there is a worker '{rival.info.name}' (id {rival.info.id}) already"
                 if rival.suspicion and rival.channel is not None:
                     return Refuse(f"{what}; it may be lost: {rival.suspicion}", later=True)
-                if self._reachable(rival):
-                    return Refuse(what)
+                if (answer := self._sign_of(rival)) is not None:
+                    return Refuse(f"{what}{answer}", later=bool(answer))
             enrolled = self._peers.enrol(record)
             problem = "all ids are taken" if enrolled is None else self._peers.admit(enrolled)
             if enrolled is None or problem:
@@ -151,12 +151,30 @@ class Membership:
                 return peer
         return self._peers.own
 
+    def _sign_of(self, rival: Peer) -> str | None:
+        """None if a worker is gone, which may not have been noticed yet; else what to say of it."""
+        if rival is self._peers.own:
+            return ""
+        try:
+            self._agent.call(rival.info, greet, None, None, self._patience, mode="internal")
+        except (PeerLostError, UnknownWorkerError):
+            return None
+        except CallTimeoutError:
+            return "; it may be lost, since it does not answer"
+        except BackhaulError:  # it does not let us
+            pass
+        return ""
+
+    @property
+    def _patience(self) -> float:
+        options = self._worker.options
+        return min(options.connect_timeout, options.lost_after or options.connect_timeout)
+
     def _reachable(self, peer: Peer) -> bool:
         if peer is self._peers.own:
             return True
-        options = self._worker.options
         try:
-            self._peers.channel_to(peer, min(options.connect_timeout, options.lost_after or options.connect_timeout))
+            self._peers.channel_to(peer, self._patience)
             return True
         except BackhaulError:
             return False
@@ -205,4 +223,4 @@ def forget(worker: int) -> None:
 
 
 def greet() -> None:
-    """Called by a newcomer: by then the other has admitted it."""
+    """Called by a newcomer: by then the other has admitted it. And to see whether a worker is there."""

@@ -1,0 +1,467 @@
+"""Brings a lost worker's share of a context back: the shell around ``replay``. The worker that made the context leads;
+the others keep their requests, send them again when they are told to, and undo what a pass has added to gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from backhaul import limits
+from backhaul.autograd.container import split
+from backhaul.autograd.context import Context
+from backhaul.autograd.recording import enter, leave
+from backhaul.autograd.replay import Entry, Log, Pass, Place, Replay, order
+from backhaul.errors import (
+    BackhaulError,
+    BackwardTimeoutError,
+    ContextError,
+    PeerLostError,
+    UnknownWorkerError,
+)
+from backhaul.rpc.calls import Pending, SyncCall
+from backhaul.rpc.futures import Future
+from backhaul.rpc.peers import Peer
+from backhaul.runtime import Lock
+from backhaul.wire.frames import Frame
+from backhaul.wire.memory import Recycler
+from backhaul.worker import current_worker
+
+if TYPE_CHECKING:
+    from backhaul.autograd.engine import Engine
+    from backhaul.autograd.runs import Run
+
+T = TypeVar("T")
+_PAUSE = 0.05  # seconds between looks
+_ASKING = 2.0  # seconds that a worker has to say that it is there
+_TRIES = 3  # passes that are run again because a channel was lost, and no worker
+
+_MOMENT = 0.001  # seconds between looks at what is about to end
+_REFUSED = {"create": "create_graph=True", "into_grad": 'accumulate="grad"', "fast": 'mode="fast"'}
+
+_memory = Recycler()
+
+
+class Recovery:
+    """One worker's. Thread-safe. Takes part in calls as soon as one is made in a context with replay."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._worker = engine.worker
+        self._agent = engine.agent
+        self._container = engine.container
+        engine.worker.attach(self)
+
+    # Keeping.
+
+    def keep_requests(self, context: Context, replay: Replay | None = None) -> None:
+        """From now on keep what this worker sends in a context."""
+        if context.replay is None:
+            with context.lock:
+                if context.replay is None and not context.released:
+                    context.replay = Log(replay)
+            self._agent.guard = self
+
+    def keep(self, pending: Pending, frame: Frame) -> None:
+        """See ``Guard``."""
+        entry = _entry(pending)
+        if entry is None:
+            return
+        entry.frame = frame.copied(_memory)  # arguments may be changed as soon as it is sent
+        entry.label, entry.timeout = pending.label, pending.timeout
+        log, peer = entry.context.replay, pending.peer
+        earlier = log.answered(entry.to)[-1:] if log is not None else ()
+        if earlier and earlier[0].incarnation != entry.incarnation:
+            # Nobody here has noticed the loss, but what was computed there is gone.
+            entry.incarnation = earlier[0].incarnation
+            reason = "another worker has taken its name"
+            raise PeerLostError(f"lost worker '{peer.info.name}': {reason}", worker=peer.info.name, reason=reason)
+
+    # Calls that lost their worker.
+
+    def rescue(self, pending: Pending, error: PeerLostError) -> Any:
+        """See ``Guard``."""
+        entry = _entry(pending)
+        while entry is not None and entry.frame is not None and error.worker == pending.peer.info.name:
+            if not self._recover_by_maker(entry, error):
+                break
+            again = SyncCall(self._agent.peers.find(entry.to), pending.timeout, pending.label)
+            again.kept = pending.kept
+            entry.incarnation = again.peer.record.incarnation
+            try:
+                value = self._agent.repeat(again, entry.frame)
+            except PeerLostError as another:
+                error = another
+            else:
+                entry.context.renew(entry.message, entry.reply)
+                return value
+        raise error
+
+    def rescue_later(self, pending: Pending, error: PeerLostError, future: Future[Any]) -> bool:
+        """See ``Guard``."""
+        if _entry(pending) is None or self._worker.closed:
+            return False
+        paused = self._agent.paused
+
+        def run() -> None:
+            limits.current.set(pending.limit)
+            try:
+                value = self.rescue(pending, error)
+            except BaseException as failure:
+                if future in paused:  # else this worker was shut down
+                    future.set_exception(failure)
+            else:
+                if future in paused:
+                    future.set_result(value)
+            finally:
+                paused.discard(future)
+                self._agent.end()
+
+        self._agent.begin()
+        paused.add(future)
+        self._worker.crew.submit(functools.partial(self._worker.run, run))
+        return True
+
+    def _recover_by_maker(self, entry: Entry, error: PeerLostError) -> bool:
+        """Let the maker of the context recover a worker; whether it had to. Raises ``error`` if it cannot."""
+        maker, _ = split(entry.context.id)
+        arguments = entry.context.id, entry.to, entry.incarnation
+        try:
+            if maker == self._worker.info.id:
+                return self.recover(*arguments)
+            return self._call(maker, recover, *arguments, timeout=0)
+        except BackhaulError as problem:
+            error.add_note(f"replay was not possible: {problem}")
+            raise error from problem
+
+    def _call(self, worker: int, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
+        with _outside():
+            made: T = self._agent.call(worker, function, args, None, timeout, mode="internal")
+            return made
+
+    def _ask(self, worker: int, timeout: float, function: Callable[..., T], *args: Any) -> T:
+        """Call a function on a worker that may have lost a channel, or be lost and replaced."""
+        for tries in reversed(range(_TRIES)):
+            try:
+                return self._call(worker, function, *args)
+            except (PeerLostError, UnknownWorkerError):  # the latter just before another takes its place
+                if not tries:
+                    raise
+                self._await(worker, timeout)
+        raise AssertionError
+
+    # At the maker of the context.
+
+    def recover(self, context: int, lost: int, incarnation: str) -> bool:
+        """Make the share of a lost incarnation of a worker again on the one that takes its place, with its gradients of
+        passes that are over. False if it was not lost after all: then only a channel was.
+        """
+        if not self._recover(context, lost, incarnation):
+            return False
+        found = self._container.get(context)
+        log = found.replay
+        if log is not None and log.passes:
+            log.outdated = True
+            if (passing := self._passing(log)).acquire(blocking=False):  # else whoever runs passes sees to it
+                try:
+                    self._run_passes(found, log, [])
+                finally:
+                    passing.release()
+        return True
+
+    def _recover(self, context: int, lost: int, incarnation: str) -> bool:
+        found = self._container.get(context)
+        log = found.replay
+        if log is None or log.replay is None:
+            raise ContextError(f"context {context} is not kept for replay", context=context)
+        # One at a time; but what is run again may find that another worker is lost too.
+        with log.turns.setdefault(lost, self._worker.runtime.lock()), _outside():
+            for tries in reversed(range(_TRIES)):
+                peer = self._await(lost, log.replay.timeout)
+                if peer.record.incarnation == incarnation:
+                    return False
+                try:
+                    self._bring_up(found, log, peer)
+                    break
+                except PeerLostError as error:
+                    if not tries or error.worker != peer.info.name:
+                        raise
+        return True
+
+    def _bring_up(self, context: Context, log: Log, peer: Peer) -> None:
+        lost, fresh = peer.record.id, peer.record.incarnation
+        assert log.replay is not None
+        shares = self._shares(context, lost, log.replay.timeout)
+        for _, entries in shares.values():
+            for _, where, obstacle in entries:
+                if where != fresh and obstacle is not None:
+                    raise ContextError(obstacle, worker=peer.info.name, context=context.id)
+        if fresh not in log.restored:
+            if log.replay.restore is not None:
+                self._call(lost, log.replay.restore, timeout=0)
+            log.restored.add(fresh)
+        stale = [
+            (place, sender)
+            for sender, (_, entries) in shares.items()
+            for place, where, _ in entries
+            if where != fresh and sender != lost
+        ]
+        due = order(stale)
+        for sender in shares:
+            self._call(sender, forget_below, context.id, [place for place, _ in due])
+        for place, sender in due:
+            self._call(sender, repeat, context.id, place, lost, log.replay.timeout, timeout=0)
+
+    def _shares(
+        self, context: Context, lost: int, timeout: float
+    ) -> dict[int, tuple[set[int], list[tuple[Place, str, str | None]]]]:
+        """By worker that the context has reached and that is there: whom it knows, and what it has sent to ``lost``."""
+        found: dict[int, tuple[set[int], list[tuple[Place, str, str | None]]]] = {}
+        todo, seen = [int(self._worker.info.id)], {lost}
+        while todo:
+            worker = todo.pop()
+            if worker in seen:
+                continue
+            seen.add(worker)
+            found[worker] = self._ask(worker, timeout, share_of, context.id, lost)
+            todo.extend(found[worker][0])
+        return found
+
+    def _await(self, worker: int, timeout: float) -> Peer:
+        """The seam to membership: wait until a worker answers, be it another incarnation or, where only a channel was
+        lost, the same. Raises ``PeerLostError``.
+        """
+        runtime = self._worker.runtime
+        deadline = runtime.now() + timeout
+        name = f"worker {worker}"
+        while True:
+            with contextlib.suppress(UnknownWorkerError):
+                peer = self._agent.peers.find(worker)
+                name = f"worker '{peer.info.name}'"
+                with contextlib.suppress(BackhaulError):
+                    self._call(worker, is_there, timeout=min(_ASKING, timeout) or _ASKING)
+                    if self._agent.peers.find(worker) is peer:
+                        return peer
+            left = deadline - runtime.now()
+            if left <= 0:
+                raise PeerLostError(f"nobody took the place of {name} within {timeout:g} s", worker=name)
+            with self._worker.blocking():
+                runtime.gate().wait(min(_PAUSE, left))
+
+    # At every worker.
+
+    def share_of(self, context: int, lost: int) -> tuple[set[int], list[tuple[Place, str, str | None]]]:
+        """Whom this worker knows in a context; and place, incarnation and obstacle of what ``lost`` has answered."""
+        found = self._container.find(context)
+        if found is None or found.replay is None:
+            return set(), []
+        entries = found.replay.answered(lost)
+        with found.lock:
+            return set(found.known), [(entry.place, entry.incarnation, entry.obstacle) for entry in entries]
+
+    def forget_below(self, context: int, places: list[Place]) -> None:
+        """See ``Log``."""
+        found = self._container.find(context)
+        if found is not None and found.replay is not None:
+            found.replay.forget_below(places)
+
+    def repeat(self, context: int, place: Place, to: int, timeout: float) -> None:
+        """Send a request again that a lost worker had answered."""
+        log = self._container.get(context).replay
+        entry = log.find(place, to) if log is not None else None
+        if entry is None:
+            raise ContextError(f"the request at place {place} was not kept", context=context)
+        peer = self._await(to, timeout)
+        self._agent.repeat(SyncCall(peer, entry.timeout, entry.label), entry.again())
+        entry.incarnation = peer.record.incarnation
+        entry.context.renew(entry.message, entry.reply)
+
+    def undo(self, context: int, driver: int, number: int) -> set[int]:
+        """Let go of a pass that has failed, and put gradients back to what they were before the first. Returns whom
+        this worker knows in the context.
+        """
+        found = self._container.find(context)
+        log = found.replay if found is not None else None
+        if found is None or log is None:
+            return set()
+        with found.lock:
+            run = found.runs.get((driver, number))
+            if run is None:
+                found.aborted.add((driver, number))  # nothing of it has come, and nothing will be used
+            else:
+                run.failed = run.aborted = True
+            known = set(found.known)
+        if run is not None:
+            self.await_idle(run)
+        log.undo_passes(found)
+        return known
+
+    def await_idle(self, run: Run) -> None:
+        """Wait until nothing of a pass that has failed runs here: it would still add to gradients."""
+        with self._worker.blocking():
+            while run.journal.at_hand:
+                self._worker.runtime.gate().wait(_MOMENT)
+
+    # Passes.
+
+    def backward(self, context: Context, *args: Any, **options: Any) -> None:
+        """As the engine's, and again when a worker has been lost and replaced. The graph is kept."""
+        for wrong, what in _REFUSED.items():
+            if options[wrong]:
+                raise ContextError(f"{what} is not possible in a context with replay", context=context.id)
+        log = context.replay
+        assert log is not None
+        if log.replay is None:
+            raise ContextError(
+                f"context {context.id} was made for replay by another worker, which alone may run backward on it",
+                context=context.id,
+            )
+        log.begin_passes(context)
+        with self._passing(log):
+            log.passes.append((args, options))
+            try:
+                self._run_passes(context, log, log.passes[-1:])
+            except BaseException:
+                log.passes.pop()
+                raise
+
+    def _passing(self, log: Log) -> Lock:
+        """Held by whoever runs passes: one at a time."""
+        return log.turns.setdefault(self._worker.info.id, self._worker.runtime.lock())
+
+    def _run_passes(self, context: Context, log: Log, todo: list[Pass]) -> None:
+        """Run passes. If a worker is lost, its gradients of earlier ones are lost too: then run all."""
+        assert log.replay is not None
+        tries = _TRIES
+        while todo or log.outdated:
+            if log.outdated:
+                log.outdated = False
+                self._undo_everywhere(context, self._engine.new_number(), log.replay.timeout)
+                todo = list(log.passes)
+            (args, options), number = todo[0], self._engine.new_number()
+            try:
+                self._engine.backward(context, *args, **{**options, "retain": True, "number": number})
+                todo = todo[1:]
+            except (PeerLostError, ContextError) as error:
+                if context.released or isinstance(error, BackwardTimeoutError):
+                    raise
+                try:
+                    self._undo_everywhere(context, number, log.replay.timeout)
+                    lost = self._recover_from(context, log, error, log.replay.timeout)
+                except BackhaulError as problem:
+                    error.add_note(f"replay was not possible: {problem}")
+                    raise error from problem
+                tries = _TRIES if lost else tries - 1
+                if not tries or (not lost and not isinstance(error, PeerLostError)):
+                    raise
+                log.outdated = False
+                todo = list(log.passes)
+
+    def _undo_everywhere(self, context: Context, number: int, timeout: float) -> None:
+        """On every worker: what one did not undo would be counted twice."""
+        own = int(self._worker.info.id)
+        todo, seen = [own], set[int]()
+        while todo:
+            worker = todo.pop()
+            if worker not in seen:
+                seen.add(worker)
+                todo.extend(self._ask(worker, timeout, undo, context.id, own, number))
+
+    def _recover_from(self, context: Context, log: Log, error: BackhaulError, timeout: float) -> bool:
+        """Recover all workers whose share is gone; whether there was one."""
+        lost = {entry.to: entry.incarnation for entry in log.answered()}
+        for worker, share in self._targets(context, timeout).items():
+            lost.setdefault(worker, share)
+        found = False
+        for worker, incarnation in sorted(lost.items()):
+            if error.worker == self._engine.name_of(worker) or incarnation != self._incarnation_of(worker):
+                found = self._recover(context.id, worker, incarnation) or found
+        return found
+
+    def _incarnation_of(self, worker: int) -> str:
+        try:
+            return self._agent.peers.find(worker).record.incarnation
+        except UnknownWorkerError:
+            return ""
+
+    def _targets(self, context: Context, timeout: float) -> dict[int, str]:
+        """Workers that others have called in the context, and as which incarnation."""
+        found: dict[int, str] = {}
+        todo, seen = [int(self._worker.info.id)], set[int]()
+        while todo:
+            worker = todo.pop()
+            if worker not in seen:
+                seen.add(worker)
+                known, targets = self._ask(worker, timeout, targets_of, context.id)
+                todo.extend(known)
+                found |= targets
+        return found
+
+    def targets_of(self, context: int) -> tuple[set[int], dict[int, str]]:
+        """Whom this worker knows in a context; and by which incarnation its requests were answered."""
+        found = self._container.find(context)
+        if found is None or found.replay is None:
+            return set(), {}
+        targets = {entry.to: entry.incarnation for entry in found.replay.answered()}
+        with found.lock:
+            return set(found.known), targets
+
+
+def _entry(pending: Pending) -> Entry | None:
+    for _, kept in pending.kept:
+        if type(kept) is Entry:
+            return kept
+    return None
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """What is done inside is not part of any context."""
+    token = enter(None)
+    try:
+        yield
+    finally:
+        leave(token)
+
+
+# What workers do for each other.
+
+
+def _own() -> Recovery:
+    return current_worker().part(Recovery)
+
+
+def is_there() -> None:
+    """Answers."""
+
+
+def recover(context: int, lost: int, incarnation: str) -> bool:
+    """See ``Recovery.recover``."""
+    return _own().recover(context, lost, incarnation)
+
+
+def share_of(context: int, lost: int) -> tuple[set[int], list[tuple[Place, str, str | None]]]:
+    """See ``Recovery.share_of``."""
+    return _own().share_of(context, lost)
+
+
+def forget_below(context: int, places: list[Place]) -> None:
+    """See ``Recovery.forget_below``."""
+    _own().forget_below(context, places)
+
+
+def repeat(context: int, place: Place, to: int, timeout: float) -> None:
+    """See ``Recovery.repeat``."""
+    _own().repeat(context, place, to, timeout)
+
+
+def undo(context: int, driver: int, number: int) -> set[int]:
+    """See ``Recovery.undo``."""
+    return _own().undo(context, driver, number)
+
+
+def targets_of(context: int) -> tuple[set[int], dict[int, str]]:
+    """See ``Recovery.targets_of``."""
+    return _own().targets_of(context)
