@@ -222,11 +222,11 @@ REFUSED = {
         "LimitError",
     ),
     "arguments of the wrong types for one of our own": (
-        call("backhaul.autograd.engine:orders_for", Payload(plain=[1, 2, "x"])),
+        call("backhaul.autograd.planning:orders_for", Payload(plain=[1, 2, "x"])),
         "TypeError",
     ),
     "records of another form": (
-        call("backhaul.autograd.engine:summary_of", Payload(plain=[[12, "PassSpec", b"\x90"]], loose=TREE)),
+        call("backhaul.autograd.planning:summary_of", Payload(plain=[[12, "PassSpec", b"\x90"]], loose=TREE)),
         "SerializationError",
     ),
     "a message of another worker": (call("attacked.add", PLAIN, notes={"autograd": NOTE}), "SerializationError"),
