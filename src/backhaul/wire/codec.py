@@ -154,11 +154,10 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
         _Pickler(out, writer, loose, main_shared, parcels).dump(list(values))
         table, buffers, keep = writer.finish()
     except Exception as error:
-        explained = _explain(values, names, main_shared, error)
-        if isinstance(error, BackhaulError) and not isinstance(error, SerializationError):
-            error.add_note(f"{explained.path} stands for that, and cannot be sent")  # what it refers to is lost
+        if isinstance(error, BackhaulError) and not isinstance(error, SerializationError):  # what it refers to is lost
+            error.add_note(f"{_explain(values, names, main_shared, error).path} stands for that, and cannot be sent")
             raise
-        raise explained from error
+        raise _explain(values, names, main_shared, error) from error
     body = out.getvalue()
     if len(body) > MAX_BODY - (1 << 16) or len(buffers) + len(loose) > MAX_BUFFERS:
         raise SerializationError(
