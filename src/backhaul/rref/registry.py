@@ -165,8 +165,9 @@ class RRefs:
         """This worker's own news about its own values."""
         with self._lock:
             freed = self._owned.hear(self.life, news)
-            self._look_for_suspects()
+            suspects = self._take_suspects()
         self._end(freed)
+        self._look_for(suspects)
 
     def take_news(self, sender: Life, letters: Iterable[Letter]) -> None:
         """News have come from another worker."""
@@ -181,8 +182,9 @@ class RRefs:
                 if what in ("born", "made") and holder not in self._met and holder != self.life:
                     strangers[holder] = None
             self._met.update(strangers)
-            self._look_for_suspects()
+            suspects = self._take_suspects()
         self._end(freed)
+        self._look_for(suspects)
         for holder in strangers:
             self.worker.crew.submit(functools.partial(self._meet, holder))
 
@@ -202,8 +204,9 @@ class RRefs:
         with self._lock:
             self._met.discard(holder)
             freed = self._owned.lose(holder, for_good=for_good)
-            self._look_for_suspects()
+            suspects = self._take_suspects()
         self._end(freed)
+        self._look_for(suspects)
 
     def _later(self, task: Callable[[], None], failed: int, *, awaited: bool = False) -> None:
         """Try again what has failed so many times before; ``awaited``: a shutdown waits for it."""
@@ -224,9 +227,13 @@ class RRefs:
 
     # Forks that may have got lost: the owner asks.
 
-    def _look_for_suspects(self) -> None:
-        """Ask those who were to get them. Called with the lock."""
+    def _take_suspects(self) -> dict[Life, dict[ForkId, RRefId]]:
+        """Called with the lock, and ``_look_for`` what it returns without."""
         suspects, self._owned.suspects = self._owned.suspects, {}
+        return suspects
+
+    def _look_for(self, suspects: dict[Life, dict[ForkId, RRefId]]) -> None:
+        """Ask those who were to get these forks."""
         for holder, forks in suspects.items():
             named = [(int(number), int(fork)) for fork, number in forks.items()]
             self.worker.crew.submit(functools.partial(self._ask, holder, named, _TRIES))
@@ -486,10 +493,11 @@ class RRefs:
             for owner in self._passed.get(life, ()):
                 if owner == self.life:
                     self._owned.hear(self.life, news)
-                    self._look_for_suspects()
                 else:  # numbered at once: what is sent later is not meant
                     letters[owner] = self._prepare(owner, news)
             holds_some = self._owned.holds_some(life)
+            suspects = self._take_suspects()
+        self._look_for(suspects)
         # In tasks of their own: it may take a while.
         if letters:
             self.worker.crew.submit(functools.partial(self._deliver, letters))
@@ -520,7 +528,8 @@ class RRefs:
                 del self._forks[fork]
                 self._orphans[fork] = reason
             freed = self._owned.lose(life)
-            self._look_for_suspects()
+            suspects = self._take_suspects()
+        self._look_for(suspects)
         self.worker.crew.submit(functools.partial(self._end, freed))  # not under the locks that are held here
 
     # On messages: the forks that travel in them.
