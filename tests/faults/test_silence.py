@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +57,13 @@ def suspects() -> int:
 def stop(worker: str) -> int:
     pid = bh.rpc_sync(worker, os.getpid)
     os.kill(pid, signal.SIGSTOP)
+    until(lambda: states_of(pid) == {"T"})  # until one of its threads gets to run that, others may still answer
     return pid
+
+
+def states_of(pid: int) -> set[str]:
+    """Those of a process's threads."""
+    return {stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")}
 
 
 # In calls.

@@ -21,6 +21,7 @@ import torch
 import backhaul as bh
 from backhaul.rpc import dispatch
 from backhaul.rpc.node import Node
+from backhaul.rref import registry
 from backhaul.rref.registry import RRefs
 from backhaul.testing.faults import Faults
 from backhaul.transport.inproc import InprocEndpoint
@@ -416,15 +417,17 @@ def test_a_call_that_was_not_sent_leaves_nothing_behind(workers: Any) -> None:
             bh.rpc_sync(2, give_back, args=(bh.remote(owner, Counter),))
 
 
-def test_news_that_are_lost_again_and_again(workers: Any) -> None:
+def test_news_that_are_lost_again_and_again(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that follow are not read before them, so they bring them along."""
+    monkeypatch.setattr(registry, "_TRIES", 5)
     rref = bh.remote(1, Counter)
     rref.to_here()
+    rrefs = workers[0].part(RRefs)
     faults = Faults(lambda pending: ["news" if "take_news" in pending.label else ""], lose={"news"}, times=5)
     faults.install(workers[0].part(Node).agent)
     del rref
     gc.collect()
-    eventually(lambda: bool(workers[0].part(RRefs)._unheard))
+    eventually(lambda: any(outbox._idle for outbox in rrefs._outboxes.values()))
     for _ in range(5):
         bh.remote(1, Counter).to_here()
 

@@ -32,7 +32,7 @@ from backhaul.rpc.calls import SMALL, check_size, discard
 from backhaul.rpc.futures import Future
 from backhaul.rpc.peers import Peer
 from backhaul.rpc.policy import find_exposed
-from backhaul.transport.base import Channel, ChannelClosedError
+from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError
 from backhaul.wire.callables import label_of, resolve
 from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.faults import encode_fault
@@ -47,6 +47,7 @@ T = TypeVar("T")
 ASYNC_MARK = "_backhaul_async_execution"
 _RESULT = ("result",)
 _NO_KEYWORDS: dict[str, Any] = {}
+NO_NOTES: dict[str, bytes] = {}
 
 _never_dropped: set[str] = set()  # names
 
@@ -282,9 +283,9 @@ class Dispatcher:
         if answer.cancelled:
             self._finish(answer)
             return
+        notes: dict[str, bytes] = {}
         try:
             encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain)
-            notes: dict[str, bytes] = {}
             if answer.kept or encoded.parcels:
                 for interceptor in self._agent.interceptors:
                     note = interceptor.reply_out(peer, answer.kept.get(interceptor.key), encoded)
@@ -301,9 +302,10 @@ class Dispatcher:
             )
             self._reply_fault(answer, problem)
         except Exception as error:
+            discard(peer, self._agent.interceptors, notes)
             self._reply_fault(answer, error)
         else:
-            self._send(answer, frame)
+            self._send(answer, frame, notes)
 
     def _reply_fault(self, answer: Answer, error: BaseException) -> None:
         if answer.trace is not None:
@@ -317,7 +319,7 @@ class Dispatcher:
         buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
         self._send(answer, Frame(Kind.FAULT, answer.number, pack(fault), buffers, keep))
 
-    def _send(self, answer: Answer, frame: Frame) -> None:
+    def _send(self, answer: Answer, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:
         if answer.trace is not None:
             answer.trace.replied(frame.nbytes)
         try:
@@ -327,6 +329,8 @@ class Dispatcher:
                 answer.channel.send(frame, timeout=self._patience)
         except ChannelClosedError as error:
             log.debug("a reply was not sent: %s", error)  # the caller is gone, and knows it
+            if not isinstance(error, ChannelBrokenError):  # else it may have arrived
+                discard(answer.peer, self._agent.interceptors, notes)
         finally:
             self._agent.answered((answer.channel, answer.number))
 

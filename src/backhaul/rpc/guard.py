@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from backhaul.crew import Task
 from backhaul.errors import BackhaulError, LimitError, PermissionDeniedError, ProtocolError
 from backhaul.rpc.agent import PROFILE, Agent
-from backhaul.rpc.dispatch import Answer, Dispatcher
+from backhaul.rpc.dispatch import NO_NOTES, Answer, Dispatcher
 from backhaul.rpc.peers import Peer
 from backhaul.rpc.policy import Policy, find_internal
 from backhaul.rpc.quotas import Ledger, Quotas, beyond
@@ -162,12 +162,12 @@ class GuardedDispatcher(Dispatcher):
             return super()._find(name, answer)
         return self._policy.find(name, answer.peer.info.name)
 
-    def _send(self, answer: Answer, frame: Frame) -> None:
+    def _send(self, answer: Answer, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:
         channel = answer.channel
         if not channel.backlog:
             self._give_back(answer)  # before: who has the reply may call again at once
         try:
-            super()._send(answer, frame)
+            super()._send(answer, frame, notes)
         finally:
             self._give_back(answer)
         if channel.backlog > _MAX_ASIDE:

@@ -216,6 +216,15 @@ class Peers:
             raise UnknownWorkerError(f"{what}; there are: {names}", worker=str(who))
         return peer
 
+    def in_life(self, number: int, incarnation: str) -> Peer | tuple[str, str] | None:
+        """The worker of that id, if it is of that incarnation. Else the name of the one that was, and why it is gone
+        for good; or None: it is not known yet.
+        """
+        peer = self._by_id.get(number)
+        if peer is not None and peer.record.incarnation == incarnation:
+            return peer
+        return self._roster.fate_in(incarnation)
+
     def of(self, channel: Channel) -> Peer | None:
         """The worker at the other end, or None if it has not said who it is."""
         return self._by_channel.get(channel)

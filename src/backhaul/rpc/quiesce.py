@@ -51,7 +51,9 @@ class Roundup:
         return self._advance()
 
     def joined(self, who: int) -> None:
-        """There is one more worker to wait for."""
+        """There is one more worker to wait for. One that is only there again has said whether it is ready."""
+        if who in self._members:
+            return
         self._members.add(who)
         self._unready.add(who)
         self._before = {}

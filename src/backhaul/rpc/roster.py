@@ -121,6 +121,10 @@ class Roster:
         """Why there is no worker of that name any more, if there was one."""
         return next((why for known, why in reversed(self._gone.values()) if known == name), None)
 
+    def fate_in(self, incarnation: str) -> tuple[str, str] | None:
+        """The name of a worker that is gone for good, and why it is; None: it is not known to be."""
+        return self._gone.get(incarnation)
+
     def enrol(self, name: str, wanted: int) -> tuple[int, int] | None:
         """Id (-1: any) and epoch for a newcomer, which takes the place of whoever has its name. None: no id is free."""
         if wanted < 0:

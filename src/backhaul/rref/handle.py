@@ -15,7 +15,7 @@ from backhaul.errors import BackhaulError, CallTimeoutError
 from backhaul.rpc.dispatch import answers_later, async_execution
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node
-from backhaul.rref.ownership import Entry, ForkId, RRefId, maker_of
+from backhaul.rref.ownership import Entry, ForkId, Life, RRefId, maker_of
 from backhaul.rref.registry import RRefs, current_rrefs
 from backhaul.types import WorkerInfo
 from backhaul.wire.callables import label_of
@@ -24,6 +24,8 @@ from backhaul.worker import Worker, current_worker
 
 T = TypeVar("T")
 Call = Callable[..., Any]
+Named = tuple[int, int, int, str, str]
+"""Value, fork (-1: the owner's own), id and incarnation of its holder, and the incarnation that owns the value."""
 
 
 class RRef(Generic[T]):
@@ -41,11 +43,12 @@ class RRef(Generic[T]):
         (tensor([2., 2.]), 'worker1', tensor(4.))
     """
 
-    __slots__ = ("__weakref__", "_created", "_entry", "_fork", "_id", "_owner", "_rrefs", "_type")
+    __slots__ = ("__weakref__", "_created", "_entry", "_fork", "_id", "_life", "_owner", "_rrefs", "_type")
 
     _rrefs: RRefs
     _id: RRefId
     _owner: WorkerInfo
+    _life: Life  # of the owner's
     _entry: Entry[Future[Any]] | None  # on the owner
     _fork: ForkId | None  # elsewhere
     _created: Future[Any] | None  # where ``remote`` was called: done when the value is there
@@ -55,7 +58,7 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: type | None = None) -> None:
         rrefs = current_rrefs()
         entry = rrefs.own(RRefId(rrefs.new_id()))
-        self._set(rrefs, entry.id, rrefs.worker.info, entry=entry)
+        self._set(rrefs, entry.id, rrefs.worker.info, rrefs.life, entry=entry)
         entry.value.set_result(value)
 
     def _set(
@@ -63,6 +66,7 @@ class RRef(Generic[T]):
         rrefs: RRefs,
         number: RRefId,
         owner: WorkerInfo,
+        life: Life,
         *,
         entry: Entry[Future[Any]] | None = None,
         fork: ForkId | None = None,
@@ -70,6 +74,7 @@ class RRef(Generic[T]):
         self._rrefs = rrefs
         self._id = number
         self._owner = owner
+        self._life = life
         self._entry = entry
         self._fork = fork
         self._created = None
@@ -80,7 +85,7 @@ class RRef(Generic[T]):
             if self._entry is not None:
                 self._rrefs.bury((self._entry,))
             elif self._fork is not None:
-                self._rrefs.bury((self._owner.id, self._id, self._fork))
+                self._rrefs.bury((self._life, self._id, self._fork))
         except AttributeError:  # never completed
             pass
 
@@ -213,7 +218,7 @@ class RRef(Generic[T]):
             run_backward(self._entry.value._fresh_value(), context, retain_graph)
         else:
             self._check_created()
-            self._rrefs.agent.call(self._owner.id, backward_of, (*self._named(), context, retain_graph), None, 0)
+            self._rrefs.agent.call(self._owner.id, backward_of, (self._named(), context, retain_graph), None, 0)
 
     # Calls.
 
@@ -241,11 +246,11 @@ class RRef(Generic[T]):
 
         return _Proxy(call)
 
-    def _named(self) -> tuple[int, int, int]:
-        """How the owner knows it: value, fork, and who holds that."""
+    def _named(self) -> Named:
+        """How the owner knows it."""
         if self._fork is not None:
             self._rrefs.check(self._fork, self._owner.name)
-        return self._id, -1 if self._fork is None else self._fork, self._rrefs.id
+        return self._id, -1 if self._fork is None else self._fork, *self._rrefs.life, self._life[1]
 
     @graph_break
     def _call(
@@ -309,40 +314,37 @@ def make_handle(
     rrefs: RRefs,
     number: RRefId,
     owner: WorkerInfo,
+    life: Life,
     *,
     entry: Entry[Future[Any]] | None = None,
     fork: ForkId | None = None,
 ) -> RRef[Any]:
     """A handle of what is known already."""
     made: RRef[Any] = RRef.__new__(RRef)
-    made._set(rrefs, number, owner, entry=entry, fork=fork)
-    if fork is not None:
-        rrefs.adopt(owner.id, number, fork)
+    made._set(rrefs, number, owner, life, entry=entry, fork=fork)
     return made
 
 
 # Travelling.
 
 
-def _arrive(owner: int, number: int, fork: int) -> Any:
+def _arrive(owner: int, incarnation: str, number: int, fork: int) -> Any:
     """Stands in a message for a reference; the receiver calls ``_build`` in its place."""
     raise TypeError("a reference travels in calls only")
 
 
-def _build(worker: Worker | None, owner: int, number: RRefId, fork: ForkId) -> RRef[Any]:
-    rrefs = (worker or current_worker()).part(RRefs)
-    if owner != rrefs.id:
-        return make_handle(rrefs, number, rrefs.agent.peers.find(owner).info, fork=fork)
-    made = make_handle(rrefs, number, rrefs.worker.info, entry=rrefs.own(number))
-    rrefs.hear([("gone", number, fork, rrefs.id)])  # it has come home
-    return made
+def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId) -> RRef[Any]:
+    rrefs, life = (worker or current_worker()).part(RRefs), (owner, incarnation)
+    if life == rrefs.life:
+        return make_handle(rrefs, number, rrefs.worker.info, life, entry=rrefs.come_home(number, fork))
+    return make_handle(rrefs, number, rrefs.adopt(life, number, fork), life, fork=fork)
 
 
 def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
     rref._check_created()
     if rref._fork is not None:
         rref._rrefs.check(rref._fork, rref._owner.name)
-    parcel = rref._owner.id, rref._id, ForkId(rref._rrefs.new_id())
+    parcel = *rref._life, rref._id, ForkId(rref._rrefs.new_id())
     parcels.append(parcel)
     return _arrive, parcel
 
@@ -355,25 +357,25 @@ builders[_arrive.__module__, _arrive.__name__] = _build
 
 
 @async_execution
-def fetch(number: int, fork: int, holder: int) -> Future[Any]:
+def fetch(*named: Any) -> Future[Any]:
     """The value, when it is there."""
-    return current_rrefs().join(number, fork, holder)
+    return current_rrefs().join(*named)
 
 
 @async_execution
-def type_of(number: int, fork: int, holder: int) -> Future[Any]:
+def type_of(*named: Any) -> Future[Any]:
     """Its type."""
-    return fetch(number, fork, holder).then(lambda done: type(done.value()))
+    return fetch(*named).then(lambda done: type(done.value()))
 
 
 @async_execution
-def backward_of(number: int, fork: int, holder: int, context: int, retain_graph: bool) -> Future[None]:
+def backward_of(named: Named, context: int, retain_graph: bool) -> Future[None]:
     """Runs backward from the value."""
-    return fetch(number, fork, holder).then(lambda done: run_backward(done.value(), context, retain_graph))
+    return fetch(*named).then(lambda done: run_backward(done.value(), context, retain_graph))
 
 
 @async_execution
-def invoke(named: tuple[int, int, int], what: str | Call, args: Any, kwargs: Any) -> Future[Any]:
+def invoke(named: Named, what: str | Call, args: Any, kwargs: Any) -> Future[Any]:
     """Calls a method of the value, or a function with it."""
     value = fetch(*named)
     if value.done():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,15 +17,17 @@ from backhaul.rpc.dispatch import answers_later, async_execution, never_dropped
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.node import Node
+from backhaul.rpc.peers import Peer
 from backhaul.rpc.retry import Retry, start
 from backhaul.rref.handle import RRef, forward, make_handle
-from backhaul.rref.ownership import ForkId, RRefId, maker_of
-from backhaul.rref.registry import RRefs, current_rrefs
+from backhaul.rref.ownership import RRefId, maker_of
+from backhaul.rref.registry import RRefs, current_rrefs, life_of
 from backhaul.types import WorkerInfo
 from backhaul.wire.callables import label_of, name_of, resolve
 from backhaul.worker import current_worker
 
 T = TypeVar("T")
+_OURS = 6  # arguments of ``create`` that are not the user's
 
 
 def _extend(node: Node) -> None:
@@ -91,34 +94,114 @@ def make_remote(
             function=label_of(func),
             caller=rrefs.worker.name,
         )
-    number = RRefId(rrefs.new_id())
-    fork = ForkId(-1 if peer.record.id == rrefs.id else rrefs.new_id())
     what = name_of(func, main_shared=peer.main_shared) or func
-    arguments = (int(number), int(fork), what, *(args or ()))
-    entry = rrefs.own(number) if fork < 0 else None
+    if peer.record.id == rrefs.id:
+        return _make_here(rrefs, what, args, kwargs, timeout, label=label or label_of(func), retry=retry)
+    birth = _Birth(rrefs, peer)
+    arguments: Sequence[Any] = _Arguments(birth, what, args or ())
     try:
         call = rrefs.agent, peer.record.id, create, arguments, kwargs, timeout
         created = start(*call, retry, label=label or label_of(func), mode="remote")
     except BaseException as error:
-        if entry is not None:
-            rrefs.let_go(entry)
+        birth.end(heard=False)
+        rrefs.bury((birth.life, birth.number, birth.fork))
         if isinstance(error, SerializationError):
             raise _renumbered(error) from error.__cause__
         raise
-    handle: RRef[T] = make_handle(rrefs, number, peer.info, entry=entry, fork=None if fork < 0 else fork)
+    handle: RRef[T] = make_handle(rrefs, birth.number, birth.owner, birth.life, fork=birth.fork)
     handle._created = created
+    birth.handle = weakref.ref(handle)
     if retry is not None:
-        handle._keep_until(created)  # else an attempt might make the value after its last reference was gone
-    if entry is not None:
-        created._when_done(lambda done: _fail(entry.value, done))
+        handle._keep_until(created)  # as long as attempts are made, it may have to turn to another owner
+    created._when_done(lambda done: birth.end(heard=_succeeded(done)))
     return handle
+
+
+def _make_here(
+    rrefs: RRefs,
+    what: Any,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float | None,
+    *,
+    label: str,
+    retry: Retry | None,
+) -> RRef[Any]:
+    """``make_remote`` for a value of this worker's own."""
+    number = RRefId(rrefs.new_id())
+    entry = rrefs.own(number)
+    try:
+        call = rrefs.agent, rrefs.id, create, (int(number), -1, -1, "", "", what, *(args or ())), kwargs, timeout
+        created = start(*call, retry, label=label, mode="remote")
+    except BaseException as error:
+        rrefs.let_go(entry)
+        if isinstance(error, SerializationError):
+            raise _renumbered(error) from error.__cause__
+        raise
+    handle: RRef[Any] = make_handle(rrefs, number, rrefs.worker.info, rrefs.life, entry=entry)
+    handle._created = created
+    created._when_done(lambda done: _fail(entry.value, done))
+    return handle
+
+
+class _Birth:
+    """A value being asked for. The owner may be restarted between attempts: then it is asked of the new one."""
+
+    def __init__(self, rrefs: RRefs, peer: Peer) -> None:
+        self.rrefs = rrefs
+        self.owner, self.life = peer.info, life_of(peer)
+        self.number, self.fork, letter = rrefs.expect(self.life)
+        self.handle: Callable[[], RRef[Any] | None] = lambda: None
+        self._letters = {self.life: letter}
+
+    def named(self) -> tuple[int, int, int, str, str]:
+        """What the owner, whoever has its id now, has to know: value, fork, number of the news, who asks whom."""
+        peer = self.rrefs.agent.peers.find(self.owner.id)
+        life = life_of(peer)
+        if life not in self._letters:
+            _, _, self._letters[life] = self.rrefs.expect(life, self.number, self.fork)
+            self.owner, self.life = peer.info, life
+            handle = self.handle()
+            if handle is not None:
+                handle._owner, handle._life = peer.info, life
+        return int(self.number), int(self.fork), self._letters[life][0], self.rrefs.life[1], life[1]
+
+    def end(self, *, heard: bool) -> None:
+        """The call is over; if it has succeeded its owner has heard of it."""
+        for life, letter in self._letters.items():
+            self.rrefs.asked(life, letter, heard=heard and life == self.life)
+
+
+class _Arguments(Sequence[Any]):
+    """Those of ``create``, as they are when they are sent."""
+
+    def __init__(self, birth: _Birth, what: Any, args: Sequence[Any]) -> None:
+        self._birth = birth
+        self._rest = what, *args
+
+    def __len__(self) -> int:
+        return _OURS + len(self._rest) - 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((*self._birth.named(), *self._rest))
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+
+def _succeeded(created: Future[Any]) -> bool:
+    try:
+        created.value()
+    except Exception:
+        return False
+    return True
 
 
 def _renumbered(error: SerializationError) -> SerializationError:
     """The same error with the user's arguments counted alone."""
 
     def count(text: str) -> str:
-        return re.sub(r"\bargs\[(\d+)\]", lambda found: f"args[{max(int(found[1]) - 3, 0)}]", text)
+        return re.sub(r"\bargs\[(\d+)\]", lambda found: f"args[{max(int(found[1]) - _OURS, 0)}]", text)
 
     return SerializationError(count(str(error)), worker=error.worker, path=count(error.path or "") or None)
 
@@ -134,11 +217,13 @@ def _fail(value: Future[Any], created: Future[Any]) -> None:
 
 @async_execution
 @never_dropped
-def create(number: int, fork: int, what: Any, /, *args: Any, **kwargs: Any) -> Future[None]:
+def create(  # noqa: PLR0917 (only so do they travel without pickle)
+    number: int, fork: int, letter: int, life: str, incarnation: str, what: Any, /, *args: Any, **kwargs: Any
+) -> Future[None]:
     """Makes a value. What goes wrong is kept in its place."""
-    entry = current_rrefs().create(number, fork, maker_of(fork) if fork >= 0 else -1)
-    value: Future[Any] = entry.value
     rrefs = current_rrefs()
+    entry = rrefs.create(number, fork, letter, (maker_of(fork), life), incarnation)
+    value: Future[Any] = entry.value
     done: Future[None] = Future()
     made: torch.futures.Future[Any]
     try:

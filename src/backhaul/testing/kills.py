@@ -65,7 +65,7 @@ class Setting:
     stages: tuple[str, ...] = (*(stage.name for stage in STAGES), RANDOM)
     limit: float = 60.0
     notice: str = "timeout"
-    references: bool = False
+    references: bool = True
     left_by_lost: bool = False
     patience: float = 20.0
     transport: Literal["auto", "tcp"] = "auto"
@@ -322,7 +322,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop", action="store_true", help="stop workers (SIGSTOP) instead of killing them")
     parser.add_argument("--notice", choices=["timeout", "heartbeat", "auto"], default="auto", help="who was stopped")
     parser.add_argument("--stages", default="", help="only those whose name contains this")
-    parser.add_argument("--references", action="store_true", help="also check references that went under")
+    parser.add_argument(
+        "--references", action=argparse.BooleanOptionalAction, default=True, help="check references that went under"
+    )
     parser.add_argument("--left-by-lost", action="store_true", help="also check contexts of drivers that were killed")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds after which nothing may be left")
     parser.add_argument("--transport", choices=["auto", "tcp"], default="auto")

@@ -62,17 +62,16 @@ HARMLESS = frozenset({"slow"})
 
 @dataclasses.dataclass(frozen=True)
 class Checks:
-    """What is checked after a run besides what always is. Those that are off cannot hold yet.
+    """What is checked after a run besides what always is.
 
     Attributes:
         left_by_lost: No context, pass or call is left of workers that are gone, or could not be reached when a context
             was released.
-        references: Nothing refers to a value any more, even if messages were lost. References that were in a message
-            which got lost with its channel are not given up.
+        references: Nothing refers to a value any more, even if messages were lost.
     """
 
     left_by_lost: bool = True
-    references: bool = False
+    references: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,7 +425,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="check what lost workers leave behind",
     )
-    parser.add_argument("--references", action="store_true", help="also check references where messages were lost")
+    parser.add_argument(
+        "--references",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check references where messages were lost",
+    )
     parser.add_argument("--errors", help="show errors that steps raised and in which this expression is found")
     parser.add_argument("--twice", action="store_true", help="run each seed twice, and compare")
     parser.add_argument("--trace", help="write what happened to this file; for one seed")
@@ -503,7 +507,7 @@ def _command(given: argparse.Namespace, seed: int) -> str:
     if given.faults != ",".join(FAULTS):
         text += f" --faults '{given.faults}'"
     text += "" if given.left_by_lost else " --no-left-by-lost"
-    return text + (" --references" if given.references else "")
+    return text + ("" if given.references else " --no-references")
 
 
 if __name__ == "__main__":

@@ -335,3 +335,11 @@ def test_a_worker_lost_with_a_call_under_way_does_not_hide_it() -> None:
     assert roundup.counted(0, 2, 0, 0) is None
     assert roundup.counted(1, 2, 1, 0) is None
     assert isinstance(roundup.gone(2), Ask)  # 0 must be asked once more: it may serve what 2 has sent
+
+
+def test_one_that_is_there_again_has_said_that_it_is_ready() -> None:
+    """Its channel was lost, and the next is opened when its word is in already."""
+    roundup = Roundup([0, 1])
+    roundup.ready(1)
+    roundup.joined(1)
+    assert isinstance(roundup.ready(0), Ask)

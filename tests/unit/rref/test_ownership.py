@@ -1,137 +1,257 @@
 """Ownership, without workers: whatever the order in which messages arrive, a value lives exactly as long as it is
-referred to. A small world of workers passes references around; every message waits until the test draws it.
+referred to. A small world of workers passes references around, loses channels and restarts; every message waits until
+the test draws it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul.rref.ownership import Entry, ForkId, Inbox, News, Owned, RRefId
+from backhaul.rref.ownership import Entry, ForkId, Inbox, Life, News, Outbox, Owned, RRefId, is_of, maker_of
+from backhaul.types import first_number
 
-OWNER, WORKERS = 0, (1, 2, 3)
-VALUE = RRefId(1 << 48)
+OWNER, ASKER, WORKERS = 0, 1, (1, 2, 3)
+OWN: Life = (OWNER, "owner")
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A message; ``kind`` is ``letter``, ``fork``, ``question``, ``asking``, ``use`` or ``loss``."""
+
+    kind: str
+    sender: Life
+    receiver: Life
+    arrive: Callable[[], None]
+    cut: bool = False  # its channel is lost, but it may have arrived, and be read later
 
 
 class World:
     """The owner of one value, and workers that refer to it. Forks are held by a worker, or on their way to one."""
 
     def __init__(self) -> None:
-        self.owned: Owned[object] = Owned(object)
-        self.inboxes = {worker: Inbox() for worker in WORKERS}
-        self.told = {worker: itertools.count() for worker in WORKERS}
-        self.ids = {worker: itertools.count(1) for worker in (OWNER, *WORKERS)}
-        self.held: list[tuple[int, ForkId]] = []
-        self.under_way: list[Callable[[], None]] = []
-        self.travelling = 0  # forks in messages
+        self.lives: dict[int, Life] = {OWNER: OWN} | {worker: (worker, f"{worker}.0") for worker in WORKERS}
+        self.restarts = itertools.count(1)
+        self.owned: Owned[object] = Owned(object, OWN, self.is_present)
+        self.known: dict[int, Life] = dict(self.lives)  # to the owner
+        self.over: set[Life] = set()  # as the owner knows
+        self.inboxes: dict[Life, Inbox] = {}
+        self.outboxes = {life: Outbox() for life in self.lives.values()}
+        self.ids = {life: itertools.count(first_number(life[1])) for life in self.lives.values()}
+        self.value = RRefId(self.new_id(self.lives[ASKER]))
+        self.held: dict[ForkId, Life] = {}
+        self.refused: set[ForkId] = set()
+        self.under_way: list[UnderWay] = []
         self.handles: list[Entry[object]] = []  # of the owner's own
         self.created: Entry[object] | None = None
-        fork = self.new_fork(1)
-        self.held.append((1, fork))
-        self.under_way.append(lambda: self.create(fork))
+        self.certain = True  # nobody has died or was given up who had something to say
+        asker = self.lives[ASKER]
+        fork = ForkId(self.new_id(asker))
+        letter = self.outboxes[asker].add([("born", self.value, fork, asker)])
+        self.held[fork] = asker
+        self.birth = fork, letter
+        self.ask_for_it()
+        self.post("letter", asker, OWN, lambda: self.take(asker, *letter))
 
-    def new_fork(self, worker: int) -> ForkId:
-        return ForkId(worker << 48 | next(self.ids[worker]))
+    def is_present(self, number: RRefId) -> bool:
+        life = self.known.get(maker_of(number))
+        return life is not None and is_of(number, life)
 
-    def create(self, fork: ForkId) -> None:
-        entry = self.owned.hold(VALUE)
-        self.owned.hear([("made", VALUE, fork, 1)])
-        self.created = entry
-        self.owned.let_go(entry)
+    def new_id(self, life: Life) -> int:
+        return life[0] << 48 | next(self.ids[life])
 
-    def tell(self, worker: int, news: News) -> None:
-        if worker == OWNER:
-            self.owned.hear([news])
+    def post(self, kind: str, sender: Life, receiver: Life, arrive: Callable[[], None]) -> None:
+        self.under_way.append(UnderWay(kind, sender, receiver, arrive))
+
+    def ask_for_it(self) -> None:
+        """An attempt to have the value made; there may be several, and late ones."""
+        asker, (fork, letter) = self.lives[ASKER], self.birth
+
+        def arrive() -> None:
+            entry = self.owned.hold(self.value)
+            self.take(asker, *letter)
+            if asker not in self.over and not self.inboxes[asker].has_heard(letter[0]):
+                entry.joined[fork] = asker
+            if fork in entry.forks or fork in entry.joined:
+                self.created = entry
+            self.owned.let_go(entry)
+
+        self.post("asking", asker, OWN, arrive)
+
+    def take(self, sender: Life, number: int, news: list[News]) -> None:
+        if sender not in self.over:
+            self.hear(sender, self.inboxes.setdefault(sender, Inbox()).take(number, news))
+
+    def hear(self, sender: Life, news: list[News]) -> None:
+        self.owned.hear(sender, news)
+        for what, _, _, holder in news:
+            if what == "made" and holder in self.over:
+                self.owned.lose(holder)
+        self.ask_suspects()
+
+    def ask_suspects(self) -> None:
+        suspects, self.owned.suspects = self.owned.suspects, {}
+        for holder, forks in suspects.items():
+
+            def arrive(holder: Life = holder, forks: tuple[ForkId, ...] = tuple(forks)) -> None:
+                for fork in forks:
+                    if self.held.get(fork) != holder:
+                        self.refused.add(fork)
+                        self.tell(holder, ("absent", self.value, fork, holder))
+
+            self.post("question", OWN, holder, arrive)
+
+    def tell(self, sender: Life, news: News) -> None:
+        if sender == OWN:
+            self.hear(OWN, [news])
             return
-        number = next(self.told[worker])
+        letter = self.outboxes[sender].add([news])
+        self.post("letter", sender, OWN, lambda: self.take(sender, *letter))
+
+    def send(self, sender: Life, receiver: Life, *, unread: bool) -> None:
+        """A message with a new fork in it; ``unread``: the receiver does not use it, and notices."""
+        fork = ForkId(self.new_id(sender))
+        self.tell(sender, ("made", self.value, fork, receiver))
 
         def arrive() -> None:
-            self.owned.hear(self.inboxes[worker].take(number, [news]))
-
-        self.under_way.append(arrive)
-
-    def send(self, by: int, to: int, *, lost: bool) -> None:
-        """A message with a new fork in it; ``lost``: it is never read, and the receiver notices."""
-        fork = self.new_fork(by)
-        self.tell(by, ("made", VALUE, fork, to))
-        self.travelling += 1
-
-        def arrive() -> None:
-            self.travelling -= 1
-            if lost:
-                self.tell(to, ("gone", VALUE, fork, to))
-            elif to == OWNER:
-                self.handles.append(self.owned.hold(VALUE))
-                self.owned.hear([("gone", VALUE, fork, OWNER)])
+            if fork in self.refused:
+                return
+            if unread:
+                self.tell(receiver, ("gone", self.value, fork, receiver))
+            elif receiver == OWN:
+                if self.value in self.owned.entries or self.owned.expects(self.value):
+                    self.handles.append(self.owned.hold(self.value))
+                self.hear(OWN, [("gone", self.value, fork, OWN)])
             else:
-                self.held.append((to, fork))
+                self.held[fork] = receiver
 
-        self.under_way.append(arrive)
+        self.post("fork", sender, receiver, arrive)
 
-    def drop(self, index: int) -> None:
-        worker, fork = self.held.pop(index)
-        self.tell(worker, ("gone", VALUE, fork, worker))
+    def drop(self, fork: ForkId) -> None:
+        holder = self.held.pop(fork)
+        self.tell(holder, ("gone", self.value, fork, holder))
+
+    def use(self, fork: ForkId) -> None:
+        """A call on the value, which may come when its handle is dead."""
+        holder = self.held[fork]
+
+        def arrive() -> None:
+            if holder not in self.over:
+                self.owned.join(self.value, fork, holder)
+
+        self.post("use", holder, OWN, arrive)
+
+    def deliver(self, message: UnderWay) -> None:
+        self.under_way.remove(message)
+        if message.receiver in self.lives.values():
+            message.arrive()
+
+    def cut(self, one: Life, other: Life, arrives: Callable[[], bool]) -> None:
+        """The channel between two is lost. News, and what owners ask, are repeated until they are heard."""
+        for sender, receiver in ((one, other), (other, one)):
+            found = [message for message in self.under_way if (message.sender, message.receiver) == (sender, receiver)]
+            for message in found:
+                message.cut = message.kind == "fork"
+                if message.kind in ("fork", "asking", "use") and not arrives():
+                    self.under_way.remove(message)
+            self.tell(sender, ("lost", RRefId(-1), ForkId(-1), receiver))
+
+    def restart(self, worker: int, arrives: Callable[[], bool]) -> None:
+        """A worker dies, and another takes its place. Everyone learns of it later."""
+        old, new = self.lives[worker], (worker, f"{worker}.{next(self.restarts)}")
+        self.lives[worker] = new
+        self.outboxes[new], self.ids[new] = Outbox(), itertools.count(first_number(new[1]))
+        self.held = {fork: holder for fork, holder in self.held.items() if holder != old}
+        for message in [message for message in self.under_way if message.sender == old]:
+            message.cut = True
+            if message.kind == "letter" or worker == ASKER:
+                self.certain = False
+            if not arrives():
+                self.under_way.remove(message)
+
+        def arrive() -> None:
+            self.over.add(old)
+            self.inboxes.pop(old, None)
+            if self.known[worker] == old:
+                self.known[worker] = self.lives[worker]
+            self.owned.lose(old)
+            self.ask_suspects()
+
+        self.post("loss", OWN, OWN, arrive)
+
+    def give_up(self, life: Life) -> None:
+        """The owner cannot reach somebody, who is there all the same."""
+        self.certain = False
+        self.owned.lose(life, for_good=False)
+        self.ask_suspects()
 
     def check(self) -> None:
         """Once it is there, the value is the same as long as somebody refers to it."""
-        if self.created is not None and (self.held or self.handles or self.travelling):
-            assert self.owned.entries.get(VALUE) is self.created
+        travelling = any(message.kind == "fork" and not message.cut for message in self.under_way)
+        if self.created is not None and self.certain and (self.held or self.handles or travelling):
+            assert self.owned.entries.get(self.value) is self.created
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None:
     world = World()
 
-    def choose(count: int) -> int:
-        return data.draw(st.integers(0, count - 1))
+    def choose(items: Any) -> Any:
+        return data.draw(st.sampled_from(list(items)))
 
-    for _ in range(choose(40)):
-        acts = ["deliver"] * bool(world.under_way) + ["repeat"] * bool(world.under_way)
+    def toss() -> bool:
+        return data.draw(st.booleans())
+
+    for _ in range(data.draw(st.integers(0, 50))):
+        acts = ["cut", "restart", "give up"]
+        acts += ["deliver"] * 3 * bool(world.under_way) + ["repeat"] * bool(world.under_way)
         acts += ["pass", "drop", "use"] * bool(world.held) + ["pass on", "let go"] * bool(world.handles)
-        if not acts:
-            break
-        act = data.draw(st.sampled_from(acts))
+        acts += ["ask again"] * (world.held.get(world.birth[0]) == world.lives[ASKER])
+        act = choose(acts)
         if act == "deliver":
-            world.under_way.pop(choose(len(world.under_way)))()
+            world.deliver(choose(world.under_way))
         elif act == "repeat":
-            again = world.under_way[choose(len(world.under_way))]
-            if again.__qualname__.startswith("World.tell"):  # the channel broke: was it heard?
-                again()
+            again = choose(world.under_way)
+            if again.kind == "letter":  # the channel broke: was it heard?
+                again.arrive()
         elif act == "pass":
-            by, _ = world.held[choose(len(world.held))]
-            world.send(by, data.draw(st.sampled_from((OWNER, *WORKERS))), lost=data.draw(st.booleans()))
+            holder = world.held[choose(world.held)]
+            world.send(holder, choose(world.lives.values()), unread=toss())
         elif act == "drop":
-            world.drop(choose(len(world.held)))
+            world.drop(choose(world.held))
         elif act == "use":
-            worker, fork = world.held[choose(len(world.held))]
-            world.under_way.append(lambda worker=worker, fork=fork: use(world, worker, fork))
+            world.use(choose(world.held))
+        elif act == "ask again":
+            world.ask_for_it()
         elif act == "pass on":
-            world.send(OWNER, data.draw(st.sampled_from(WORKERS)), lost=data.draw(st.booleans()))
-        else:
+            world.send(OWN, choose([world.lives[worker] for worker in WORKERS]), unread=toss())
+        elif act == "let go":
             world.owned.let_go(world.handles.pop())
+        elif act == "cut":
+            one, other = data.draw(st.permutations(list(world.lives.values())))[:2]
+            world.cut(one, other, toss)
+        elif act == "restart":
+            world.restart(choose(WORKERS), toss)
+        else:
+            world.give_up(world.known[choose(WORKERS)])  # who may be dead by now
         world.check()
     while world.held or world.handles or world.under_way:
         if world.under_way:
-            world.under_way.pop(choose(len(world.under_way)))()
+            world.deliver(choose(world.under_way))
         elif world.held:
-            world.drop(choose(len(world.held)))
+            world.drop(choose(world.held))
         else:
             world.owned.let_go(world.handles.pop())
         world.check()
     assert world.owned.entries == {}
-    assert not world.owned._early
-
-
-def use(world: World, worker: int, fork: ForkId) -> None:
-    """A request on the value arrives; the handle lives until the reply, so the fork is still held."""
-    if (worker, fork) in world.held:
-        world.owned.join(VALUE, fork, worker)
+    assert not world.owned.suspects
 
 
 @given(st.permutations(range(8)), st.lists(st.integers(0, 7)))
@@ -143,22 +263,72 @@ def test_an_inbox_puts_things_in_order(order: list[int], repeated: list[int]) ->
     assert heard == [item for message in messages for item in message]
 
 
+ALICE, BOB = (1, "alice"), (2, "bob")
+VALUE = RRefId(1 << 48 | first_number("alice"))
+
+
+def fork_of(life: Life, count: int = 1) -> ForkId:
+    return ForkId(life[0] << 48 | first_number(life[1]) + count)
+
+
 @pytest.mark.parametrize("first", ["made", "joined"])
 def test_a_lost_worker_takes_its_references_with_it(first: str) -> None:
-    owned: Owned[object] = Owned(object)
-    mine, theirs = ForkId(1 << 48), ForkId(2 << 48)
+    owned: Owned[object] = Owned(object, OWN)
+    mine, theirs = fork_of(ALICE), fork_of(BOB)
     if first == "made":
-        owned.hear([("made", VALUE, mine, 1), ("made", VALUE, theirs, 2)])
+        owned.hear(ALICE, [("born", VALUE, mine, ALICE), ("made", VALUE, theirs, BOB)])
+        assert owned.lose(ALICE) == []
     else:
-        owned.join(VALUE, mine, 1)
-        owned.join(VALUE, theirs, 2)
-    assert owned.lose(1) == []
-    assert [entry.id for entry in owned.lose(2)] == [VALUE]
+        owned.join(VALUE, theirs, BOB)
+    assert [entry.id for entry in owned.lose(BOB)] == [VALUE]
     assert owned.entries == {}
 
 
 def test_what_a_lost_worker_never_said_is_not_waited_for() -> None:
-    owned: Owned[object] = Owned(object)
-    owned.hear([("gone", VALUE, ForkId(1 << 48 | 5), 2)])
-    owned.lose(1)
+    owned: Owned[object] = Owned(object, OWN)
+    owned.hear(BOB, [("gone", VALUE, fork_of(ALICE), BOB)])
+    owned.lose(ALICE)
     assert not owned._early
+
+
+def test_a_restarted_worker_is_another() -> None:
+    owned: Owned[object] = Owned(object, OWN)
+    again = (BOB[0], "bob again")
+    owned.hear(ALICE, [("made", VALUE, fork_of(ALICE, 1), BOB), ("made", VALUE, fork_of(ALICE, 2), again)])
+    owned.hear(ALICE, [("gone", VALUE, fork_of(again), ALICE)])  # of the new one's, which the owner has yet to meet
+    assert owned.lose(BOB) == []
+    assert list(owned.entries[VALUE].forks.values()) == [again]
+    assert owned._early == {fork_of(again)}
+
+
+def test_forks_on_a_channel_that_is_lost_are_asked_for() -> None:
+    owned: Owned[object] = Owned(object, OWN)
+    mine, passed = fork_of(ALICE), fork_of(ALICE, 2)
+    owned.hear(ALICE, [("born", VALUE, mine, ALICE), ("made", VALUE, passed, BOB), ("gone", VALUE, mine, ALICE)])
+    owned.hear(ALICE, [("lost", RRefId(-1), ForkId(-1), BOB)])
+    assert owned.suspects == {BOB: {passed: VALUE}}
+    assert [entry.id for entry in owned.hear(BOB, [("absent", VALUE, passed, BOB)])] == [VALUE]
+    assert owned.hear(BOB, [("absent", VALUE, passed, BOB)]) == []
+    assert not owned._early
+
+
+def test_what_was_given_up_is_not_there_when_its_holder_comes_back() -> None:
+    owned: Owned[object] = Owned(object, OWN)
+    mine = fork_of(ALICE)
+    owned.hear(ALICE, [("born", VALUE, mine, ALICE)])
+    owned.lose(ALICE, for_good=False)
+    assert owned.join(VALUE, mine, ALICE) is None
+    assert owned.hear(ALICE, [("gone", VALUE, mine, ALICE)]) == []
+    assert not owned.entries
+    assert not owned._early
+    assert not owned._given_up
+
+
+def test_a_value_is_expected_until_it_was_asked_for() -> None:
+    owned: Owned[object] = Owned(object, OWN)
+    mine = fork_of(ALICE)
+    assert owned.join(VALUE, fork_of(ALICE, 2), BOB) is owned.entries[VALUE]
+    owned.hear(ALICE, [("born", VALUE, mine, ALICE)])
+    owned.hear(ALICE, [("gone", VALUE, mine, ALICE)])
+    assert owned.join(VALUE, fork_of(ALICE, 2), BOB) is None
+    assert owned.join(RRefId(VALUE + 8), fork_of(ALICE, 2), BOB) is not None

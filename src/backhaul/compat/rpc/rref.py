@@ -162,18 +162,18 @@ class RRef(handle.RRef[T]):
         ask = super()._get_type
         return profiling.record(RPCExecMode.ASYNC, name, self.owner(), None, lambda _: follow(ask(limit, False)))
 
-    def _serialize(self) -> tuple[int, int, int]:
+    def _serialize(self) -> tuple[int, str, int, int]:
         """What to make another reference to the same value of; it counts as held by this worker."""
         self._check_alive("Cannot call fork an UserRRef after deletion.")
         self._check_created()
         fork = ForkId(self._rrefs.new_id())
-        self._rrefs.tell(self._owner.id, [("made", self._id, fork, self._rrefs.id)])
-        return self._owner.id, self._id, fork
+        self._rrefs.tell(self._life, [("made", self._id, fork, self._rrefs.life)])
+        return *self._life, self._id, fork
 
     @staticmethod
-    def _deserialize(data: tuple[int, int, int]) -> RRef[Any]:
-        owner, number, fork = data
-        return adopt(handle._build(None, owner, RRefId(number), ForkId(fork)))
+    def _deserialize(data: tuple[int, str, int, int]) -> RRef[Any]:
+        owner, incarnation, number, fork = data
+        return adopt(handle._build(None, owner, incarnation, RRefId(number), ForkId(fork)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
@@ -235,13 +235,13 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
 # Travelling.
 
 
-def _arrive(owner: int, number: int, fork: int) -> Any:
+def _arrive(owner: int, incarnation: str, number: int, fork: int) -> Any:
     """Stands in a message for a reference; the receiver calls ``_build`` in its place."""
     raise TypeError("a reference travels in calls only")
 
 
-def _build(worker: Worker | None, owner: int, number: RRefId, fork: ForkId) -> RRef[Any]:
-    return adopt(handle._build(worker, owner, number, fork))
+def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId) -> RRef[Any]:
+    return adopt(handle._build(worker, owner, incarnation, number, fork))
 
 
 def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
