@@ -4,6 +4,7 @@ steady.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -22,9 +23,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """Start it once, before the first test is watched: it stays for the whole session."""
-    multiprocessing.set_forkserver_preload(["backhaul"])
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
     multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_stays() -> None:
+    """Collecting garbage costs only what the tests of a module have made. With all of torch and of the tests to look
+    through it takes half a second, and is done by many tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
