@@ -19,6 +19,25 @@ pytest_plugins = ["backhaul.testing.leaks"]
 # A shell that starts the tests in the background lets them ignore it; some of them, and programs they start, must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# These take longest, the first most of all; of files that run side by side they must not be the last to begin.
+LONG = (
+    "tests/reference/test_reference.py",
+    "tests/test_examples.py",
+    "tests/test_documentation.py",
+    "tests/cluster/test_interrupts.py",
+    "tests/sim/test_simulation.py",
+    "tests/profiler/test_report_browser.py",
+    "tests/cluster/test_processes.py",
+    "tests/cluster/test_lifecycle.py",
+    "tests/conformance/test_transports.py",
+    "tests/compile/test_remote_op.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {file: place for place, file in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONG)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
