@@ -35,8 +35,11 @@ $(STAMP): pyproject.toml constraints.txt
 run: env ## Train a model split over workers; ARGS go to examples/train_transformer.py
 	@$(BIN)/python examples/train_transformer.py $(ARGS)
 
+# A file's tests run in one process, in their order; several files at a time. Many tests start processes that import the
+# package, so its bytecode is worth keeping even where the environment says otherwise.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint types browser ## Check everything: lint, types, tests; ARGS go to pytest
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: env ## Check style, formatting and the layers
 	$(BIN)/ruff check .

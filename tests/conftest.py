@@ -4,6 +4,7 @@ steady.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -18,13 +19,41 @@ pytest_plugins = ["backhaul.testing.leaks"]
 # A shell that starts the tests in the background lets them ignore it; some of them, and programs they start, must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# These take longest, the first most of all; of files that run side by side they must not be the last to begin.
+LONG = (
+    "tests/reference/test_reference.py",
+    "tests/test_examples.py",
+    "tests/test_documentation.py",
+    "tests/cluster/test_interrupts.py",
+    "tests/sim/test_simulation.py",
+    "tests/profiler/test_report_browser.py",
+    "tests/cluster/test_processes.py",
+    "tests/cluster/test_lifecycle.py",
+    "tests/conformance/test_transports.py",
+    "tests/compile/test_remote_op.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {file: place for place, file in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONG)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """Start it once, before the first test is watched: it stays for the whole session."""
-    multiprocessing.set_forkserver_preload(["backhaul"])
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
     multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_stays() -> None:
+    """Collecting garbage costs only what the tests of a module have made. With all of torch and of the tests to look
+    through it takes half a second, and is done by many tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,19 @@ import sys
 import threading
 from multiprocessing import shared_memory
 
+import pytest
+
 from backhaul.testing.leaks import take_snapshot
+
+HOLDER = """
+from multiprocessing import shared_memory
+
+segment = shared_memory.SharedMemory(create=True, size=16)
+print(segment.name, flush=True)
+input()
+segment.close()
+segment.unlink()
+"""
 
 
 def test_notices_a_thread_a_descriptor_a_process_and_a_segment() -> None:
@@ -33,3 +45,24 @@ def test_notices_a_thread_a_descriptor_a_process_and_a_segment() -> None:
     assert str(process.pid) in found
     assert segment.name in found
     assert take_snapshot().beyond(before) == []
+
+
+@pytest.mark.parametrize(("worker", "noticed"), [("this", True), ("another", False)])
+def test_segments_of_tests_that_run_beside_these_are_theirs(
+    worker: str, noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "this")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER],
+        env={**os.environ, "PYTEST_XDIST_WORKER": worker},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        name = holder.stdout.readline().strip()
+        found = {each for each, _ in take_snapshot().segments}
+    finally:
+        holder.communicate("\n")
+    assert (name in found) == noticed

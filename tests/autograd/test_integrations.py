@@ -197,6 +197,8 @@ def apply_module(x: torch.Tensor) -> torch.Tensor:
 
 # DDP. Two processes have a replica each; each is called by the other, in a context of its own.
 
+LIMIT = 3 * PATIENCE  # seconds; the first step imports much, and each process waits for the other's
+
 
 def make_model() -> torch.nn.Module:
     torch.manual_seed(7)
@@ -232,7 +234,7 @@ def train_together(rank: int, warm: bool, options: dict[str, Any]) -> list[list[
         with bh.context() as ctx:
             x = batch(rank, step).requires_grad_()
             loss = bh.rpc_sync(1 - rank, apply_replica, args=(x,)).pow(2).sum()
-            ctx.backward(loss, timeout=PATIENCE, **options)
+            ctx.backward(loss, timeout=LIMIT, **options)
             if options:
                 grads = bh.rpc_sync(1 - rank, take_grad)
             else:
@@ -281,7 +283,7 @@ def expected_gradients(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor
 
 
 def test_ddp_on_the_remote_side(tmp_path: pathlib.Path) -> None:
-    found = bh.launch(train_in_all_ways, 2, args=(str(tmp_path),), timeout=3 * PATIENCE, start_method="forkserver")
+    found = bh.launch(train_in_all_ways, 2, args=(str(tmp_path),), timeout=LIMIT, start_method="forkserver")
     for name in DDP_WAYS:
         for step in range(2):
             mean, of_batches = expected_gradients(step)
@@ -313,7 +315,7 @@ def train_around(folder: str) -> list[list[torch.Tensor]]:
         model, found = DistributedDataParallel(Around(1 - rank)), []
         for step in range(2):
             with bh.context() as ctx:
-                ctx.backward(model(batch(rank, step)).pow(2).sum(), timeout=PATIENCE)
+                ctx.backward(model(batch(rank, step)).pow(2).sum(), timeout=LIMIT)
                 found.append([ctx.grads[parameter].detach() for parameter in model.parameters()])
             torch.distributed.barrier()
         return found
@@ -322,7 +324,7 @@ def train_around(folder: str) -> list[list[torch.Tensor]]:
 
 
 def test_ddp_around_calls(tmp_path: pathlib.Path) -> None:
-    found = bh.launch(train_around, 2, args=(str(tmp_path),), timeout=3 * PATIENCE, start_method="forkserver")
+    found = bh.launch(train_around, 2, args=(str(tmp_path),), timeout=LIMIT, start_method="forkserver")
     for step in range(2):
         mean, _ = expected_gradients(step)
         for rank in range(2):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import pickle
 import signal
 import threading
 import time
@@ -82,39 +82,56 @@ def profiles_open() -> int:
     return bh.get_debug_info()["num_profiles"]
 
 
-def lose_a_worker(kept: str) -> None:
-    """On worker 0: a worker that took part is killed before the profile ends."""
-    if bh.get_worker_info().id:
-        return
-    with bh.profile() as prof:
-        step()
-        try:
-            bh.rpc_sync("worker2", die)
-        except bh.PeerLostError:
-            pass
-    with open(kept, "wb") as file:
-        pickle.dump(prof.timeline, file)
+def lose_a_worker(rank: int, folder: str) -> Any:
+    """On worker 0: a worker that took part is killed before the profile ends. Returns the timeline."""
+    begin(rank, folder)
+    if rank:
+        gate.wait(20)
+    else:
+        with bh.profile() as prof:
+            step()
+            with contextlib.suppress(bh.PeerLostError):
+                bh.rpc_sync("worker2", die)
+        with contextlib.suppress(bh.PeerLostError):  # it may be faster to end than to reply
+            bh.rpc_sync("worker1", open_gate)
+    bh.shutdown(graceful=False)
+    return None if rank else prof.timeline
 
 
-def outlive_a_profile(kept: str) -> None:
-    """Worker 0 opens a profile, lets two others join, one of them at second hand, and dies."""
-    name = bh.get_worker_info().name
-    if name == "worker0":
+def outlive_a_profile(rank: int, folder: str) -> int:
+    """Worker 0 opens a profile, lets two others join, one of them at second hand, and dies. Those return how many
+    profiles are open once they have none any more.
+    """
+    begin(rank, folder)
+    if rank == 0:
         with bh.profile():
             bh.rpc_sync("worker1", outer, args=(torch.ones(SIZE, SIZE),))
-            with open(kept, "w") as file:
-                file.write(str(bh.rpc_sync("worker2", profiles_open)))
+            for number in (1, 2):
+                with open(f"{folder}/open{number}", "w") as file:
+                    file.write(str(bh.rpc_sync(number, profiles_open)))
+            for number in (1, 2):
+                bh.rpc_sync(number, open_gate)
             die()
-    joined = False
+    gate.wait(20)
     until = time.monotonic() + 20
-    while time.monotonic() < until and not (joined and not profiles_open()):
-        joined = joined or profiles_open() > 0
+    while time.monotonic() < until and profiles_open():
         time.sleep(0.01)
-    with open(f"{kept}.{name}", "w") as file:
-        file.write(str(profiles_open()))
+    found = profiles_open()
+    bh.shutdown(graceful=False)
+    return found
+
+
+def begin(rank: int, folder: str) -> None:
+    """Become one of three workers, of which nobody ends the others if one dies."""
+    bh.init(f"worker{rank}", rank=rank, world_size=3, options=bh.Options(init_method=f"file://{folder}/store"))
 
 
 gate = threading.Event()
+reached = threading.Event()
+
+
+def open_gate() -> None:
+    gate.set()
 
 
 def wait_at_gate() -> None:
@@ -135,6 +152,7 @@ def multiply_later(x: torch.Tensor) -> bh.Future[torch.Tensor]:
 
 def multiply_at_gate(x: torch.Tensor) -> torch.Tensor:
     y = x.mm(x)
+    reached.set()
     gate.wait(20)
     return y
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import pickle
 import threading
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import torch
 import backhaul as bh
 from backhaul.profiler.model import KINDS, Timeline
 
+from ..cluster.processes import DIED, run_processes
 from . import programs
 
 OPS = ("aten::mm", "aten::relu", "aten::threshold_backward")
@@ -321,10 +321,8 @@ def test_a_profile_survives_an_exception() -> None:
 
 
 def test_a_lost_worker_is_named(tmp_path: pathlib.Path) -> None:
-    kept = tmp_path / "timeline"
-    with pytest.raises(bh.WorkerFailedError, match="worker2"):
-        bh.launch(programs.lose_a_worker, 3, args=(str(kept),), start_method="forkserver", timeout=90)
-    timeline = pickle.loads(kept.read_bytes())
+    timeline, *others = run_processes(programs.lose_a_worker, 3, str(tmp_path))
+    assert others == [None, DIED]
     check(timeline)
     assert {row.name: bool(row.missing) for row in timeline.workers} == {
         "worker0": False,
@@ -335,12 +333,8 @@ def test_a_lost_worker_is_named(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_profile_whose_owner_died_is_dropped(tmp_path: pathlib.Path) -> None:
-    kept = tmp_path / "open"
-    with pytest.raises(bh.WorkerFailedError, match="worker0"):
-        bh.launch(programs.outlive_a_profile, 3, args=(str(kept),), start_method="forkserver", timeout=90)
-    assert kept.read_text() == "1"
-    for worker in ("worker1", "worker2"):
-        assert pathlib.Path(f"{kept}.{worker}").read_text() == "0"
+    assert run_processes(programs.outlive_a_profile, 3, str(tmp_path)) == [DIED, 0, 0]
+    assert [(tmp_path / f"open{number}").read_text() for number in (1, 2)] == ["1", "1"]
 
 
 def test_the_table_counts() -> None:
@@ -394,11 +388,10 @@ def test_what_a_handler_does_after_it_returned_counts_too() -> None:
 def test_a_call_that_still_runs_has_what_it_did() -> None:
     with bh.cluster(2):
         programs.gate.clear()
+        programs.reached.clear()
         with bh.profile() as prof:
             call = bh.rpc_async("worker1", programs.multiply_at_gate, args=(torch.eye(programs.SIZE),))
-            while not any(thread.name.startswith("backhaul-worker1") for thread in threading.enumerate()):
-                time.sleep(0.001)
-            time.sleep(0.2)
+            assert programs.reached.wait(20)
         programs.gate.set()
         call.wait()
     check(prof.timeline)

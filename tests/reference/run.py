@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OUT = HERE / "out"
 FLOOR = HERE / "floor.txt"
+LIMIT = 60.0  # seconds for a test
 
 Results = dict[str, dict[str, Any]]
 
@@ -37,9 +38,10 @@ def floor() -> dict[str, float]:
 class Process:
     """One that runs tests, one after the other; started anew when it does not come back."""
 
-    def __init__(self, number: int, limit: float) -> None:
+    def __init__(self, name: str, limit: float = LIMIT) -> None:
         self._limit = limit
-        self._log = (OUT / f"log{number}.txt").open("wb")
+        OUT.mkdir(exist_ok=True)
+        self._log = (OUT / f"log{name}.txt").open("wb")
         self._start()
 
     def _start(self) -> None:
@@ -94,10 +96,9 @@ class Process:
         self._inner.stdout.close()
 
 
-def run(wanted: Sequence[str] | None = None, *, jobs: int = 2, limit: float = 60.0, quiet: bool = True) -> Results:
+def run(wanted: Sequence[str] | None = None, *, jobs: int = 2, limit: float = LIMIT, quiet: bool = True) -> Results:
     """Run the tests whose names are given, or have one of ``wanted`` in them; all if None."""
-    OUT.mkdir(exist_ok=True)
-    first = Process(0, limit)
+    first = Process("0", limit)
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     exact = set(wanted or ()) & set(first.names)
     chosen = [name for name in first.names if _is_wanted(name, wanted, exact)]
@@ -116,7 +117,7 @@ def run(wanted: Sequence[str] | None = None, *, jobs: int = 2, limit: float = 60
                 print(f"{results[name]['outcome']:8} {results[name]['seconds']:6.1f} s  {name}", flush=True)
         process.close()
 
-    processes = [first, *(Process(number, limit) for number in range(1, min(jobs, len(chosen) or 1)))]
+    processes = [first, *(Process(str(number), limit) for number in range(1, min(jobs, len(chosen) or 1)))]
     threads = [threading.Thread(target=work, args=(process,)) for process in processes]
     for thread in threads:
         thread.start()
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of names; all tests if there are none")
     parser.add_argument("--floor", action="store_true", help="those in floor.txt")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time; each is two to four processes")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for each")
     parser.add_argument("--write-floor", action="store_true", help="write those that pass to floor.txt")
     given = parser.parse_args()
     wanted = list(floor()) if given.floor else given.names or None

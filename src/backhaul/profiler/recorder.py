@@ -53,7 +53,7 @@ _served: contextvars.ContextVar[tuple[Sessions, int]] = contextvars.ContextVar("
 
 _quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("backhaul_unprofiled", default=False)
 _LIMIT = 1_000_000  # records of one kind that a worker keeps for a profile
-_JOINING = 10.0  # seconds that a worker has to join
+_JOINING = 30.0  # seconds that a worker has to join: the first time it imports much, which a busy machine draws out
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):

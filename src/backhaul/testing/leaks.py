@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 _PATIENCE = 5.0  # seconds for what is ending to end
+_ENDING = 0.1  # of these, those before garbage is collected, which takes long in a large process
+_XDIST = "PYTEST_XDIST_WORKER"  # names a worker of pytest-xdist, in its environment and in that of what it starts
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,36 @@ def take_snapshot() -> Snapshot:
         threads=frozenset((t.ident or 0, t.name) for t in threading.enumerate()),
         descriptors=frozenset(_descriptors()),
         processes=frozenset(_children()),
-        segments=frozenset((p.name, p.name) for p in _list(Path("/dev/shm"))),
+        segments=frozenset((name, name) for name in _segments()),
     )
+
+
+def _segments() -> Iterator[str]:
+    """Files of shared memory. All processes of the machine share the folder: what has been mapped by tests that
+    pytest-xdist runs beside these is theirs.
+    """
+    names = [path.name for path in _list(Path("/dev/shm"))]
+    own = os.environ.get(_XDIST)
+    if names and own:
+        others = "".join(_maps_of_others(own))
+        names = [name for name in names if f"/dev/shm/{name}" not in others]
+    yield from names
+
+
+def _maps_of_others(own: str) -> Iterator[str]:
+    """What is mapped by the other workers of pytest-xdist, which have our parent, and by processes they started."""
+    for process in _list(Path("/proc")):
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        try:
+            variables = (process / "environ").read_bytes().split(b"\0")
+            names = [each.decode() for each in variables if each.startswith(f"{_XDIST}=".encode())]
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            theirs = names[0] != f"{_XDIST}={own}" if names else parent == os.getppid()
+            if theirs:
+                yield (process / "maps").read_text()
+        except OSError:  # it has ended
+            continue
 
 
 def _list(folder: Path) -> list[Path]:
@@ -90,13 +120,15 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     before = take_snapshot()
     yield
-    deadline = time.monotonic() + _PATIENCE
+    now = time.monotonic()
+    ending, deadline = now + _ENDING, now + _PATIENCE
     while take_snapshot().beyond(before):
-        late = time.monotonic() > deadline
-        gc.collect()
-        if late and (left := take_snapshot().beyond(before)):
+        now = time.monotonic()
+        if now > ending:
+            gc.collect()
+        if now > deadline and (left := take_snapshot().beyond(before)):
             pytest.fail("the test left behind " + "; ".join(left), pytrace=False)
-        time.sleep(0.01)
+        time.sleep(0.002 if now < ending else 0.01)
 
 
 def pytest_configure(config: pytest.Config) -> None:

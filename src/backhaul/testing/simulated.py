@@ -111,9 +111,11 @@ class SimCluster:
         self._incarnations = itertools.count(1)
         self._records: dict[str, WorkerRecord] = {}
         self._collecting = False
+        self._frozen = False  # by somebody else
 
     def __enter__(self) -> SimCluster:
         self._collecting = gc.isenabled()
+        self._frozen = gc.get_freeze_count() > 0
         gc.disable()
         gc.collect()
         gc.freeze()  # so that collecting costs only what the simulation has made
@@ -130,7 +132,8 @@ class SimCluster:
             node.worker.abandon()
         self.scheduler.__exit__(kind, error, trace)
         self.nodes.clear()
-        gc.unfreeze()
+        if not self._frozen:
+            gc.unfreeze()
         if self._collecting:
             gc.enable()
 
