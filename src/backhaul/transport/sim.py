@@ -271,7 +271,8 @@ class SimNetwork:
         if channel is not None:
             channel.endpoint.channels[channel] = None
         attempt.channel, attempt.problem = channel, problem
-        self.scheduler.wake(attempt.strand)
+        if not attempt.given_up:  # else that strand waits for something else by now
+            self.scheduler.wake(attempt.strand)
 
     def forget(self, endpoint: SimEndpoint) -> None:
         """An endpoint does not listen any more."""

@@ -101,8 +101,13 @@ class SimChannel(Channel):
             left = None if deadline is None else deadline - self._scheduler.now
             if left is not None and left <= 0:
                 return
-            self._senders.append(self._scheduler.running)
-            self._scheduler.wait(f"room in the channel to {self.peer}", left)
+            me = self._scheduler.running
+            self._senders.append(me)
+            try:
+                self._scheduler.wait(f"room in the channel to {self.peer}", left)
+            finally:
+                if me in self._senders:
+                    self._senders.remove(me)
         if self._ended is not None:
             raise ChannelClosedError(f"the channel to {self.peer} is closed")
 

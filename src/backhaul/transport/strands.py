@@ -216,7 +216,7 @@ class Scheduler:
         """The last thing a strand does with the baton."""
         strand.done = True
         del strand.home.strands[strand]
-        for joiner in strand.joiners:
+        for joiner in strand.joiners:  # they take themselves off
             self.wake(joiner)
         following = strand.heir if strand.heir is not None else self._pick()
         self._running = following
@@ -226,9 +226,13 @@ class Scheduler:
         """Wait for the end of a strand; whether it came."""
         deadline = None if timeout is None else self.now + timeout
         while not strand.done:
-            strand.joiners.append(self.running)
-            if not self.wait(f"join of {strand.name}", None if deadline is None else deadline - self.now):
-                break
+            me = self.running
+            strand.joiners.append(me)
+            try:
+                if not self.wait(f"join of {strand.name}", None if deadline is None else deadline - self.now):
+                    break
+            finally:
+                strand.joiners.remove(me)
         return strand.done
 
     # Waiting.
