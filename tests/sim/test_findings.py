@@ -42,6 +42,24 @@ def test_a_release_that_is_lost_with_its_channel() -> None:
         assert not cluster.leftovers()
 
 
+def test_a_release_into_a_channel_that_only_the_other_knows_to_be_lost() -> None:
+    """Seed 71: the worker had lost the channel, and asked over another, long before the driver noticed."""
+
+    def program() -> None:
+        with bh.context():
+            bh.rpc_sync("worker1", torch.mul, args=(torch.ones(2, requires_grad=True), 2))
+            bh.current_worker().runtime.gate().wait(1.0)
+
+    with SimCluster(2, seed=1) as cluster:
+        going = cluster.run("worker0", program)
+        cluster.sleep(0.5)
+        (used,) = (channel for channel in cluster.network.channels if channel.home == "worker0")
+        cluster.network.drop(used, 5.0, 0.0)
+        going.result()
+        cluster.sleep(10.0)
+        assert not cluster.leftovers()
+
+
 def step() -> None:
     weight = torch.ones(2, requires_grad=True)
     with bh.context() as ctx:

@@ -375,7 +375,8 @@ class Engine:
 
     def _hint(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
         """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
-        it asks by itself, see ``losses``. Soon: nobody waits for it, so that it may go with others.
+        it asks by itself, see ``losses``; over another channel, so that both are used: this end may not know yet that
+        the first is lost. Soon: nobody waits for it, so that it may go with others.
         """
         for channel in self._channels_of(worker):
             try:
@@ -383,7 +384,6 @@ class Engine:
                     channel.send_soon(frame, timeout=0)
                 else:
                     channel.send(frame, timeout=0)
-                return
             except ChannelClosedError as error:
                 log.debug("worker %d was not told: %s", worker, error)
 
