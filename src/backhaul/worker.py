@@ -90,6 +90,7 @@ class Worker:
         self._parts: dict[type, Any] = {}
         self._handlers: dict[int, FrameHandler] = {}
         self._on_close: list[Callable[[], None]] = []
+        self._on_gone: list[Callable[[Channel], Task | None]] = []
         self._on_lost: list[Callable[[Channel, str], None]] = []
         self._luck = Luck()  # of those who attend
         self._bells: list[Bell] = []  # to be used again
@@ -127,6 +128,12 @@ class Worker:
         """Put something before the handlers of all kinds, by kind."""
         self._handlers = {kind: guarded(kind, handler) for kind, handler in self._handlers.items()}
 
+    def on_gone(self, handler: Callable[[Channel], Task | None]) -> None:
+        """Call ``handler`` at once with each channel that is gone, before tasks which came through it and wait have
+        begun. It must not block; what it returns is run later.
+        """
+        self._on_gone.append(handler)
+
     def on_lost(self, handler: Callable[[Channel, str], None]) -> None:
         """Call ``handler`` with each channel that is gone, and why. On a crew thread; it may block."""
         self._on_lost.append(handler)
@@ -150,7 +157,8 @@ class Worker:
     def accept(self, event: Event) -> list[Task]:
         """Act on an event while its channel is held; return what is left to run."""
         if isinstance(event, Lost):
-            return [functools.partial(self._lose, event)]
+            later = [handler(event.channel) for handler in self._on_gone]
+            return [functools.partial(self._lose, event), *(task for task in later if task is not None)]
         channel, tasks = event.channel, []
         for frame in event.frames:
             try:  # as in ``route``: most frames come through here

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from backhaul.errors import BackhaulError, NotInitializedError, PeerLostError
+from backhaul.rpc.dispatch import never_dropped
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
@@ -350,6 +351,7 @@ def current_rrefs() -> RRefs:
     return current_worker().part(RRefs)
 
 
+@never_dropped  # of a worker that is lost too: it may have passed references on
 def take_news(sender: int, incarnation: str, letters: list[tuple[int, list[News]]]) -> None:
     """Called by those who hold references; see ``RRefs.take_news``."""
     rrefs = current_rrefs()
