@@ -76,8 +76,13 @@ class Gate:
         if self._opened:
             return True
         limit = -1.0 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
-        if self._lock.acquire(timeout=limit):
-            self.open()  # the next waiter passes too
+        try:
+            if self._lock.acquire(timeout=limit):
+                self.open()  # the next waiter passes too
+        except BaseException:  # an interrupt of the user's may come in between
+            if self._opened:
+                self.open()
+            raise
         return self._opened
 
 

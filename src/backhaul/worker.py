@@ -90,6 +90,7 @@ class Worker:
         self._parts: dict[type, Any] = {}
         self._handlers: dict[int, FrameHandler] = {}
         self._on_close: list[Callable[[], None]] = []
+        self._on_gone: list[Callable[[Channel], Task | None]] = []
         self._on_lost: list[Callable[[Channel, str], None]] = []
         self._luck = Luck()  # of those who attend
         self._bells: list[Bell] = []  # to be used again
@@ -127,6 +128,12 @@ class Worker:
         """Put something before the handlers of all kinds, by kind."""
         self._handlers = {kind: guarded(kind, handler) for kind, handler in self._handlers.items()}
 
+    def on_gone(self, handler: Callable[[Channel], Task | None]) -> None:
+        """Call ``handler`` at once with each channel that is gone, before tasks which came through it and wait have
+        begun. It must not block; what it returns is run later.
+        """
+        self._on_gone.append(handler)
+
     def on_lost(self, handler: Callable[[Channel, str], None]) -> None:
         """Call ``handler`` with each channel that is gone, and why. On a crew thread; it may block."""
         self._on_lost.append(handler)
@@ -150,7 +157,8 @@ class Worker:
     def accept(self, event: Event) -> list[Task]:
         """Act on an event while its channel is held; return what is left to run."""
         if isinstance(event, Lost):
-            return [functools.partial(self._lose, event)]
+            later = [handler(event.channel) for handler in self._on_gone]
+            return [functools.partial(self._lose, event), *(task for task in later if task is not None)]
         channel, tasks = event.channel, []
         for frame in event.frames:
             try:  # as in ``route``: most frames come through here
@@ -167,9 +175,15 @@ class Worker:
         try:
             for task in self.accept(event):
                 self.crew.submit(task)
-        except BaseException:  # an interrupt of the user's: what was not dealt with is lost, and all have to know
-            event.channel.close()
-            raise
+        except BaseException:  # an interrupt of the user's: all have to know of the loss
+            if isinstance(event, Lost):
+                self.see_to(event)
+            raise  # else its channel is mended by who holds it
+
+    def see_to(self, loss: Lost) -> None:
+        """Act on a loss, and return when all have heard of it; nothing happens to those who had."""
+        for task in self.accept(loss):
+            task()
 
     def _lose(self, event: Lost) -> None:
         for handler in self._on_lost:
@@ -185,18 +199,20 @@ class Worker:
 
     def attend(self, channels: Collection[Channel], gate: Gate, timeout: float | None, inbox: Collection[Task]) -> bool:
         """Read channels that the calling thread holds until the gate opens or something is in the inbox; False if the
-        time is over before. Lets go of the channels.
+        time is over before. Lets go of the channels; who calls it mends them if this is interrupted.
         """
         held = list(channels)
         deadline = None if timeout is None else self.runtime.now() + timeout
         bell = self._bells.pop() if self._bells else self.endpoint.bell(self._luck)
-        bell.expect()
-        gate.bell = bell.ring
+        in_time = True
         try:
+            bell.expect()
+            gate.bell = bell.ring
             while not gate.opened and not inbox:
                 left = None if deadline is None else deadline - self.runtime.now()
                 if left is not None and left <= 0:
-                    return False
+                    in_time = False
+                    break
                 for channel in bell.listen(held, left, look=self.endpoint.quiet):
                     event = channel.take()
                     if event is None:
@@ -205,12 +221,15 @@ class Worker:
                     if isinstance(event, Lost):
                         held.remove(channel)
                         bell.know(held)
-            return True
-        finally:
-            gate.bell = None
             for channel in held:
                 channel.resume()
-            self._bells.append(bell)
+        except BaseException:  # an interrupt of the user's: the bell may be out of order
+            gate.bell = None
+            bell.close()
+            raise
+        gate.bell = None
+        self._bells.append(bell)
+        return in_time
 
     def run(self, function: Callable[..., P], *args: Any) -> P:
         """Call ``function`` with this worker current, in a fresh copy of its context variables."""

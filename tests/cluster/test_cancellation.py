@@ -249,6 +249,82 @@ def test_an_interrupt_cancels(workers: list[bh.Worker], gate_name: str) -> None:
     assert_idle(workers)
 
 
+def lose_channel(workers: list[bh.Worker]) -> None:
+    """What alice sends to bob goes through another channel from now on."""
+    channel = workers[0].part(Node).peers.find("bob").channel
+    assert channel is not None
+    channel.abort("the test says so")
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine", "rpc_sync", "rpc_async", "asyncio", "future", "later"])
+def test_the_loss_of_its_channel_cancels(workers: list[bh.Worker], gate_name: str, kind: str) -> None:
+    calls: dict[str, Any] = {"function": _watch, "coroutine": _sleep_long, "asyncio": _nest_async, "later": _nest_later}
+    nested = kind not in ("function", "coroutine")
+    future = bh.rpc_async("bob", calls.get(kind, _nest), args=(kind, gate_name) if nested else (gate_name,))
+    reached(gate_name)
+    lose_channel(workers)
+    with pytest.raises(bh.PeerLostError):
+        future.wait(PATIENCE)
+    open_gate(gate_name)
+    until(lambda: gate_name in seen)
+    wanted = {"function": (True, 0.0), "coroutine": "cancelled"}
+    assert seen.pop(gate_name) == wanted.get(kind, bh.CallCancelledError)
+    if nested and kind != "future":
+        until(lambda: f"{gate_name} carol" in seen)
+        assert seen.pop(f"{gate_name} carol")
+    assert_idle(workers)
+    assert bh.rpc_sync("bob", remote.identity, args=(3,)) == 3
+
+
+def test_what_waits_for_a_thread_when_its_channel_is_lost_is_dropped(workers: list[bh.Worker], gate_name: str) -> None:
+    bob = workers[1].part(Node)
+    limit = workers[1].options.threads
+    running = [bh.rpc_async("bob", _spin, args=(f"{gate_name} {n}",)) for n in range(limit)]
+    for n in range(limit):
+        reached(f"{gate_name} {n}")
+    queued = [bh.rpc_async("bob", _note, args=(gate_name,)) for _ in range(50)]
+    until(lambda: len(bob.agent.under_way) == limit + 50)
+    lose_channel(workers)
+    for future in (*running, *queued):
+        with pytest.raises(bh.PeerLostError):
+            future.wait(PATIENCE)
+    assert_idle(workers)
+    assert bob.dispatcher.dropped + seen.pop(gate_name, 0) == 50
+    assert bob.dispatcher.dropped
+
+
+def _spin(name: str) -> None:
+    gate(f"{name} reached").set()
+    until(bh.cancelled)
+
+
+def _note(name: str) -> None:
+    seen[name] = seen.get(name, 0) + 1
+
+
+def test_others_may_wait_for_what_a_lost_caller_made(workers: list[bh.Worker], gate_name: str) -> None:
+    made = bh.remote("bob", wait_at, args=(gate_name, 5))
+    reached(gate_name)
+    bh.rpc_sync("carol", _keep, args=(gate_name, made))
+    lose_channel(workers)
+    with pytest.raises(bh.PeerLostError):
+        made.to_here(PATIENCE)
+    open_gate(gate_name)
+    assert bh.rpc_sync("carol", _fetch, args=(gate_name,)) == 5
+    del made
+    assert_idle(workers)
+    with workers[1]:
+        until(lambda: gc.collect() >= 0 and bh.get_debug_info()["num_owner_rrefs"] == 0)
+
+
+def _keep(name: str, made: bh.RRef[int]) -> None:
+    seen[name] = made
+
+
+def _fetch(name: str) -> Any:
+    return seen.pop(name).to_here(PATIENCE)
+
+
 def test_all_of_many(workers: list[bh.Worker], gate_name: str) -> None:
     futures = [bh.rpc_async("bob", _tell_cancelled, args=(gate_name,)) for _ in range(20)]
     assert bh.collect_all(futures).cancel()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import backhaul as bh
 from backhaul.autograd.engine import Engine
@@ -17,6 +18,7 @@ from backhaul.rpc.node import Node
 from backhaul.transport.sockets import SocketEndpoint
 
 from .mixed import mixed_cluster
+from .processes import run_processes
 
 TRUSTING = bh.Options(shutdown_timeout=10, timeout=20)
 STRICT = bh.Options(shutdown_timeout=10, timeout=20, trusted=False)
@@ -242,6 +244,68 @@ def test_errors_in_a_pass(pair: list[bh.Worker]) -> None:
 def test_profiles_leave_them_out(pair: list[bh.Worker]) -> None:
     with bh.profile():
         assert bh.rpc_sync("worker", later, args=(1,)) == 2
+
+
+# Members.
+
+
+@pytest.mark.parametrize("of_others", [STRICT, TRUSTING])
+def test_leaving(of_others: bh.Options) -> None:
+    with mixed_cluster({"driver": STRICT, "worker": of_others, "goes": STRICT}) as (driver, worker, goes):
+        with goes:
+            assert bh.rpc_sync("driver", echo) == ((), {})
+            bh.leave()
+        assert goes.closed
+        for other in (driver, worker):  # the one that it had never spoken to as well
+            with other:
+                assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker"]
+                with pytest.raises(bh.UnknownWorkerError, match="has left"):
+                    bh.rpc_sync("goes", echo)
+        assert bh.rpc_sync("worker", echo) == ((), {})
+
+
+def test_nobody_can_dismiss_another() -> None:
+    forget = "backhaul.rpc.membership:forget"
+    with mixed_cluster({"driver": STRICT, "worker": STRICT, "hostile": TRUSTING}) as (driver, worker, hostile):
+        with hostile:
+            for wrong in ({"args": (1,)}, {"args": ("worker",)}, {"kwargs": {"worker": 1}}):
+                with pytest.raises(TypeError):
+                    bh.rpc_sync("driver", forget, **wrong)
+            assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
+            bh.rpc_sync("driver", forget)
+        with driver:
+            assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker"]
+            assert bh.rpc_sync("worker", echo) == ((), {})
+        with worker:
+            bh.rpc_sync("worker", forget)  # itself: that is no way to leave
+            assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
+
+
+def come_and_go(rank: int, port: int) -> Any:
+    options = bh.Options(secret="of the untrusting", trusted=False, timeout=60)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    if rank < 2:
+        bh.init(f"w{rank}", rank=rank, world_size=2, store=store, options=options)
+        store.set(f"address {rank}", bh.get_address())
+        store.get("late has left")
+        found = [info.name for info in bh.get_worker_infos()]
+        with pytest.raises(bh.UnknownWorkerError, match="has left"):
+            bh.rpc_sync("late", echo)
+    else:
+        addresses = [store.get(f"address {other}").decode() for other in range(2)]
+        bh.init("late", join=addresses, options=options)
+        found = [bh.rpc_sync(info, echo, args=(1,)) for info in bh.get_worker_infos()]
+        bh.leave()
+        store.set("late has left", "")
+    bh.shutdown(timeout=60)
+    return found
+
+
+def test_joining_and_leaving_processes() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, late = run_processes(come_and_go, 3, store.port)
+    assert first == second == ["w0", "w1"]
+    assert late == [((1,), {})] * 3
 
 
 # Limits.

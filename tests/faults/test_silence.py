@@ -106,6 +106,43 @@ def test_calls_to_a_stopped_worker_fail_and_no_others(store_port: int, transport
     assert found == {"fine": False, "fine later": "fine", "again": "w1"}
 
 
+told = threading.Event()
+
+
+def wait_to_be_told() -> None:
+    until(bh.cancelled)
+    told.set()
+
+
+def was_told() -> bool:
+    return told.wait(PATIENCE)
+
+
+def call_and_end(rank: int, port: int, how: int) -> Any:
+    start(rank, 3, port, QUICK)
+    try:
+        if rank == 1:
+            bh.rpc_async("w0", wait_to_be_told, timeout=0)
+            bh.rpc_sync("w0", remote.identity, args=(1,))  # the other has come before
+            bh.rpc_sync("w2", remote.open_gate, args=(str(os.getpid()),))
+            os.kill(os.getpid(), how)
+        elif rank == 2:
+            pid = until(lambda: [name for name in remote._gates if name.isdigit()])[0]
+            found = bh.rpc_sync("w0", was_told)
+            if how == signal.SIGSTOP:
+                os.kill(int(pid), signal.SIGCONT)
+            return found
+        return None
+    finally:
+        bh.shutdown(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_runs_for_a_lost_worker_is_cancelled(store_port: int, how: int) -> None:
+    _, _, found = run_processes(call_and_end, 3, store_port, how)
+    assert found
+
+
 def send_to_one_that_stops(rank: int, port: int) -> Any:
     """The channel is full when the peer is lost: a thread is in the middle of a frame."""
     start(rank, 2, port, QUICK, "tcp")

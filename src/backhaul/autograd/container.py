@@ -38,16 +38,22 @@ class Container:
 
     def new(self) -> Context:
         """A context with an id that no other context of the cluster has."""
-        return self._put(ContextId(self._high | next(self._context_numbers)))
+        made = self.make()
+        self.add(made)
+        return made
+
+    def make(self) -> Context:
+        """The same, but it is not here yet."""
+        return Context(ContextId(self._high | next(self._context_numbers)))
+
+    def add(self, context: Context) -> None:
+        """From now on it is."""
+        with self._lock:
+            self._contexts[context.id] = context
 
     def new_message(self) -> MessageId:
         """An id that no other message of the cluster has."""
         return MessageId(self._high | next(self._message_numbers))
-
-    def _put(self, number: ContextId) -> Context:
-        context = Context(number)
-        with self._lock:
-            return self._contexts.setdefault(number, context)
 
     def get(self, number: int) -> Context:
         """The context of that id. Raises ``UnknownContextError``."""

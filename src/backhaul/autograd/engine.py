@@ -135,12 +135,12 @@ class Engine:
         edges = [get_gradient_edge(root) for root in roots]
         run = Run(spec, context, self._outbox.send, roots=edges, inputs=inputs)
         drive = run.drive = Drive(spec, run, self.worker.runtime)
-        with context.lock:
-            context.runs[self.id, number] = run
-        self.drives[context.id, number] = drive
-        if timeout:
-            run.deadline = self.worker.runtime.now() + timeout
         try:
+            with context.lock:
+                context.runs[self.id, number] = run
+            self.drives[context.id, number] = drive
+            if timeout:
+                run.deadline = self.worker.runtime.now() + timeout
             if observer is None:
                 self._start(run, seeds)
                 self._wait(drive, timeout)
@@ -187,14 +187,17 @@ class Engine:
         while not drive.gate.opened:
             left = None if deadline is None else deadline - self.worker.runtime.now()
             channels = dict.fromkeys(c for worker in list(drive.run.sent_to) for c in self._channels_of(worker))
-            held = [channel for channel in channels if channel.hold()]
-            if not held:
-                return drive.gate.wait(left)
-            drive.attendant = threading.get_ident()
             try:
+                held = [channel for channel in channels if channel.hold(drive)]
+                if not held:
+                    return drive.gate.wait(left)
+                drive.attendant = threading.get_ident()
                 in_time = self.worker.attend(held, drive.gate, left, drive.inbox)
-            finally:
                 drive.attendant = 0
+            except BaseException:
+                drive.attendant = 0
+                self.agent.mend(drive, *channels)
+                raise
             while drive.inbox:
                 drive.inbox.popleft()()
             if not in_time:
@@ -605,8 +608,16 @@ class Engine:
     def release(self, context: int, known: int = -1) -> None:
         """Forget a context here, and on every worker that it reached but ``known``, which has said so."""
         released = self.container.pop(context)
-        if released is None:
-            return
+        if released is not None:
+            self._end(released, known)
+
+    def release_again(self, context: Context) -> None:
+        """As ``release``, if that may have been interrupted."""
+        self.container.pop(context.id)
+        self._end(context, -1)
+
+    def _end(self, released: Context, known: int) -> None:
+        context = released.id
         for drive in list(self.drives.values()) if self.drives else ():
             if drive.spec.context == context:
                 drive.end(UnknownContextError(f"context {context} was released during backward", context=context))

@@ -22,6 +22,7 @@ from backhaul.errors import (
     UnknownWorkerError,
 )
 from backhaul.rpc.calls import Pending, SyncCall
+from backhaul.rpc.dispatch import never_dropped
 from backhaul.rpc.futures import Future
 from backhaul.rpc.peers import Peer
 from backhaul.runtime import Lock
@@ -437,6 +438,7 @@ def is_there() -> None:
     """Answers."""
 
 
+@never_dropped  # half of it would be worse: gradients undone and not made again
 def recover(context: int, lost: int, incarnation: str) -> bool:
     """See ``Recovery.recover``."""
     return _own().recover(context, lost, incarnation)

@@ -28,7 +28,7 @@ from backhaul.rpc.futures import Future, set_result
 from backhaul.rpc.intercept import Guard, Interceptor
 from backhaul.rpc.peers import Peer, Peers
 from backhaul.rpc.policy import name_for
-from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost
+from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Lost
 from backhaul.wire.callables import Named, label_of, named
 from backhaul.wire.codec import encode
 from backhaul.wire.frames import Frame
@@ -111,7 +111,8 @@ class Agent:
                 self._start_observed(mode, pending, function, known, args, kwargs)
             return self._await_value(pending)
         except BaseException as error:
-            self._forsake(pending)  # after an interrupt of the user's: nobody waits any more
+            if self._forsake(pending):  # after an interrupt of the user's: nobody waits any more
+                self._mourn(pending)
             if self.guard is None or not isinstance(error, PeerLostError):
                 raise
             return self.guard.rescue(pending, error)
@@ -138,10 +139,9 @@ class Agent:
         """Read the channel ourselves until our outcome is there, if nobody else does: that saves a hand-off."""
         channel, deadline = pending.channel, pending.deadline
         assert channel is not None
-        if pending.outcome is not None or not channel.hold():
-            return pending.outcome
-        event: Event | None = None
         try:
+            if pending.outcome is not None or not channel.hold(pending):
+                return pending.outcome
             while pending.outcome is None:
                 left = None if deadline == FOREVER else deadline - self.worker.runtime.now()
                 if pending.limit is not None and (left is None or left > _SHORT):
@@ -151,11 +151,21 @@ class Agent:
                     break
                 self.worker.take_in(event)
                 if isinstance(event, Lost):
-                    break  # its tasks settle the call
-        finally:
-            if not isinstance(event, Lost):
-                channel.resume()
+                    return pending.outcome  # its tasks settle the call
+            channel.resume()
+        except BaseException:
+            self.mend(pending, channel)
+            raise
         return pending.outcome
+
+    def mend(self, holder: object, *channels: Channel) -> None:
+        """A thread that read channels, or was about to, was interrupted; see ``Channel.mend``."""
+        for channel in channels:
+            loss = channel.mend(holder)
+            if loss is not None:
+                self.worker.see_to(loss)  # now: what the program does next is not to be taken for a part of it
+            elif channel.torn:
+                self.peers.part_with(channel)
 
     def _await_outcome(self, pending: SyncCall) -> Outcome:
         """Somebody else reads the channel, or our time is over."""
@@ -166,9 +176,13 @@ class Agent:
             # It takes long, and may be cancelled: read on as one who can be woken.
             channel = pending.channel
             assert channel is not None
-            if channel.hold():
-                self.worker.attend([channel], gate, left, ())
-                left = None if deadline == FOREVER else deadline - runtime.now()
+            try:
+                if channel.hold(pending):
+                    self.worker.attend([channel], gate, left, ())
+            except BaseException:
+                self.mend(pending, channel)
+                raise
+            left = None if deadline == FOREVER else deadline - runtime.now()
         if pending.outcome is None and not gate.wait(left):
             if self._forsake(pending):
                 return pending.timed_out()
@@ -202,12 +216,16 @@ class Agent:
                 self._start(pending, function, known, args, kwargs)
             else:
                 self._start_observed(mode, pending, function, known, args, kwargs)
+            pending.future._call = self._itself, pending.number
+            if pending.deadline < self._check_at:
+                self._watch(pending.deadline)
         except (PeerLostError, CallTimeoutError, CallCancelledError) as error:
             self._fail(pending, error)
             return pending.future
-        pending.future._call = self._itself, pending.number
-        if pending.deadline < self._check_at:
-            self._watch(pending.deadline)
+        except BaseException:
+            if self._forsake(pending):  # after an interrupt of the user's: nobody gets the future
+                self._mourn(pending)
+            raise
         return pending.future
 
     def _watch(self, deadline: float) -> None:
@@ -268,6 +286,10 @@ class Agent:
         except ChannelClosedError as error:
             if self._pending.pop(number, None) is None:
                 return  # whoever noticed the loss first has settled it
+            if channel.torn and not isinstance(error, ChannelBrokenError):  # nothing was sent, and the peer is there
+                self.peers.part_with(channel)
+                self._launch(pending, frame)
+                return
             self._look_idle()
             give_up = tell_failed if isinstance(error, ChannelBrokenError) else discard
             give_up(peer, self.interceptors, pending.notes)
@@ -490,13 +512,19 @@ class Agent:
         with self._lock:
             self.retries += 1
 
-    def _forsake(self, pending: SyncCall) -> bool:
+    def _forsake(self, pending: Pending) -> bool:
         """Nobody waits for a call any more; False if its outcome is there."""
         if self._pending.pop(pending.number, None) is None:
             return False
         self._tell_cancelled([pending])
         self._look_idle()
         return True
+
+    def _mourn(self, pending: Pending) -> None:
+        """A call was interrupted, perhaps while it was sent."""
+        tell_failed(pending.peer, self.interceptors, pending.notes)
+        if pending.channel is not None and pending.channel.torn:
+            self.mend(pending, pending.channel)
 
     def _tell_cancelled(self, calls: Iterable[Pending]) -> None:
         """Let the workers that were called know that nobody waits."""

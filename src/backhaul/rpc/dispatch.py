@@ -74,7 +74,9 @@ def async_execution(function: F) -> F:
 
 
 def never_dropped(function: F) -> F:
-    """Mark a function of a layer above that runs even if nobody waits for it any more: it has to know of the call."""
+    """Mark a function of a layer above that has to know of each call: it runs even if nobody waits for it any more, and
+    is not cancelled when its caller is lost.
+    """
     _never_dropped.add(f"{function.__module__}:{function.__qualname__}")
     return function
 
@@ -104,6 +106,7 @@ class Dispatcher:
         self.dropped = 0  # requests that nobody waited for any more when their turn came, for people
         worker.on_frame(Kind.REQUEST, self._on_request)
         worker.on_frame(Kind.CANCEL, self._on_cancel)
+        worker.on_gone(self._on_gone)
 
     @property
     def served(self) -> int:
@@ -147,8 +150,28 @@ class Dispatcher:
             answer.cancelled = True  # at once: those that wait for a thread are not to begin
         return functools.partial(self._worker.run, self._cancel, answers) if answers else None
 
+    def _on_gone(self, channel: Channel) -> Task | None:
+        """What came through a channel that is gone is for nobody: no reply can go back."""
+        under_way = list(self._agent.under_way.values())
+        answers = [a for a in under_way if isinstance(a, Answer) and a.channel is channel and not a.cancelled]
+        for answer in answers:
+            answer.orphaned = True
+            answer.cancelled = not answer.spared
+            if answer.spared:  # just now, see ``_spare``
+                answer.cancelled = False
+        return functools.partial(self._worker.run, self._cancel, answers) if answers else None
+
+    @staticmethod
+    def _spare(answer: Answer) -> None:
+        """A request is not cancelled because its caller is lost."""
+        # In this order; ``_on_gone`` does the reverse, so that whichever is last sees the other.
+        answer.spared = True
+        if answer.orphaned:
+            answer.cancelled = False
+
     def _cancel(self, answers: list[Answer]) -> None:
         """What the handlers wait for ends; they themselves, unless in asyncio, cannot be made to."""
+        answers = [answer for answer in answers if answer.cancelled]
         self._agent.cancel_within(frozenset(answers))
         for answer in answers:
             answer.cancel()
@@ -194,7 +217,9 @@ class Dispatcher:
         name, payload, notes, buffers = request.function, request.payload, request.notes, frame.buffers
         if request.left:
             answer.until = answer.arrived + request.left
-        if (answer.cancelled or answer.now() > answer.until) and name not in _never_dropped:
+        if name in _never_dropped:
+            self._spare(answer)
+        elif answer.cancelled or answer.now() > answer.until:
             raise self._drop(answer, name, notes)
         if PROFILE in notes:
             observer = self._worker.observer
@@ -226,6 +251,8 @@ class Dispatcher:
         """A request has waited for a thread until nobody waited for it."""
         name, worker, caller = name or "a function", self._worker.name, answer.peer.info.name
         why = "was cancelled" if answer.cancelled else "has no time left"
+        if answer.orphaned:
+            why = "has lost its channel"
         log.debug("%s does not run %s: the call of worker '%s' %s", worker, name, caller, why)
         with self._dropping:
             self.dropped += 1
@@ -366,6 +393,8 @@ class Answer(Limit):
     kept: Mapping[str, Any] = {}  # by the keys of those who kept something
     trace: ServeTrace | None = None
     later = False  # nothing runs any more, but a future is waited for
+    orphaned = False  # the channel that it came through is gone
+    spared = False  # it goes on even then
     charge = 0  # how many bytes are counted against the peer until it is over
 
     def __init__(self, peer: Peer, channel: Channel, number: int, now: Callable[[], float]) -> None:

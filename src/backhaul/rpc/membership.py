@@ -15,11 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from backhaul import limits
 from backhaul.crew import Task
 from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, UnknownWorkerError
 from backhaul.rpc.agent import Agent
+from backhaul.rpc.dispatch import Answer, never_dropped
 from backhaul.rpc.farewell import Farewell
 from backhaul.rpc.peers import Peer, Peers
+from backhaul.rpc.policy import internal
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import WorkerInfo
@@ -184,13 +187,12 @@ class Membership:
     def leave(self, deadline: float) -> None:
         """Tell everyone that this worker goes, once nothing is under way here."""
         self._rest(deadline)
-        me = self._worker.info.id
         calls = []
         for peer in self._peers:
             if peer is not self._peers.own and not peer.lost:
                 left = max(deadline - self._worker.runtime.now(), 0.001)
                 with contextlib.suppress(BackhaulError):  # it is gone itself
-                    calls.append(self._agent.call_async(peer.info, forget, (int(me),), None, left, mode="internal"))
+                    calls.append(self._agent.call_async(peer.info, forget, None, None, left, mode="internal"))
         for call in calls:
             with contextlib.suppress(BackhaulError):
                 call.wait()
@@ -215,12 +217,15 @@ def attach(worker: Worker, peers: Peers) -> None:
     worker.attach(_Forgetful(peers))
 
 
-def forget(worker: int) -> None:
-    """Called by one that leaves."""
-    peers = current_worker().part(_Forgetful).peers
-    for peer in peers.rivals("", worker):
-        peers.dismiss(peer)
+@never_dropped  # its caller may be gone by then
+@internal()
+def forget() -> None:
+    """Called by one that leaves. It is known by its channel: nobody can speak for another."""
+    answer, peers = limits.current.get(), current_worker().part(_Forgetful).peers
+    if isinstance(answer, Answer) and answer.peer is not peers.own:
+        peers.dismiss(answer.peer)
 
 
+@internal()
 def greet() -> None:
     """Called by a newcomer: by then the other has admitted it. And to see whether a worker is there."""

@@ -339,6 +339,12 @@ class Peers:
         """Call ``listener`` when a channel to a known worker is gone, in the order of registration."""
         self._listeners.append(listener)
 
+    def part_with(self, channel: Channel) -> None:
+        """A channel was closed here: the next use opens another, even if its loss has not been told yet."""
+        peer = self._by_channel.get(channel)
+        if peer is not None and peer is not self.own and peer.channel is channel:
+            peer.channel = None
+
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from backhaul.errors import BackhaulError, NotInitializedError, PeerLostError, UnknownWorkerError
+from backhaul.rpc.dispatch import never_dropped
 from backhaul.rpc.futures import Future
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
@@ -590,11 +591,13 @@ def _meant(incarnation: str) -> RRefs:
     return rrefs
 
 
+@never_dropped  # of a worker that is lost too: it may have passed references on
 def take_news(sender: Life, incarnation: str, letters: list[Letter]) -> None:
     """Called by those who hold references; see ``RRefs.take_news``."""
     _meant(incarnation).take_news(sender, letters)
 
 
+@never_dropped
 def ask(owner: Life, incarnation: str, forks: list[tuple[int, int]]) -> None:
     """Called by owners of values; see ``RRefs.confirm``."""
     _meant(incarnation).confirm(owner, forks)

@@ -5,6 +5,12 @@ Reading is pulled: any number of threads wait in ``Endpoint.poll``, and each eve
 channel that has delivered frames delivers no more until ``resume``, so whoever holds it may act in order before
 anyone sees what follows. That lets the thread which reads a request also run it, with no hand-off.
 
+[Note: interrupts] Handlers of signals run in the main thread, wherever that is: after any call of a C function, at the
+beginning of any other, and where loops go back. What they raise must leave no channel that nobody reads, or with a gap
+in it. So whoever acts on a channel can be told from its state afterwards (an entry with its name, where a lock would
+leave no trace), and what is undone is undone by whoever catches the exception: a second interrupt within microseconds
+is not provided for. In the way of calls that all go well this costs nothing.
+
 [Note: blocking] ``poll``, ``connect`` and ``receive`` block, ``send`` and ``send_soon`` may (back-pressure); nothing
 else does. Nothing here calls back into its user.
 """
@@ -73,6 +79,9 @@ class Channel(abc.ABC):
     names: frozenset[str] | None = None
     """Who the peer's certificate says it is; None: it has none."""
 
+    torn: bool = False
+    """Whether this end had to close it since a thread was interrupted, see [Note: interrupts]: the peer is there."""
+
     @property
     def backlog(self) -> int:
         """How many bytes wait because the peer reads too slowly."""
@@ -104,12 +113,19 @@ class Channel(abc.ABC):
     def resume(self) -> None:
         """Let the channel deliver again; called once for each ``Received`` and each successful ``hold``."""
 
-    def hold(self) -> bool:
+    def hold(self, holder: object = None) -> bool:
         """Take the channel from the pollers, so as to read it with ``receive``. False: it cannot be had now.
 
-        A thread that waits for a reply gets it without a hand-off that way. A transport need not offer it.
+        A thread that waits for a reply gets it without a hand-off that way. A transport need not offer it. ``holder``
+        is for ``mend``, and is not used for two holds at a time.
         """
         return False
+
+    def mend(self, holder: object) -> Lost | None:
+        """A thread was interrupted somewhere between ``hold`` and the end of ``resume``: let the channel deliver again.
+        If what has come may be lost, so is the channel: then the thread has to tell. See [Note: interrupts].
+        """
+        return None
 
     def receive(self, timeout: float | None) -> Event | None:
         """Wait for the next event of a channel that this thread holds; it stays held. None: ``timeout`` passed.

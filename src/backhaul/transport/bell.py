@@ -19,6 +19,7 @@ class Bell:
     def __init__(self, luck: Luck) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._luck = luck
+        self._ringing = threading.Lock()  # guards _fd: who rings may be late
         self._listener = 0  # the thread that listens, or is about to
         self._channels: list[Channel] = []  # those that the poller knows
         self._by_fd: dict[int, Channel] = {}
@@ -32,7 +33,9 @@ class Bell:
     def ring(self) -> None:
         """End ``listen``, or the next one, at once."""
         if threading.get_ident() != self._listener:
-            os.eventfd_write(self._fd, 1)
+            with self._ringing:
+                if self._fd >= 0:
+                    os.eventfd_write(self._fd, 1)
 
     def listen(self, channels: list[Channel], timeout: float | None, *, look: bool) -> list[Channel]:
         """Wait for channels that can be read; none if the bell rang, or the time is over. With ``look`` the thread may
@@ -72,5 +75,12 @@ class Bell:
             self._poller.register(fd, select.POLLIN)
 
     def close(self) -> None:
-        """Free its descriptor."""
-        os.close(self._fd)
+        """Free its descriptor; idempotent."""
+        with self._ringing:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+    def __del__(self) -> None:  # of one that was lost when its listener was interrupted
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)

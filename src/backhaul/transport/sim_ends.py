@@ -152,7 +152,7 @@ class SimChannel(Channel):
             return Lost(self, self._ended)
         return None
 
-    def hold(self) -> bool:
+    def hold(self, holder: object = None) -> bool:
         if self._told:
             return False
         if self._armed:

@@ -62,6 +62,8 @@ class Watcher(Protocol):
 class SocketChannel(Channel):
     """A connected, authenticated socket."""
 
+    _exact = True  # what was sent is known even if sending was interrupted
+
     def __init__(self, endpoint: Watcher, sock: socket.socket, peer: str) -> None:
         self.peer = peer
         self._endpoint = endpoint
@@ -70,14 +72,17 @@ class SocketChannel(Channel):
         self._lender, self._borrower = _share(sock, endpoint.shared)
         slots = None if self._borrower is None else self
         self._reader = FrameReader(endpoint.limit, endpoint.recycler, slots)
-        self._held = threading.Lock()  # held by whoever reads, until it resumes
+        self._holder: dict[int, object] = {}  # [0]: who reads, until it resumes; see [Note: interrupts]
+        self._seen = 0  # bytes_received, when all that had come was dealt with
+        self._losing = False  # the holder is about to tell of the loss
         self._poller = select.poll()  # for receive; used by the holder
         self._poller.register(self._fd, select.POLLIN)
         self._luck = Luck()
         self._lingering = False  # the holder has nothing else to do
         self._wanted = False  # and another thread waits for the channel
         self._ended: str | None = None  # why the channel is over; set once
-        self._writing = threading.Lock()  # held by whoever writes to the socket; guards _stalled
+        self._writer: dict[int, object] = {}  # [0]: who writes to the socket, and may change _stalled
+        self._waiters: collections.deque[threading.Lock] = collections.deque()  # of those who wait to write
         self._queue: collections.deque[bytes] = collections.deque()
         self._queued = 0  # bytes in the queue
         self._counting = threading.Lock()  # guards the two above, held for no longer than they change
@@ -107,30 +112,29 @@ class SocketChannel(Channel):
 
     def read(self) -> Event | None:
         """A poller was told that the channel is readable: take it, and return its frames or that it is lost."""
-        if not self._held.acquire(blocking=False):
+        mine = object()
+        if self._holder.setdefault(0, mine) is not mine:
             return None  # somebody holds it, and arms it again
         event = self._read()
         if event is None:
             self.resume()
         return event
 
-    def hold(self) -> bool:
-        if not self._held.acquire(blocking=False) and not (self._lingering and self._take_over()):
+    def hold(self, holder: object = None) -> bool:
+        if holder is None:
+            holder = object()
+        if self._holder.setdefault(0, holder) is not holder and not (self._lingering and self._take_over(holder)):
             return False
-        try:
-            self._endpoint.arm(self._fd, 0)
-        except BaseException:  # an interrupt of the user's: nobody holds the channel then
-            self.resume()
-            raise
+        self._endpoint.arm(self._fd, 0)
         return True
 
-    def _take_over(self) -> bool:
+    def _take_over(self, holder: object) -> bool:
         """Get the channel from a thread that lingers: who waits for something comes first."""
         self._wanted = True
         taken = False
         try:
             for _ in range(_PLEAS):
-                taken = self._held.acquire(blocking=False)
+                taken = self._holder.setdefault(0, holder) is holder
                 if taken or not self._lingering:
                     break
                 time.sleep(0)  # lets go of the interpreter
@@ -142,6 +146,7 @@ class SocketChannel(Channel):
 
     def receive(self, timeout: float | None) -> Event | None:
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._seen = self.bytes_received
         self._luck.begin()
         if self._luck.expecting:
             event = self._look()
@@ -156,12 +161,14 @@ class SocketChannel(Channel):
             event = self._read()
             if event is not None:
                 return event
+            self._seen = self.bytes_received
 
     def linger(self) -> Event | None:
         """The thread that read the channel last has nothing else to do: see whether more comes. If so, the channel is
         held as after ``read``.
         """
-        if not self._endpoint.quiet or not self._luck.expecting or not self._held.acquire(blocking=False):
+        mine = object()
+        if not self._endpoint.quiet or not self._luck.expecting or self._holder.setdefault(0, mine) is not mine:
             return None
         self._endpoint.arm(self._fd, 0)
         self._lingering = True
@@ -207,7 +214,7 @@ class SocketChannel(Channel):
         except OSError as error:
             return self._lose(os.strerror(error.errno or 0))
         except BaseException:  # an interrupt of the user's: what was read may be lost with it
-            self._end("interrupted while it was read")
+            self._tear("interrupted while it was read")
             raise
 
     def resolve(self, place: int, size: int) -> Buffer:
@@ -232,18 +239,30 @@ class SocketChannel(Channel):
         return self._fd
 
     def take(self) -> Event | None:
+        self._seen = self.bytes_received
         return self._read()
 
     def resume(self) -> None:
         self._luck.begin()
         # In this order: armed first, a poller could find the channel still held and drop its event.
-        try:
-            self._held.release()
-        finally:  # an interrupt of the user's may come in between
-            if not self._wanted:  # else it is going to be held at once
-                self._endpoint.arm(self._fd, select.EPOLLIN)
+        self._holder.clear()
+        if not self._wanted:  # else it is going to be held at once
+            self._endpoint.arm(self._fd, select.EPOLLIN)
+
+    def mend(self, holder: object) -> Lost | None:
+        mine = self._holder.get(0) is holder
+        if mine and self.bytes_received != self._seen:  # what was read may be lost
+            self._tear("interrupted while it was read")
+        if self._ended is not None and self._holder.setdefault(0, holder) is holder:
+            return self._lose(self._ended)
+        if mine:
+            self._holder.clear()
+        if not self._losing:
+            self._endpoint.arm(self._fd, select.EPOLLIN)  # where it is not needed, it does no harm
+        return None
 
     def _lose(self, reason: str) -> Lost:
+        self._losing = True
         self._end(reason)
         self.free()
         return Lost(self, self._ended or reason)
@@ -251,13 +270,17 @@ class SocketChannel(Channel):
     def free(self) -> None:
         """Close the descriptors. Only for the thread that holds the channel, or when nobody polls any more."""
         self._end("closed by this side")
-        with self._writing:  # a writer that waits has been woken by the shutdown in _end
+        mine = object()
+        try:
+            self._await_turn(mine, None)  # a writer that waits has been woken by the shutdown in _end
             self._endpoint.forget(self._fd)
             if self._out_fd >= 0:
                 self._endpoint.forget(self._out_fd)
                 os.close(self._out_fd)
                 self._out_fd = -1
             self._sock.close()
+        finally:
+            self._stop_writing(mine)
         if self._lender is not None:
             self._lender.close()
         if self._borrower is not None:
@@ -270,24 +293,28 @@ class SocketChannel(Channel):
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, which reports the loss
 
+    def _tear(self, reason: str) -> None:
+        log.info("closing the channel to %s: %s", self.peer, reason)
+        self.torn = True
+        self._end(reason)
+
     def close(self) -> None:
         self._closing = True
-        if not self._writing.acquire(blocking=False):
+        if self._writer:
             self._end("closed by this side")  # a writer waits in the middle of a frame: nothing whole can follow
             return
-        self._writing.release()
         self._flush_queue()
 
     @property
     def unread(self) -> bool:
-        mine = self._writing.acquire(blocking=False)  # whoever has it keeps the descriptor from being closed
+        mine = object()
         try:
+            self._writer.setdefault(0, mine)  # whoever writes keeps the descriptor from being closed
             poller = select.poll()
             poller.register(self._fd, select.POLLIN)
             return self._ended is None and bool(poller.poll(0))
         finally:
-            if mine:
-                self._writing.release()
+            self._stop_writing(mine)
 
     def abort(self, reason: str) -> None:
         self._closing = True
@@ -307,28 +334,55 @@ class SocketChannel(Channel):
             self._tell_news()
 
     def _send(self, parts: list[Buffer], timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._writing.acquire(blocking=False) and (
-            self._may_queue(parts) or not self._writing.acquire(timeout=-1 if timeout is None else timeout)
-        ):
-            self._enqueue(b"".join(parts))
-            self._flush_queue()
-            return
         try:
+            if self._writer.setdefault(0, parts) is not parts and (
+                self._may_queue(parts) or not self._await_turn(parts, timeout)
+            ):
+                self._enqueue(b"".join(parts))
+                self._flush_queue()
+                return
             if not self._queue and not self._stalled:
-                self._write(parts, deadline)
+                self._write(parts, timeout)
             else:  # others are in front: get behind them, then help if the socket takes it
                 if not (self._stalled and self._may_queue(parts)):
-                    self._write_queue(deadline)
+                    self._write_queue(timeout)
                 if self._stalled:
                     self._enqueue(b"".join(parts))
                 else:
-                    self._write(parts, deadline)
+                    self._write(parts, timeout)
+            self._writer.clear()
+            if self._queue or self._closing or self._waiters:
+                self._stop_writing(parts)
         except OSError as error:
             self._end(os.strerror(error.errno or 0))
+            self._stop_writing(parts)
             raise ChannelBrokenError(f"the channel to {self.peer} broke: {self._ended}") from error
-        finally:
-            self._writing.release()
+        except BaseException:  # an interrupt of the user's; what is half written is in the queue
+            self._stop_writing(parts)
+            raise
+
+    def _await_turn(self, writer: object, timeout: float | None) -> bool:
+        """Wait until nobody else writes; False if ``timeout`` seconds passed first."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._writer.setdefault(0, writer) is not writer:
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+            # Once more, in this order: who lets go does so first and then looks for those who wait.
+            if self._writer.setdefault(0, writer) is writer:
+                break
+            left = -1.0 if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not waiter.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+                return False
+        return True
+
+    def _stop_writing(self, writer: object) -> None:
+        """Let others write, if ``writer`` kept them from it, and see to what they have left."""
+        if self._writer.get(0) is writer:
+            self._writer.clear()
+        while self._waiters:
+            with contextlib.suppress(IndexError):  # another thread took it
+                self._waiters.popleft().release()
         if self._queue or self._closing:
             self._flush_queue()
 
@@ -391,38 +445,72 @@ class SocketChannel(Channel):
     def _flush_queue(self) -> None:
         """Write what others queued while we wrote, unless somebody else is at it."""
         while self._queue and (self._writable or not self._stalled) and self._ended is None:
-            if not self._writing.acquire(blocking=False):
-                return  # the holder looks at the queue again when it lets go
+            mine = object()
             try:
+                if self._writer.setdefault(0, mine) is not mine:
+                    return  # the other looks at the queue again when it lets go
                 if self._writable or not self._stalled:
                     self._write_queue(0.0)
+                self._writer.clear()
             except OSError as error:
                 self._end(os.strerror(error.errno or 0))
-            finally:
-                self._writing.release()
+                self._writer.clear()
+            except BaseException:  # an interrupt of the user's
+                self._stop_writing(mine)
+                raise
+            if self._waiters:
+                self._stop_writing(mine)
         if self._closing and not self._queue:
             self._end(self._ended or "closed by this side")
 
-    def _write_queue(self, deadline: float | None) -> None:
+    def _write_queue(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
         self._stalled = self._writable = False
-        while self._queue and not self._stalled:
-            self._write(self._dequeue(), deadline)
+        try:
+            while self._queue and not self._stalled:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                self._write(self._dequeue(), left)
+        except OSError:
+            raise
+        except BaseException:  # an interrupt of the user's: what others have left to us may be lost
+            self._tear("interrupted while it was written")
+            raise
 
-    def _write(self, parts: Sequence[Buffer], deadline: float | None) -> None:
-        """Write all parts; if the socket stays full past the deadline, leave the rest to a poller."""
-        left = sum(map(len, parts))
-        while left:
-            try:
-                count = self._sock.sendmsg(parts if len(parts) <= _MAX_PARTS else parts[:_MAX_PARTS])
-            except BlockingIOError:
-                if self._wait_writable(deadline):
-                    continue
-                self._stall(b"".join(parts))
-                return
-            self._written += count
-            left -= count
-            if left:
-                parts = _without(parts, count)
+    def _write(self, parts: Sequence[Buffer], timeout: float | None) -> None:
+        """Write all parts; if the socket stays full for longer than that, leave the rest to a poller."""
+        whole = left = sum(map(len, parts))
+        deadline, rest = None, b""
+        try:
+            while left:
+                try:
+                    # No interrupt comes between the two; it might between a call and what is done with its result.
+                    for count in map(self._sock.sendmsg, (parts if len(parts) <= _MAX_PARTS else parts[:_MAX_PARTS],)):
+                        left -= count
+                        self._written += count
+                except BlockingIOError:
+                    if timeout is not None and deadline is None:
+                        deadline = time.monotonic() + timeout
+                    if self._wait_writable(deadline):
+                        continue
+                    rest = b"".join(parts)
+                    self._enqueue(rest, first=True)
+                    self._expect_room()
+                    return
+                if left:
+                    parts = _without(parts, count)
+        except OSError:
+            raise
+        except BaseException:  # an interrupt of the user's: nothing of a frame is to be sent, or all
+            if not self._exact:
+                self._tear("interrupted while it was written")
+            else:
+                queued = bool(self._queue) and self._queue[0] is rest
+                if 0 < left < whole and not queued:
+                    self._enqueue(b"".join(parts)[-left:], first=True)
+                    queued = True
+                if queued:
+                    self._expect_room()
+            raise
 
     def _wait_writable(self, deadline: float | None) -> bool:
         poller = select.poll()
@@ -437,8 +525,8 @@ class SocketChannel(Channel):
             if ready:
                 return True
 
-    def _stall(self, rest: bytes) -> None:
-        self._enqueue(rest, first=True)
+    def _expect_room(self) -> None:
+        """The rest is in the queue: go on when the socket takes more."""
         self._stalled = True
         if self._out_fd < 0:
             self._out_fd = os.dup(self._fd)

@@ -213,6 +213,8 @@ def _pieces(parts: Sequence[Buffer]) -> Iterator[Buffer]:
 class TlsChannel(SocketChannel):
     """A channel over a TLS connection."""
 
+    _exact = False
+
     def __init__(self, endpoint: Watcher, secure: TlsSocket, peer: str) -> None:
         super().__init__(endpoint, cast("socket.socket", secure), peer)
         self._secure = secure

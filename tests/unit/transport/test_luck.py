@@ -230,20 +230,12 @@ def comes(end: SocketEndpoint) -> Event:
     return event
 
 
-class Lingers:
-    """A lock that somebody else has, until the thread that wants it is interrupted."""
-
-    def acquire(self, *, blocking: bool) -> bool:
-        return False
-
-
 def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
     ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = ends
     channel, back = connect(here, there)
-    free, channel._held = channel._held, Lingers()  # type: ignore[assignment]
-    channel._lingering = True
+    channel._holder[0], channel._lingering = "another", True
 
     def interrupt(_: float) -> None:
         raise Interrupt
@@ -251,8 +243,10 @@ def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
     with monkeypatch.context() as patch:
         patch.setattr(socket_channel.time, "sleep", interrupt)
         with pytest.raises(Interrupt):
-            channel.hold()
-    channel._held, channel._lingering = free, False
+            channel.hold("who is interrupted")
+    channel._holder.clear()
+    channel._lingering = False
+    assert channel.mend("who is interrupted") is None
     for number in range(2):  # armed, and again after it was read
         back.send(Frame(41, number))
         event = comes(here)
