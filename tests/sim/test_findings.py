@@ -13,10 +13,11 @@ import backhaul as bh
 from backhaul.autograd.messages import AutogradKind
 from backhaul.rpc.agent import Pending
 from backhaul.testing.simulated import SimCluster
-from backhaul.transport.base import ChannelBrokenError
+from backhaul.transport.base import Channel, ChannelBrokenError
 from backhaul.transport.sim import Weather
 from backhaul.transport.sim_ends import SimChannel
 from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Hello, Kind, pack
 
 
 def test_a_release_that_is_lost_with_its_channel() -> None:
@@ -58,6 +59,29 @@ def test_a_release_into_a_channel_that_only_the_other_knows_to_be_lost() -> None
         going.result()
         cluster.sleep(10.0)
         assert not cluster.leftovers()
+
+
+def test_a_connection_that_is_given_up_after_the_one_that_followed_it() -> None:
+    """Seed 387: its loss made this worker forget the other channel too, so that the end of a context was told nobody."""
+    with SimCluster(2, seed=1) as cluster:
+        cluster.run("worker0", step).result()
+        peers = cluster.nodes["worker1"].peers
+        peer = peers.find("worker0")
+        (first,) = (channel for channel, _ in peers.channels())
+        endpoint = cluster.nodes["worker0"].worker.endpoint
+
+        def connect_again() -> Channel:
+            again = endpoint.connect(peers.own.record.addresses[0], timeout=1.0)
+            record = pack(cluster.nodes["worker0"].peers.own.record)
+            again.send(Frame(Kind.HELLO, 0, pack(Hello("worker1", peers.own.record.incarnation, record))))
+            return again
+
+        again = cluster.run("worker0", connect_again).result()
+        cluster.sleep(1.0)
+        assert peer.incoming is not first
+        again.close()
+        cluster.sleep(1.0)
+        assert (peer.channel, peer.incoming, peer.lost) == (first, first, "")
 
 
 def step() -> None:

@@ -349,12 +349,14 @@ class Peers:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
             self._sent_before += channel.bytes_sent
+            # One that was opened and given up may have shown itself after the one that followed it.
+            other = next((left for left, owner in self._by_channel.items() if owner is peer), None)
         if peer is None:
             return
         if peer.channel is channel:
-            peer.channel = None  # the next use opens another
+            peer.channel = other  # if there is none, the next use opens another
         if peer.incoming is channel:
-            peer.incoming = None
+            peer.incoming = other
         if peer.channel is None and peer.incoming is None:
             peer.suspicion = ""
             self.lose(peer, reason)
