@@ -62,7 +62,7 @@ def test_a_release_into_a_channel_that_only_the_other_knows_to_be_lost() -> None
 
 
 def test_a_connection_that_is_given_up_after_the_one_that_followed_it() -> None:
-    """Seed 387: its loss made this worker forget the other channel too, so that the end of a context was told nobody."""
+    """Seed 387: its loss made this worker forget the other channel too, so that the end of a context was not told."""
     with SimCluster(2, seed=1) as cluster:
         cluster.run("worker0", step).result()
         peers = cluster.nodes["worker1"].peers
