@@ -215,6 +215,25 @@ def pass_along(x: torch.Tensor, path: list[str]) -> torch.Tensor:
     return bh.rpc_sync(path[0], pass_along, args=(x * 2, path[1:])) if path else x * 2
 
 
+def test_a_context_that_comes_after_its_end() -> None:
+    """Seed 649: the driver crashed while a handler of its was connecting to another worker; what it sent there then
+    brought the context to one that had no reason to doubt it.
+    """
+
+    def program() -> None:
+        with bh.context():
+            pass_along(torch.ones(2, requires_grad=True), ["worker1", "worker2"])
+
+    with SimCluster(3, seed=1) as cluster:
+        cluster.cut("worker1", "worker2", 1.0)
+        cluster.run("worker0", program)
+        cluster.sleep(0.5)
+        assert ("worker1", "num_autograd_contexts") in cluster.leftovers()
+        cluster.crash("worker0")
+        cluster.sleep(30.0)
+        assert not cluster.leftovers()
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("crashing", [("worker0",), ("worker0", "worker1"), ("worker1", "worker0")])
 def test_contexts_of_a_driver_that_is_lost(crashing: tuple[str, ...], restarted: bool) -> None:

@@ -62,7 +62,7 @@ class CheckedRecorder(Recorder):
     def discard(self, peer: Peer, note: bytes) -> None:
         # The note may be the peer's, and name a message that it has nothing to do with.
         try:
-            read, context = self._find(note)
+            read, context = self._find(peer, note)
         except ProtocolError:  # that is why it is not used
             return
         sent = context.sends.get(read.message) if context is not None else None

@@ -86,6 +86,7 @@ class Engine:
         self._losses = Losses(self, node.peers)
         self.recovery = Recovery(self)
         recorder.keep_requests = self.recovery.keep_requests
+        recorder.tell_over = self._tell_over
 
     def attach(self) -> None:
         """Make this the engine of its worker."""
@@ -630,6 +631,10 @@ class Engine:
             frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
             for worker in told:
                 self._hint(worker, frame, soon=soon)
+
+    def _tell_over(self, worker: int, context: int) -> None:
+        """A call of a context has ended after the context: what it brought there may have come after the news."""
+        self._hint(worker, Frame(AutogradKind.RELEASE, 0, pack(Release(context))))
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
         peer = self.agent.peers.of(channel)

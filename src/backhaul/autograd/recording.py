@@ -171,6 +171,7 @@ class Recorder:
         self._worker = worker
         self._container = container
         self.keep_requests: Callable[[Context], None] = lambda context: None  # what to do with one for replay
+        self.tell_over: Callable[[int, int], None] = lambda worker, context: None  # a worker may not know it is over
         self._encode = msgspec.msgpack.Encoder().encode  # as ``pack``, less a call
 
     def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
@@ -221,11 +222,13 @@ class Recorder:
         if type(kept) is Entry:
             kept.answer(read)
             kept = kept.context
+        if kept.released:
+            self.tell_over(peer.record.id, kept.id)
         return record_recv(kept, peer.record.id, read, tensors)
 
     def discard(self, peer: Peer, note: bytes) -> None:
         """An end whose other end is not used gets no gradients, but it keeps its graph: forget one of ours."""
-        read, context = self._find(note)
+        read, context = self._find(peer, note)
         if context is not None and split(read.message)[0] == self._worker.info.id:
             if context.replay is None:
                 context.drop_send(read.message)
@@ -233,10 +236,13 @@ class Recorder:
                 context.doubt_send(read.message)  # it may be sent yet, to another worker
 
     def failed(self, peer: Peer, note: bytes) -> None:
-        read, context = self._find(note)
+        read, context = self._find(peer, note)
         if context is not None:
             context.doubt_send(read.message)
 
-    def _find(self, note: bytes) -> tuple[Note, Context | None]:
+    def _find(self, peer: Peer, note: bytes) -> tuple[Note, Context | None]:
         read = unpack(note, Note)
-        return read, self._container.find(read.context)
+        context = self._container.find(read.context)
+        if context is None and self._container.was_released(read.context):
+            self.tell_over(peer.record.id, read.context)
+        return read, context

@@ -7,6 +7,7 @@ followed by another of its name. What that takes of the layers below is in ``mee
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import multiprocessing as mp
@@ -105,10 +106,15 @@ def _undone() -> int:
 
 
 def _memory() -> int:
+    if _trim is not None:
+        _trim(0)  # what the allocator keeps for later is not held by anybody
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
     return 0
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 # The seam: how a worker becomes known to the others, here without a leader or a store.
