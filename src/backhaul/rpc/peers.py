@@ -120,14 +120,17 @@ class Peers:
                 return ""
             replaced = [self._by_id[old.id] for old in verdict.instead_of]
             for old in replaced:
-                self._forget(old, "was restarted")
+                old.gone = "was restarted"
             # In this order: nothing that belongs to the new one has begun when what waited for the old one ends.
             for old in replaced:
                 self._tell_change("replaced", old, f"worker '{old.info.name}' was restarted")
                 self.close_channels(old)
             peer = Peer(record, self._own, self._worker.runtime.lock())
             with self._lock:
+                # So that there is somebody of that name throughout, be it one that cannot be reached any more.
                 self._by_id[record.id] = self._by_name[record.name] = peer
+                for old in replaced:
+                    self._strike(old)
                 if peer.plain:
                     self.plain.add(record.id)
             self._tell_change("joined", peer, "")
@@ -137,14 +140,17 @@ class Peers:
         """Forget a worker that has left."""
         with self._changing:
             if self._roster.dismiss(peer.record, "has left the cluster"):
-                self._forget(peer, "has left the cluster")
+                with self._lock:
+                    peer.gone = "has left the cluster"
+                    self._strike(peer)
                 self._tell_change("left", peer, f"worker '{peer.info.name}' has left the cluster")
 
-    def _forget(self, peer: Peer, why: str) -> None:
-        with self._lock:
-            peer.gone = why
-            self.plain.discard(peer.record.id)
+    def _strike(self, peer: Peer) -> None:
+        """Take a worker that is gone off the tables, where no other stands in its place."""
+        self.plain.discard(peer.record.id)
+        if self._by_id.get(peer.record.id) is peer:
             del self._by_id[peer.record.id]
+        if self._by_name.get(peer.info.name) is peer:
             del self._by_name[peer.info.name]
 
     def close_channels(self, peer: Peer) -> None:
@@ -241,6 +247,8 @@ class Peers:
 
     def _open(self, peer: Peer, timeout: float) -> Channel:
         name, address = peer.info.name, self._choose(peer)
+        if peer.gone:
+            raise PeerLostError(f"lost worker '{name}': it {peer.gone}", worker=name, reason=peer.gone)
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
             if not self.may_be(channel, name):
