@@ -375,15 +375,19 @@ class Engine:
 
     def _hint(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
         """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
-        it asks by itself, see ``losses``. Soon: nobody waits for it, so that it may go with others.
+        it asks by itself, see ``losses``; where there are several it may have lost any of them, and asked through
+        another. Soon: nobody waits for it, so that it may go with others.
         """
-        for channel in self._channels_of(worker):
+        try:
+            channels = self.agent.peers.find(worker).channels
+        except UnknownWorkerError:  # it is gone
+            return
+        for channel in channels:
             try:
                 if soon:
                     channel.send_soon(frame, timeout=0)
                 else:
                     channel.send(frame, timeout=0)
-                return
             except ChannelClosedError as error:
                 log.debug("worker %d was not told: %s", worker, error)
 

@@ -85,7 +85,7 @@ class Roster:
         self._own = own
         self._members: dict[int, WorkerRecord] = {own.id: own}
         self._gone: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()  # -> name, why
-        self._epoch = own.epoch
+        self.epoch = own.epoch  # the latest of all that were ever members
 
     def rivals(self, name: str, number: int) -> list[WorkerRecord]:
         """The members that have that name or that id."""
@@ -104,7 +104,7 @@ class Roster:
         for rival in rivals:
             self.dismiss(rival, "was restarted")
         self._members[record.id] = record
-        self._epoch = max(self._epoch, record.epoch)
+        self.epoch = max(self.epoch, record.epoch)
         return Admit(tuple(rivals))
 
     def dismiss(self, record: WorkerRecord, why: str) -> bool:
@@ -127,4 +127,4 @@ class Roster:
             former = [member.id for member in self._members.values() if member.name == name]
             free = (number for number in range(MAX_WORKERS) if number not in self._members)
             wanted = former[0] if former else next(free, -1)
-        return (wanted, self._epoch + 1) if wanted >= 0 else None
+        return (wanted, self.epoch + 1) if wanted >= 0 else None
