@@ -125,7 +125,7 @@ class context:
         engine = worker.part(Engine)
         self._context = engine.container.new()
         if self._replay is not None:
-            engine.recovery.keep_requests(self._context, self._replay)
+            engine.recovery.begin(self._context, self._replay)
         self._token = enter(Scope(worker, self._context))
         return ContextHandle(self._context.id)
 
