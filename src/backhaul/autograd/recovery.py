@@ -194,6 +194,8 @@ class Recovery:
         log = found.replay
         if log is None or log.replay is None:
             raise ContextError(f"context {context} is not kept for replay", context=context)
+        if lost == self._worker.info.id:
+            return False  # others have lost a channel to it
         # One at a time; but what is run again may find that another worker is lost too.
         turn = log.turns.setdefault(lost, self._worker.runtime.lock())
         with self._worker.blocking():
