@@ -84,12 +84,14 @@ class Roster:
     def __init__(self, own: WorkerRecord) -> None:
         self._own = own
         self._members: dict[int, WorkerRecord] = {own.id: own}
+        self._by_name = {own.name: own}
         self._gone: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()  # -> name, why
         self.epoch = own.epoch  # the latest of all that were ever members
 
     def rivals(self, name: str, number: int) -> list[WorkerRecord]:
         """The members that have that name or that id."""
-        return [member for member in self._members.values() if member.name == name or member.id == number]
+        found = self._members.get(number), self._by_name.get(name)
+        return [member for member in dict.fromkeys(found) if member is not None]
 
     def admit(self, record: WorkerRecord) -> Admit | Refuse | None:
         """A worker has shown its record. None: it is known."""
@@ -103,7 +105,7 @@ class Roster:
                 return Refuse(f"there is a worker '{rival.name}' (id {rival.id}) already")
         for rival in rivals:
             self.dismiss(rival, "was restarted")
-        self._members[record.id] = record
+        self._members[record.id] = self._by_name[record.name] = record
         self.epoch = max(self.epoch, record.epoch)
         return Admit(tuple(rivals))
 
@@ -111,7 +113,7 @@ class Roster:
         """A member is gone for good; whether it was one."""
         if self._members.get(record.id) is not record:
             return False
-        del self._members[record.id]
+        del self._members[record.id], self._by_name[record.name]
         self._gone[record.incarnation] = record.name, why
         while len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
