@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from backhaul.errors import RendezvousError
 from backhaul.testing.simulated import SimCluster
@@ -20,6 +20,7 @@ FAULTS = (
     "restart",
     "replace",
     "join",
+    "leave",
     "slow",
     "break",
     "repeat",
@@ -44,10 +45,18 @@ class Fate:
         kinds: Which there are.
         count: How many.
         gap: Seconds between two of them, on average.
+        driving: Says which workers run programs, and do not leave therefore.
     """
 
     def __init__(
-        self, cluster: SimCluster, draw: random.Random, kinds: Sequence[str], *, count: int, gap: float
+        self,
+        cluster: SimCluster,
+        draw: random.Random,
+        kinds: Sequence[str],
+        *,
+        count: int,
+        gap: float,
+        driving: Callable[[], set[str]],
     ) -> None:
         self.happened: collections.Counter[str] = collections.Counter()
         self.over = False
@@ -57,15 +66,16 @@ class Fate:
         self._kinds = kinds
         self._count = count if self._kinds else 0
         self._gap = gap
+        self._driving = driving
         self._least = max(2, len(cluster.nodes) // 2)
         self._crashed: list[str] = []
         self._joined = 0
-        self._coming = 0  # workers that are not members yet
+        self._moving = 0  # workers that are about to join or to leave
 
     @property
     def busy(self) -> bool:
         """Whether something that has begun is not over."""
-        return self._coming > 0
+        return self._moving > 0
 
     def work(self) -> None:
         """To be run on a strand that belongs to no worker."""
@@ -91,8 +101,17 @@ class Fate:
                 cluster.cut(other, one, seconds)
         elif kind == "pause":
             cluster.pause(one, seconds)
-        elif kind in ("crash", "crash in silence", "replace"):
-            if len(names) <= self._least:
+        elif kind in ("slow", "break", "repeat"):
+            self._change_weather(kind)
+        else:
+            return self._move(kind, one, seconds)
+        return True
+
+    def _move(self, kind: str, one: str, seconds: float) -> bool:
+        """Let workers come or go."""
+        cluster, draw = self._cluster, self._draw
+        if kind in ("crash", "crash in silence", "replace"):
+            if len(cluster.nodes) <= self._least:
                 return False
             cluster.crash(one, silent=kind == "crash in silence")
             if kind == "replace":
@@ -103,16 +122,19 @@ class Fate:
             if not self._crashed:
                 return False
             self._begin(self._crashed.pop(draw.randrange(len(self._crashed))))
-        elif kind == "join":
+        elif kind == "leave":
+            if not self._may_leave(one):
+                return False
+            self._moving += 1
+            cluster.spawn(functools.partial(self._leave, one), "fate")
+        else:
             self._joined += 1
             self._begin(f"newcomer{self._joined}")
-        else:
-            self._change_weather(kind)
         return True
 
     def _begin(self, name: str, seconds: float = 0.0) -> None:
         """Let a worker come in a while; it takes its time."""
-        self._coming += 1
+        self._moving += 1
         self._cluster.spawn(functools.partial(self._come, name, seconds), "fate")
 
     def _come(self, name: str, seconds: float) -> None:
@@ -124,7 +146,22 @@ class Fate:
         except Exception as error:
             self.failures.append(error)
         finally:
-            self._coming -= 1
+            self._moving -= 1
+
+    def _may_leave(self, name: str) -> bool:
+        nodes = self._cluster.nodes
+        return name in nodes and len(nodes) > self._least and name not in self._driving()
+
+    def _leave(self, name: str) -> None:
+        try:
+            # Once more: something may have happened to it since.
+            left = self._may_leave(name) and self._cluster.leave(name, timeout=10.0)
+            if left:
+                raise AssertionError(f"after it has left {', '.join(left)}")
+        except Exception as error:
+            self.failures.append(error)
+        finally:
+            self._moving -= 1
 
     def _change_weather(self, kind: str) -> None:
         weather, draw = self._cluster.network.weather, self._draw

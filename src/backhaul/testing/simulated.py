@@ -47,12 +47,12 @@ class Program(Generic[T]):
 
     def __init__(self, scheduler: Scheduler, runtime: SimRuntime, function: Callable[[], T]) -> None:
         self._scheduler = scheduler
-        self._name = runtime.home.name
+        self.worker = runtime.home.name
         self._function: Callable[[], T] | None = function
         self._value: list[T] = []
         self.error: BaseException | None = None
         self.over = False  # by itself; else its worker died under it
-        self._thread = runtime.spawn(self._run, name=f"{self._name}-program")
+        self._thread = runtime.spawn(self._run, name=f"{self.worker}-program")
 
     def _run(self) -> None:
         function, self._function = self._function, None
@@ -76,7 +76,7 @@ class Program(Generic[T]):
         if self.error is not None:
             raise self.error
         if not self.over:
-            raise WorkerDiedError(f"worker '{self._name}' died while it ran a program")
+            raise WorkerDiedError(f"worker '{self.worker}' died while it ran a program")
         return self._value[0]
 
 
@@ -276,14 +276,25 @@ class SimCluster:
         """Shut all workers down; what is left of them, for people."""
         nodes = list(self.nodes.values())
         self.nodes.clear()
-        homes = [self.runtime_of(node).home for node in nodes]
-        ends = [node.worker.endpoint for node in nodes]
         try:
             shutdown_together(nodes, graceful=graceful, timeout=timeout)
         finally:
             self.sleep(0.1)
-        left = [f"{strand.name} waits for {strand.where}" for home in homes for strand in home.strands]
-        for end in ends:
-            assert isinstance(end, SimEndpoint)
-            left += [f"{end.home.name} has channel {hash(channel)} open" for channel in end.channels if channel.open]
+        return [text for node in nodes for text in self._left_of(node)]
+
+    def leave(self, name: str, *, timeout: float) -> list[str]:
+        """Let a worker leave; what is left of it, for people. Not for one that still runs a program."""
+        self._note(f"leave of {name}")
+        node = self.nodes.pop(name)
+        self.history.append((self.scheduler.now, name, False))
+        end = functools.partial(node.shutdown, graceful=False, timeout=timeout, alone=True)
+        Program(self.scheduler, self.runtime_of(node), functools.partial(node.worker.run, end)).result()
+        self.sleep(0.1)
+        return self._left_of(node)
+
+    def _left_of(self, node: Node) -> list[str]:
+        left = [f"{strand.name} waits for {strand.where}" for strand in self.runtime_of(node).home.strands]
+        end = node.worker.endpoint
+        assert isinstance(end, SimEndpoint)
+        left += [f"{end.home.name} has channel {hash(channel)} open" for channel in end.channels if channel.open]
         return left

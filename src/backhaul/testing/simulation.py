@@ -148,6 +148,7 @@ class _Run:
         self._cluster = cluster
         self._verdict = verdict
         self._draw = draw
+        self._programs: list[Program[None]] = []
         self._taken = 0  # steps that have begun
         self._begun: dict[int, tuple[str, float]] = {}  # steps under way: driver, and since when
 
@@ -156,19 +157,22 @@ class _Run:
         """Whether no fault has happened under which a step may fail."""
         return set(self._verdict.faults) <= HARMLESS
 
+    def driving(self) -> set[str]:
+        """The workers that run programs."""
+        return {program.worker for program in self._programs if not program.ended}
+
     def run(self, fate: Fate, drivers: int) -> None:
         cluster = self._cluster
         cluster.spawn(functools.partial(self._guard, fate.work), "fate")
-        programs: list[Program[None]] = []
-        while self._taken < self._setting.steps or fate.busy or any(not program.ended for program in programs):
-            programs = [program for program in programs if not program.ended]
+        while self._taken < self._setting.steps or fate.busy or self.driving():
+            self._programs = [program for program in self._programs if not program.ended]
             names = list(cluster.nodes)
-            while len(programs) < drivers and self._taken < self._setting.steps:
-                programs.append(cluster.run(self._draw.choice(names), self._drive))
+            while len(self._programs) < drivers and self._taken < self._setting.steps:
+                self._programs.append(cluster.run(self._draw.choice(names), self._drive))
             cluster.sleep(0.05 if self._cluster.scheduler.random.random() < 0.5 else 0.5)
             self._account()
             for error in fate.failures:
-                self._complain("a worker could not start", error)
+                self._complain("a worker could not join or leave", error)
             if self._verdict.problems:
                 return
         fate.over = True
@@ -318,15 +322,16 @@ def _run_seed(setting: Setting, verdict: Verdict) -> None:
     )
     try:
         with _listening() as errors, cluster:
+            run = _Run(setting, cluster, verdict, draw)
             fate = Fate(
                 cluster,
                 draw,
                 setting.faults,
                 count=draw.choice((0, 1, 3, 8, 20)),
                 gap=draw.choice((0.005, 0.05, 0.5)),
+                driving=run.driving,
             )
             verdict.faults = fate.happened
-            run = _Run(setting, cluster, verdict, draw)
             run.run(fate, draw.choice((1, 1, 2, 3)))
         verdict.problems += [f"logged: {text}" for text in errors]
     except BaseException as error:
