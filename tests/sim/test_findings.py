@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -257,3 +258,39 @@ def test_contexts_of_a_driver_that_is_lost(crashing: tuple[str, ...], restarted:
             cluster.start("worker0")
         cluster.sleep(60.0)
         assert not cluster.leftovers()
+
+
+def test_a_release_while_only_the_other_end_knows_of_a_loss() -> None:
+    """Seed 107: the worker had asked, through a new channel, to be told of its end; the driver used the old."""
+
+    def program() -> None:
+        x = torch.ones(2, requires_grad=True)
+        with bh.context():
+            bh.rpc_sync("worker1", torch.mul, args=(x, 2))
+            (channel,) = [channel for channel in cluster.network.channels if channel.home == "worker0"]
+            cluster.network.drop(channel, 1.0, 0.0)
+            bh.current_worker().runtime.gate().wait(0.5)
+
+    with SimCluster(2, seed=1) as cluster:
+        cluster.run("worker0", program).result()
+        cluster.sleep(5.0)
+        assert not cluster.leftovers()
+
+
+def test_workers_that_join_at_the_same_time() -> None:
+    """One found that the place of another to which it showed itself was just being taken, and gave up."""
+    with SimCluster(4, seed=5) as cluster:
+        for _ in range(5):
+            for name in ("worker1", "worker2", "worker3"):
+                cluster.crash(name)
+            coming = [cluster.spawn(functools.partial(cluster.start, name), name) for name in cluster_names(1, 4)]
+            assert len(coming) == 3
+            cluster.sleep(10.0)
+            assert sorted(cluster.nodes) == list(cluster_names(0, 4))
+        for name in cluster_names(1, 4):
+            cluster.run("worker0", functools.partial(bh.rpc_sync, name, torch.ones, args=(1,))).result()
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def cluster_names(first: int, last: int) -> tuple[str, ...]:
+    return tuple(f"worker{number}" for number in range(first, last))

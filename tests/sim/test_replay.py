@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.autograd import recovery
 from backhaul.autograd.messages import AutogradKind
 from backhaul.testing import oracle
 from backhaul.testing.simulated import SimCluster
@@ -335,6 +336,93 @@ def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster, passes_be
     expected = cluster.run("worker0", program).result()
     disturbed = True
     same(cluster.run("worker0", program).result(), expected)
+
+
+Call = Callable[[str, torch.Tensor, list[str]], torch.Tensor]
+
+
+def expect_the_same_if_replaced(
+    cluster: SimCluster, program: Callable[[Call, Callable[[str], None]], torch.Tensor]
+) -> None:
+    """``program`` gets what calls a worker, and what replaces one."""
+
+    def call(name: str, x: torch.Tensor, path: list[str]) -> torch.Tensor:
+        return bh.rpc_sync(name, nested, args=(x, path))
+
+    def run() -> Grads:
+        for name in NAMES:
+            bh.rpc_sync(name, restore)
+        with bh.context(replay=bh.Replay(restore=restore, timeout=30.0)) as ctx:
+            ctx.backward(program(call, replace).sum(), deterministic=True)
+            with torch.no_grad():
+                return {name: bh.rpc_sync(name, collect, args=(ctx.id,)) for name in NAMES}
+
+    def replace(name: str) -> None:
+        if disturbed:
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(functools.partial(crash, name), "fate"))
+            bh.current_worker().runtime.gate().wait(2.0)
+
+    def crash(name: str) -> None:
+        cluster.crash(name)
+        cluster.sleep(0.5)
+        cluster.start(name)
+
+    disturbed = False
+    expected = cluster.run("worker0", run).result()
+    disturbed = True
+    same(cluster.run("worker0", run).result(), expected)
+
+
+def test_a_worker_that_was_replaced_before_it_was_called(cluster: SimCluster) -> None:
+    """It had computed nothing, but it had a state, which the new one has not."""
+
+    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+        replace("worker1")
+        replace("worker2")
+        return call("worker1", own_parameter(), ["worker2"])
+
+    expect_the_same_if_replaced(cluster, program)
+
+
+def test_what_is_run_again_calls_the_worker_it_is_run_for(cluster: SimCluster) -> None:
+    """Through one whose own calls to that worker have not been made again yet: it waited for that, and that for it."""
+
+    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+        x = call("worker1", own_parameter(), ["worker2", "worker1"])
+        x = call("worker2", x, ["worker1"])
+        replace("worker1")
+        return call("worker1", x, [])
+
+    expect_the_same_if_replaced(cluster, program)
+
+
+def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster) -> None:
+    """The second that takes its place gets its state too, before anything is run there."""
+    again: list[str] = []
+    repeat = recovery.Recovery.repeat
+
+    def strike(self: recovery.Recovery, context: int, place: tuple[int, ...], to: int, incarnation: str) -> None:
+        if not again:
+            again.append("worker1")
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
+            bh.current_worker().runtime.gate().wait(2.0)
+        repeat(self, context, place, to, incarnation)
+
+    def crash() -> None:
+        cluster.crash("worker1")
+        cluster.start("worker1")
+
+    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+        x = call("worker1", own_parameter(), [])
+        replace("worker1")
+        return call("worker1", x, [])
+
+    recovery.Recovery.repeat = strike  # type: ignore[method-assign]
+    try:
+        expect_the_same_if_replaced(cluster, program)
+    finally:
+        recovery.Recovery.repeat = repeat  # type: ignore[method-assign]
+    assert again
 
 
 def test_references_are_refused(cluster: SimCluster) -> None:

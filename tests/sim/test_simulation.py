@@ -38,7 +38,7 @@ def test_a_kind_of_fault(fault: str) -> None:
 def test_every_step_is_right_where_nothing_goes_wrong() -> None:
     verdict = run_seed(Setting(3, workers=6, steps=10, faults=()))
     assert verdict.problems == []
-    assert verdict.outcomes == {"right": 10}
+    assert verdict.outcomes["right"] + verdict.outcomes["right, with replay"] == 10
 
 
 @pytest.mark.parametrize("seed", [1, 4, 6])
@@ -63,7 +63,7 @@ def test_a_seed_is_one_run_in_every_process() -> None:
 
 
 def test_the_command_says_how_to_run_a_failure_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(trial: object) -> list[str]:
+    def wrong(trial: object, enter: object) -> list[str]:
         return ["all of it"]
 
     monkeypatch.setattr("backhaul.testing.simulation.run_trial", wrong)

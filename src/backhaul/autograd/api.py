@@ -131,7 +131,7 @@ class context:
             engine.container.add(made)  # in this order: what is there can be taken away again
             handle = ContextHandle(made.id)
             if self._replay is not None:
-                engine.recovery.keep_requests(made, self._replay)
+                engine.recovery.begin(made, self._replay)
             self._scope = scope = BlockScope(worker, made, self)
             enter_block(scope)
             return handle

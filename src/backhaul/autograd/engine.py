@@ -260,13 +260,11 @@ class Engine:
             return f"{worker}"
 
     def _channels_of(self, worker: int) -> Sequence[Channel]:
-        """What there is to a worker; first what this end sends through."""
+        """What there is to a worker."""
         try:
-            peer = self.agent.peers.find(worker)
+            return self.agent.peers.find(worker).channels
         except UnknownWorkerError:  # it is gone
             return ()
-        channel, incoming = peer.channel, peer.incoming
-        return [c for c in (channel, incoming if incoming is not channel else None) if c is not None]
 
     def _abort(self, drive: Drive) -> None:
         drive.run.failed = drive.run.aborted = True
@@ -379,8 +377,8 @@ class Engine:
 
     def _hint(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
         """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
-        it asks by itself, see ``losses``; over another channel, so that both are used: this end may not know yet that
-        the first is lost. Soon: nobody waits for it, so that it may go with others.
+        it asks by itself, see ``losses``; where there are several it may have lost any of them, and asked through
+        another. Soon: nobody waits for it, so that it may go with others.
         """
         for channel in self._channels_of(worker):
             try:

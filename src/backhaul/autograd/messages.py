@@ -32,6 +32,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     positions: tuple[int, ...] = ()  # which tensors of the message's table are recorded
     order: tuple[int, ...] = ()
     replay: int = -1  # 0: keep requests of this context; above: and record the reply under this id; see replay
+    epoch: int = 0  # with replay: workers that joined later were not there when the context was entered
 
 
 class PassSpec(msgspec.Struct, array_like=True, frozen=True):

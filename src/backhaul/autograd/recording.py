@@ -170,8 +170,9 @@ class Recorder:
     def __init__(self, worker: Worker, container: Container) -> None:
         self._worker = worker
         self._container = container
-        self.keep_requests: Callable[[Context], None] = lambda context: None  # what to do with one for replay
-        self.tell_over: Callable[[int, int], None] = lambda worker, context: None  # a worker may not know it is over
+        # What to do with a context for replay, and with a worker that may not know of a context's end.
+        self.keep_requests: Callable[[Context, int], None] = lambda context, epoch: None
+        self.tell_over: Callable[[int, int], None] = lambda worker, context: None
         self._encode = msgspec.msgpack.Encoder().encode  # as ``pack``, less a call
 
     def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
@@ -184,9 +185,9 @@ class Recorder:
         note = record_send(self._container, context, peer.record.id, encoded.tensors, place=scope.next_place())
         if note is None:
             return None, None
-        if context.replay is not None:
-            entry = context.replay.begin(context, note, peer)
-            return self._encode(msgspec.structs.replace(note, replay=0)), entry
+        if (log := context.replay) is not None:
+            entry = log.begin(context, note, peer)
+            return self._encode(msgspec.structs.replace(note, replay=0, epoch=log.epoch)), entry
         return self._encode(note), context
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
@@ -199,7 +200,7 @@ class Recorder:
         if read.replay < 0:
             scope = Scope(self._worker, context, read.order)
         else:
-            self.keep_requests(context)
+            self.keep_requests(context, read.epoch)
             scope = ReplayedScope(self._worker, context, read.order, MessageId(read.replay))
         _scope.set(scope)
         return record_recv(context, peer.record.id, read, tensors), scope

@@ -57,12 +57,18 @@ class Recovery:
 
     # Keeping.
 
-    def keep_requests(self, context: Context, replay: Replay | None = None) -> None:
-        """From now on keep what this worker sends in a context."""
+    def begin(self, context: Context, replay: Replay) -> None:
+        """This worker has made a context for replay."""
+        peers = self._agent.peers
+        context.replay = Log(peers.epoch, replay, [peer.info.name for peer in peers])
+        self._agent.guard = self
+
+    def keep_requests(self, context: Context, epoch: int) -> None:
+        """From now on keep what this worker sends in a context, which was entered in that epoch."""
         if context.replay is None:
             with context.lock:
                 if context.replay is None and not context.released:
-                    context.replay = Log(replay)
+                    context.replay = Log(epoch)
             self._agent.guard = self
 
     def keep(self, pending: Pending, frame: Frame) -> None:
@@ -73,10 +79,15 @@ class Recovery:
         entry.frame = frame.copied(_memory)  # arguments may be changed as soon as it is sent
         entry.label, entry.timeout = pending.label, pending.timeout
         log, peer = entry.context.replay, pending.peer
-        earlier = log.answered(entry.to)[-1:] if log is not None else ()
-        if earlier and earlier[0].incarnation != entry.incarnation:
-            # Nobody here has noticed the loss, but what was computed there is gone.
-            entry.incarnation = earlier[0].incarnation
+        if log is None:
+            return
+        earlier = log.answered(entry.to)[-1:]
+        former = earlier[0].incarnation if earlier else entry.incarnation
+        if not earlier and peer.record.epoch > log.epoch and entry.incarnation not in log.restored:
+            former = ""  # one that nothing was asked of in this context, or not from here
+        if former != entry.incarnation:
+            # Nobody here has noticed the loss, but what was computed there is gone, and so is the worker's state.
+            entry.incarnation = former
             reason = "another worker has taken its name"
             raise PeerLostError(f"lost worker '{peer.info.name}': {reason}", worker=peer.info.name, reason=reason)
 
@@ -91,6 +102,8 @@ class Recovery:
             again = SyncCall(self._agent.peers.find(entry.to), pending.timeout, pending.label)
             again.kept = pending.kept
             entry.incarnation = again.peer.record.incarnation
+            if (log := entry.context.replay) is not None:
+                log.restored.add(entry.incarnation)
             try:
                 value = self._agent.repeat(again, entry.frame)
             except PeerLostError as another:
@@ -158,9 +171,13 @@ class Recovery:
     def recover(self, context: int, lost: int, incarnation: str) -> bool:
         """Make the share of a lost incarnation of a worker again on the one that takes its place, with its gradients of
         passes that are over. False if it was not lost after all: then only a channel was.
+
+        Does not wait for another thread that is at it, once the new one has its state: what it runs again may be what
+        calls here. Calls that are not part of that have no order among what is run again, as they had none before.
         """
-        if not self._recover(context, lost, incarnation):
-            return False
+        renewed = self._recover(context, lost, incarnation, patient=False)
+        if not renewed:
+            return renewed is None
         found = self._container.get(context)
         log = found.replay
         if log is not None and log.passes:
@@ -172,24 +189,45 @@ class Recovery:
                     passing.release()
         return True
 
-    def _recover(self, context: int, lost: int, incarnation: str) -> bool:
+    def _recover(self, context: int, lost: int, incarnation: str, *, patient: bool) -> bool | None:
+        """See ``recover``. None, unless ``patient``: another thread is at it."""
         found = self._container.get(context)
         log = found.replay
         if log is None or log.replay is None:
             raise ContextError(f"context {context} is not kept for replay", context=context)
+        if lost == self._worker.info.id:
+            return False  # others have lost a channel to it
         # One at a time; but what is run again may find that another worker is lost too.
-        with log.turns.setdefault(lost, self._worker.runtime.lock()), _outside():
-            for tries in reversed(range(_TRIES)):
-                peer = self._await(lost, log.replay.timeout)
-                if peer.record.incarnation == incarnation:
-                    return False
-                try:
-                    self._bring_up(found, log, peer)
-                    break
-                except PeerLostError as error:
-                    if not tries or error.worker != peer.info.name:
-                        raise
-        return True
+        turn = log.turns.setdefault(lost, self._worker.runtime.lock())
+        with self._worker.blocking():
+            while not turn.acquire(timeout=_PAUSE):
+                if not patient and self._incarnation_of(lost) in log.restored - {incarnation}:
+                    return None
+        try:
+            with _outside():
+                return self._renew(found, log, lost, incarnation)
+        finally:
+            turn.release()
+
+    def _renew(self, context: Context, log: Log, lost: int, incarnation: str) -> bool:
+        """Bring up whoever takes the place, and who takes the place of that one. Others that are lost meanwhile take
+        what they had sent with them: their own successors send it anew.
+        """
+        assert log.replay is not None
+        tries, fresh = _TRIES, ""
+        while True:
+            peer = self._await(lost, log.replay.timeout)
+            if peer.record.incarnation == incarnation:
+                return False
+            if fresh != peer.record.incarnation:
+                tries, fresh = _TRIES, peer.record.incarnation
+            try:
+                self._bring_up(context, log, peer)
+                return True
+            except PeerLostError:
+                tries -= 1
+                if not tries:
+                    raise
 
     def _bring_up(self, context: Context, log: Log, peer: Peer) -> None:
         lost, fresh = peer.record.id, peer.record.incarnation
@@ -200,7 +238,7 @@ class Recovery:
                 if where != fresh and obstacle is not None:
                     raise ContextError(obstacle, worker=peer.info.name, context=context.id)
         if fresh not in log.restored:
-            if log.replay.restore is not None:
+            if log.replay.restore is not None and peer.info.name in log.members:
                 self._call(lost, log.replay.restore, timeout=0)
             log.restored.add(fresh)
         stale = [
@@ -213,7 +251,7 @@ class Recovery:
         for sender in shares:
             self._call(sender, forget_below, context.id, [place for place, _ in due])
         for place, sender in due:
-            self._call(sender, repeat, context.id, place, lost, log.replay.timeout, timeout=0)
+            self._call(sender, repeat, context.id, place, lost, fresh, timeout=0)
 
     def _shares(
         self, context: Context, lost: int, timeout: float
@@ -268,13 +306,16 @@ class Recovery:
         if found is not None and found.replay is not None:
             found.replay.forget_below(places)
 
-    def repeat(self, context: int, place: Place, to: int, timeout: float) -> None:
-        """Send a request again that a lost worker had answered."""
+    def repeat(self, context: int, place: Place, to: int, incarnation: str) -> None:
+        """Send a request again that a lost worker had answered, to the one that has its state."""
         log = self._container.get(context).replay
         entry = log.find(place, to) if log is not None else None
         if entry is None:
             raise ContextError(f"the request at place {place} was not kept", context=context)
-        peer = self._await(to, timeout)
+        peer = self._await(to, _ASKING)
+        if peer.record.incarnation != incarnation:
+            name = peer.info.name
+            raise PeerLostError(f"lost worker '{name}' while its share was made again", worker=name)
         self._agent.repeat(SyncCall(peer, entry.timeout, entry.label), entry.again())
         entry.incarnation = peer.record.incarnation
         entry.context.renew(entry.message, entry.reply)
@@ -378,7 +419,7 @@ class Recovery:
         found = False
         for worker, incarnation in sorted(lost.items()):
             if error.worker == self._engine.name_of(worker) or incarnation != self._incarnation_of(worker):
-                found = self._recover(context.id, worker, incarnation) or found
+                found = self._recover(context.id, worker, incarnation, patient=True) or found
         return found
 
     def _incarnation_of(self, worker: int) -> str:
@@ -454,9 +495,9 @@ def forget_below(context: int, places: list[Place]) -> None:
     _own().forget_below(context, places)
 
 
-def repeat(context: int, place: Place, to: int, timeout: float) -> None:
+def repeat(context: int, place: Place, to: int, incarnation: str) -> None:
     """See ``Recovery.repeat``."""
-    _own().repeat(context, place, to, timeout)
+    _own().repeat(context, place, to, incarnation)
 
 
 def undo(context: int, driver: int, number: int) -> set[int]:

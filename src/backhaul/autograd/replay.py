@@ -116,9 +116,11 @@ class Entry:
 class Log:
     """One worker's share in the replay of a context. Thread-safe."""
 
-    def __init__(self, replay: Replay | None = None) -> None:
+    def __init__(self, epoch: int, replay: Replay | None = None, members: Iterable[str] = ()) -> None:
+        self.epoch = epoch  # of the cluster when the context was entered
         self.replay = replay  # on the worker that made the context
-        self.restored: set[str] = set()  # there: incarnations on which the user's function has run
+        self.members = frozenset(members)  # there: the names of those who were there then
+        self.restored: set[str] = set()  # incarnations that joined later and have the state that was lost
         self.turns: dict[int, Lock] = {}  # there: by worker, held while its share is being made again
         self.passes: list[Pass] = []  # there: all that have been run
         self.outdated = False  # there: whether a worker has none of their gradients

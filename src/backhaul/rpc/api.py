@@ -11,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from backhaul.compiler import graph_break
 from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
-from backhaul.rpc.joining import enrol, introduce
+from backhaul.rpc.joining import join as join_cluster
 from backhaul.rpc.membership import MembershipEvent
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.rendezvous import Meeting, check_rank, credentials_of, open_store, secret_of
@@ -127,19 +127,8 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
     if not -1 <= rank < MAX_WORKERS:
         raise ValueError(f"rank must be 0 to {MAX_WORKERS - 1}, got {rank}")
     endpoint = _endpoint(secret, options, rank)
-    try:
-        own = describe(name, rank, endpoint, options, host=host_identity())
-        own, others = enrol(endpoint, own, addresses, options.rendezvous_timeout)
-    except BaseException:
-        endpoint.close()
-        raise
-    node = start_node(own, others, endpoint, options)
-    try:
-        introduce(node, options.connect_timeout)
-    except BaseException:
-        node.shutdown(graceful=False, timeout=1.0)
-        raise
-    return node.worker
+    own = describe(name, rank, endpoint, options, host=host_identity())
+    return join_cluster(endpoint, own, addresses, options).worker
 
 
 @graph_break

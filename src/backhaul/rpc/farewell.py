@@ -112,6 +112,9 @@ class Farewell:
                 if not self._roundup.over:
                     self._roundup.joined(who)
                     self._present.add(who)
+                leader = self._leader
+            if self.started and leader is not None and who < leader and not self._dismissed.opened:
+                self._follow()  # the others may have heard of it earlier, and report to it
         elif what in ("left", "replaced"):
             with self._lock:
                 self._present.discard(who)
@@ -121,8 +124,12 @@ class Farewell:
             if order is not None:
                 self._worker.crew.submit(functools.partial(self._carry_out, order))
             if follow:
-                deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
-                self._worker.crew.submit(functools.partial(self._report, deadline))
+                self._follow()
+
+    def _follow(self) -> None:
+        """There is another leader: report to it."""
+        deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
+        self._worker.crew.submit(functools.partial(self._report, deadline))
 
     # Frames.
 

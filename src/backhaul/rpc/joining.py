@@ -6,14 +6,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
-from backhaul.errors import AuthenticationError, BackhaulError, PeerLostError, RendezvousError
+from backhaul.errors import AuthenticationError, BackhaulError, PeerLostError, RendezvousError, UnknownWorkerError
 from backhaul.rpc.membership import greet
-from backhaul.rpc.node import Node
+from backhaul.rpc.node import Node, start_node
 from backhaul.rpc.roster import WorkerRecord, choose
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Channel, ChannelClosedError, Endpoint, Lost
+from backhaul.types import Options
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 
@@ -21,14 +23,34 @@ _PAUSE = 0.2  # seconds before asking again
 _STEPS = 8  # from one that is not the leader to the next
 
 
+def join(
+    endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], options: Options, *, runtime: Runtime | None = None
+) -> Node:
+    """Become a member of a cluster of which some listen at these addresses. Once this returns all members know it; if
+    it raises (``RendezvousError``, ``AuthenticationError``) nothing is left, and the endpoint is closed.
+    """
+    runtime = runtime or Runtime()
+    try:
+        own, others = enrol(endpoint, own, addresses, options.rendezvous_timeout, runtime)
+    except BaseException:
+        endpoint.close()
+        raise
+    node = start_node(own, others, endpoint, options, runtime=runtime)
+    try:
+        node.worker.run(introduce, node, options.connect_timeout)
+    except BaseException:
+        node.shutdown(graceful=False, timeout=1.0)
+        raise
+    return node
+
+
 def enrol(
-    endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], timeout: float
+    endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], timeout: float, runtime: Runtime
 ) -> tuple[WorkerRecord, list[WorkerRecord]]:
     """Ask at these addresses to become a member; return our record and those of the others.
 
     Raises ``RendezvousError``, ``AuthenticationError``.
     """
-    runtime = Runtime()
     deadline = runtime.now() + timeout
     problems: dict[str, str] = {}
     while True:
@@ -104,7 +126,8 @@ def introduce(node: Node, timeout: float) -> None:
     calls = {}
     for peer in node.peers:
         if peer is not node.peers.own:
-            calls[peer.info.name] = node.agent.call_async(peer.info, greet, None, None, timeout, mode="internal")
+            with contextlib.suppress(UnknownWorkerError):  # another takes its place just now, and shows itself to us
+                calls[peer.info.name] = node.agent.call_async(peer.info, greet, None, None, timeout, mode="internal")
     for name, call in calls.items():
         try:
             call.wait()

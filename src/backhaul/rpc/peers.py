@@ -40,6 +40,7 @@ class Peer:
     __slots__ = (
         "called_at",
         "channel",
+        "channels",
         "closely",
         "connecting",
         "gone",
@@ -62,6 +63,7 @@ class Peer:
         self.plain = record.id != own.id and not (record.trusting and own.trusting)
         self.channel: Channel | None = None  # what this end sends through
         self.incoming: Channel | None = None  # what the other end opened; two that call each other at once have two
+        self.channels: tuple[Channel, ...] = ()  # all that are not known to be lost; one that connects again has more
         self.suspicion = ""  # why it may be dead, if it is suspected
         self.lost = ""  # why it is thought dead, until it is heard of again
         self.gone = ""  # why it is no member any more, for good
@@ -105,7 +107,7 @@ class Peers:
         for record in records:
             self.admit(record)
         self.own.channel = worker.loopback
-        self._by_channel[worker.loopback] = self.own
+        self._belongs(worker.loopback, self.own)
         worker.on_frame(Kind.HELLO, self._on_hello)
         worker.on_frame(Kind.REFUSE, self._on_refuse)
         worker.on_lost(self._on_lost)
@@ -184,6 +186,11 @@ class Peers:
             return None if place is None else msgspec.structs.replace(record, id=place[0], epoch=place[1])
 
     @property
+    def epoch(self) -> int:
+        """When the last one joined that this worker has heard of."""
+        return self._roster.epoch
+
+    @property
     def records(self) -> tuple[WorkerRecord, ...]:
         """Of all members."""
         return tuple(peer.record for peer in self)
@@ -255,8 +262,7 @@ class Peers:
                 channel.close()
                 raise AuthenticationError(f"its certificate is for {_list(channel.names)}, not for '{name}'")
             hello = Hello(name, peer.record.incarnation, pack(self._own))
-            with self._lock:
-                self._by_channel[channel] = peer
+            self._belongs(channel, peer)
             channel.send(Frame(Kind.HELLO, 0, pack(hello)))
         except AuthenticationError as error:
             raise AuthenticationError(f"cannot talk to worker '{name}' at {address}: {error}", worker=name) from None
@@ -267,6 +273,12 @@ class Peers:
         self._regain(peer)
         self._tell_watchers(channel)
         return channel
+
+    def _belongs(self, channel: Channel, peer: Peer) -> None:
+        with self._lock:
+            self._by_channel[channel] = peer
+            if channel not in peer.channels:
+                peer.channels = (*peer.channels, channel)
 
     def _choose(self, peer: Peer) -> str:
         record = peer.record
@@ -294,8 +306,7 @@ class Peers:
         if problem or peer is None:
             self.refuse(channel, record.name, problem)
             return None
-        with self._lock:
-            self._by_channel[channel] = peer
+        self._belongs(channel, peer)
         # It opens another only if it has lost the one before.
         if peer.channel is None or peer.channel is peer.incoming:
             peer.channel = channel
@@ -356,16 +367,18 @@ class Peers:
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
+            if peer is not None:
+                peer.channels = tuple(other for other in peer.channels if other is not channel)
             self._sent_before += channel.bytes_sent
-            # One that was opened and given up may have shown itself after the one that followed it.
-            other = next((left for left, owner in self._by_channel.items() if owner is peer), None)
         if peer is None:
             return
+        # One that was opened and given up may have shown itself after the one that followed it.
+        other = peer.channels[-1] if peer.channels else None
         if peer.channel is channel:
             peer.channel = other  # if there is none, the next use opens another
         if peer.incoming is channel:
             peer.incoming = other
-        if peer.channel is None and peer.incoming is None:
+        if not peer.channels:
             peer.suspicion = ""
             self.lose(peer, reason)
         if peer.gone:

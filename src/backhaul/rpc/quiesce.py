@@ -36,6 +36,7 @@ class Roundup:
         self._members = set(members)
         self._unready = set(self._members)
         self._wave = 0
+        self._asked: set[int] = set()  # in that wave
         self._tallies: dict[int, tuple[int, int]] = {}
         self._before: dict[int, tuple[int, int]] = {}
         self.over = False
@@ -51,12 +52,11 @@ class Roundup:
         return self._advance()
 
     def joined(self, who: int) -> None:
-        """There is one more worker to wait for. One that is only there again has said whether it is ready."""
-        if who in self._members:
-            return
-        self._members.add(who)
-        self._unready.add(who)
-        self._before = {}
+        """There is one more worker to wait for. One that is only there again has said what it had to."""
+        if who not in self._members:
+            self._members.add(who)
+            self._unready.add(who)
+            self._before = {}
 
     def gone(self, who: int) -> Ask | Dismiss | None:
         """A worker is lost."""
@@ -64,6 +64,7 @@ class Roundup:
             return None
         self._members.discard(who)
         self._unready.discard(who)
+        self._asked.discard(who)
         # It may have sent calls that nobody has counted: two more tallies have to agree.
         self._before = {}
         return self._advance()
@@ -78,12 +79,17 @@ class Roundup:
     def _advance(self) -> Ask | Dismiss | None:
         if self.over or self._unready:
             return None
-        if self._wave and self._members - self._tallies.keys():
+        missing = self._members - self._tallies.keys()
+        if missing & self._asked:
             return None
-        same = all(self._tallies[w] == self._before.get(w) for w in self._members) if self._before else False
+        # One that came during a wave has not been asked: all are, once more.
+        same = (
+            not missing and bool(self._before) and all(self._tallies[w] == self._before.get(w) for w in self._members)
+        )
         if same or not self._members:
             self.over = True
             return Dismiss(frozenset(self._members))
         self._wave += 1
         self._before, self._tallies = self._tallies, {}
+        self._asked = set(self._members)
         return Ask(self._wave, frozenset(self._members))

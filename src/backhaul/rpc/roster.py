@@ -84,12 +84,14 @@ class Roster:
     def __init__(self, own: WorkerRecord) -> None:
         self._own = own
         self._members: dict[int, WorkerRecord] = {own.id: own}
+        self._by_name = {own.name: own}
         self._gone: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()  # -> name, why
-        self._epoch = own.epoch
+        self.epoch = own.epoch  # the latest of all that were ever members
 
     def rivals(self, name: str, number: int) -> list[WorkerRecord]:
         """The members that have that name or that id."""
-        return [member for member in self._members.values() if member.name == name or member.id == number]
+        found = self._members.get(number), self._by_name.get(name)
+        return [member for member in dict.fromkeys(found) if member is not None]
 
     def admit(self, record: WorkerRecord) -> Admit | Refuse | None:
         """A worker has shown its record. None: it is known."""
@@ -103,15 +105,15 @@ class Roster:
                 return Refuse(f"there is a worker '{rival.name}' (id {rival.id}) already")
         for rival in rivals:
             self.dismiss(rival, "was restarted")
-        self._members[record.id] = record
-        self._epoch = max(self._epoch, record.epoch)
+        self._members[record.id] = self._by_name[record.name] = record
+        self.epoch = max(self.epoch, record.epoch)
         return Admit(tuple(rivals))
 
     def dismiss(self, record: WorkerRecord, why: str) -> bool:
         """A member is gone for good; whether it was one."""
         if self._members.get(record.id) is not record:
             return False
-        del self._members[record.id]
+        del self._members[record.id], self._by_name[record.name]
         self._gone[record.incarnation] = record.name, why
         while len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
@@ -131,4 +133,4 @@ class Roster:
             former = [member.id for member in self._members.values() if member.name == name]
             free = (number for number in range(MAX_WORKERS) if number not in self._members)
             wanted = former[0] if former else next(free, -1)
-        return (wanted, self._epoch + 1) if wanted >= 0 else None
+        return (wanted, self.epoch + 1) if wanted >= 0 else None

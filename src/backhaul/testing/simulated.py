@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from backhaul.rpc.joining import introduce
+from backhaul.rpc.joining import join
 from backhaul.rpc.node import Node, shutdown_together, start_node
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport.sim import SimNetwork, Weather
@@ -38,24 +38,27 @@ _COUNTED = (
 )
 
 
+class WorkerDiedError(RuntimeError):
+    """A worker of the simulation was ended while it ran a program."""
+
+
 class Program(Generic[T]):
     """Something that runs on a worker, on a strand of its own."""
 
-    def __init__(self, cluster: SimCluster, node: Node, function: Callable[[], T]) -> None:
-        self._cluster = cluster
-        self._node = node
+    def __init__(self, scheduler: Scheduler, runtime: SimRuntime, function: Callable[[], T]) -> None:
+        self._scheduler = scheduler
+        self.worker = runtime.home.name
         self._function: Callable[[], T] | None = function
         self._value: list[T] = []
         self.error: BaseException | None = None
         self.over = False  # by itself; else its worker died under it
-        self._thread = cluster.runtime_of(node).spawn(self._run, name=f"{node.worker.name}-program")
+        self._thread = runtime.spawn(self._run, name=f"{self.worker}-program")
 
     def _run(self) -> None:
         function, self._function = self._function, None
         assert function is not None
         try:
-            with self._node.worker:
-                self._value.append(function())
+            self._value.append(function())
         except Exception as error:
             self.error = error
         self.over = True
@@ -69,11 +72,11 @@ class Program(Generic[T]):
     def result(self) -> T:
         """Wait for it; return or raise what it did."""
         assert isinstance(self._thread, SimThread)
-        self._cluster.scheduler.join(self._thread.strand, None)
+        self._scheduler.join(self._thread.strand, None)
         if self.error is not None:
             raise self.error
         if not self.over:
-            raise RuntimeError(f"worker '{self._node.worker.name}' died while it ran a program")
+            raise WorkerDiedError(f"worker '{self.worker}' died while it ran a program")
         return self._value[0]
 
 
@@ -105,11 +108,9 @@ class SimCluster:
         self.network = SimNetwork(self.scheduler, weather)
         self.options = options or Options()
         self.nodes: dict[str, Node] = {}  # those that live
+        self.history: list[tuple[float, str, bool]] = []  # when a worker went, or (true) was there again
         self._size = workers
-        self._epoch = 0
-        self._ids: dict[str, int] = {}
         self._incarnations = itertools.count(1)
-        self._records: dict[str, WorkerRecord] = {}
         self._collecting = False
         self._frozen = False  # by somebody else
 
@@ -120,9 +121,10 @@ class SimCluster:
         gc.collect()
         gc.freeze()  # so that collecting costs only what the simulation has made
         self.scheduler.__enter__()
-        ends = [self._prepare(f"worker{number}") for number in range(self._size)]
-        for record, endpoint, home in ends:
-            self._start(record, endpoint, home)
+        made = [self._prepare(f"worker{number}", number) for number in range(self._size)]
+        records = [record for record, _, _ in made]
+        for record, endpoint, runtime in made:
+            self.nodes[record.name] = start_node(record, records, endpoint, self.options, runtime=runtime)
         return self
 
     def __exit__(
@@ -137,37 +139,22 @@ class SimCluster:
         if self._collecting:
             gc.enable()
 
-    def _prepare(self, name: str) -> tuple[WorkerRecord, SimEndpoint, Home]:
+    def _prepare(self, name: str, number: int = -1) -> tuple[WorkerRecord, SimEndpoint, SimRuntime]:
+        """What a worker has before it is one. A newcomer has no id yet."""
         home = self.scheduler.home(name)
         endpoint = self.network.endpoint(home)
-        number = self._ids.setdefault(name, len(self._ids))
-        incarnation = f"{next(self._incarnations):016x}"
         record = WorkerRecord(
             number,
             name,
-            incarnation,
+            f"{next(self._incarnations):016x}",
             "simulation",
             endpoint.addresses,
             "simulation",
             self.options.max_frame_bytes,
             self.options.heartbeat_interval,
-            self._epoch,
+            trusting=self.options.trusted,
         )
-        self._records[name] = record
-        return record, endpoint, home
-
-    def _start(self, record: WorkerRecord, endpoint: SimEndpoint, home: Home) -> Node:
-        clock = self.scheduler.random.uniform(0.0, 1000.0)
-        runtime = SimRuntime(self.scheduler, home, clock=clock)
-        node = start_node(
-            record,
-            self._records.values(),
-            endpoint,
-            self.options,
-            runtime=runtime,
-        )
-        self.nodes[record.name] = node
-        return node
+        return record, endpoint, SimRuntime(self.scheduler, home, clock=self.scheduler.random.uniform(0.0, 1000.0))
 
     @staticmethod
     def runtime_of(node: Node) -> SimRuntime:
@@ -187,7 +174,13 @@ class SimCluster:
 
     def run(self, name: str, function: Callable[[], T]) -> Program[T]:
         """Run a function on a worker, which is current there."""
-        return Program(self, self.nodes[name], function)
+        node = self.nodes[name]
+
+        def run() -> T:
+            with node.worker:
+                return function()
+
+        return Program(self.scheduler, self.runtime_of(node), run)
 
     def spawn(self, function: Callable[[], None], name: str) -> threading.Thread:
         """Run a function on a strand that belongs to no worker."""
@@ -207,20 +200,37 @@ class SimCluster:
         """End a worker at once, without a word if ``silent``."""
         self._note(f"crash of {name}{' in silence' if silent else ''}")
         node = self.nodes.pop(name)
+        self.history.append((self.scheduler.now, name, False))
         home = self.runtime_of(node).home
         node.worker.abandon()
         self.network.crash(home, silent=silent)
 
     def start(self, name: str) -> Node:
-        """Start a worker that is new, or one that has crashed, under its old name and as a new incarnation. It is
-        given its place here, which is the leader's task; then it shows itself to all that it can reach.
+        """Start a worker that is new, or one that has crashed, under its old name and as a new incarnation. It joins as
+        any does. Raises ``RendezvousError`` if it may not, and ``WorkerDiedError`` if it crashes meanwhile.
         """
         self._note(f"start of {name}")
         self.network.returns(name)
-        self._epoch += 1
-        made = self._start(*self._prepare(name))
-        self.run(name, functools.partial(introduce, made, self.options.connect_timeout)).result()
-        return made
+        record, endpoint, runtime = self._prepare(name)
+        members = [node.worker.endpoint.addresses[0] for node in self.nodes.values()]
+        self.scheduler.random.shuffle(members)
+
+        def become_member() -> Node:
+            return join(endpoint, record, members, self.options, runtime=runtime)
+
+        node = self.nodes[name] = Program(self.scheduler, runtime, become_member).result()
+        self.history.append((self.scheduler.now, name, True))
+        return node
+
+    def longest_absence(self, name: str, since: float) -> float:
+        """For how long at most a worker was not there at a stretch, of the time from ``since`` on."""
+        longest, gone = 0.0, None
+        for when, who, there in [*self.history, (self.scheduler.now, name, True)]:
+            if who == name:
+                if gone is not None and there:
+                    longest = max(longest, when - max(gone, since))
+                gone = None if there else gone or when
+        return longest
 
     def pause(self, name: str, seconds: float) -> None:
         """Let none of a worker's threads run for some time."""
@@ -269,14 +279,25 @@ class SimCluster:
         """Shut all workers down; what is left of them, for people."""
         nodes = list(self.nodes.values())
         self.nodes.clear()
-        homes = [self.runtime_of(node).home for node in nodes]
-        ends = [node.worker.endpoint for node in nodes]
         try:
             shutdown_together(nodes, graceful=graceful, timeout=timeout)
         finally:
             self.sleep(0.1)
-        left = [f"{strand.name} waits for {strand.where}" for home in homes for strand in home.strands]
-        for end in ends:
-            assert isinstance(end, SimEndpoint)
-            left += [f"{end.home.name} has channel {hash(channel)} open" for channel in end.channels if channel.open]
+        return [text for node in nodes for text in self._left_of(node)]
+
+    def leave(self, name: str, *, timeout: float) -> list[str]:
+        """Let a worker leave; what is left of it, for people. Not for one that still runs a program."""
+        self._note(f"leave of {name}")
+        node = self.nodes.pop(name)
+        self.history.append((self.scheduler.now, name, False))
+        end = functools.partial(node.shutdown, graceful=False, timeout=timeout, alone=True)
+        Program(self.scheduler, self.runtime_of(node), functools.partial(node.worker.run, end)).result()
+        self.sleep(0.1)
+        return self._left_of(node)
+
+    def _left_of(self, node: Node) -> list[str]:
+        left = [f"{strand.name} waits for {strand.where}" for strand in self.runtime_of(node).home.strands]
+        end = node.worker.endpoint
+        assert isinstance(end, SimEndpoint)
+        left += [f"{end.home.name} has channel {hash(channel)} open" for channel in end.channels if channel.open]
         return left

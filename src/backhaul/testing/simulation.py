@@ -27,37 +27,18 @@ import torch
 
 from backhaul.errors import BackhaulError
 from backhaul.rpc.node import Node
+from backhaul.testing.fate import FAULTS, HARMLESS, SURVIVED, UNREACHABLE, Fate
 from backhaul.testing.simulated import Program, SimCluster
-from backhaul.testing.trials import draw_trial, forget_states, run_trial
+from backhaul.testing.trials import Stage, Trial, draw_trial, forget_states, run_trial
 from backhaul.transport.sim import Weather
 from backhaul.types import Options
 from backhaul.worker import current_worker
 
 _STEP_LIMIT = 150.0  # seconds of virtual time: more than all timeouts of a step together
 _SETTLING = 60.0  # seconds of virtual time after the last fault until nothing may be left
+_LEEWAY = 0.5  # seconds before the end of its time from which on one that comes may not be noticed
 _REFERENCES = "num_owner_rrefs", "num_forks", "num_user_rrefs"
-_STUCK = 120.0  # seconds of real time after which a seed must be stuck outside of the scheduler
-
-FAULTS = (
-    "drop",
-    "cut",
-    "cut one way",
-    "pause",
-    "crash",
-    "crash in silence",
-    "restart",
-    "join",
-    "slow",
-    "break",
-    "repeat",
-)
-"""What can go wrong. ``slow``, ``break`` and ``repeat`` change the weather; ``repeat`` is a connection of which the
-peer sees the first frame twice.
-"""
-UNREACHABLE = frozenset({"crash", "crash in silence", "cut", "cut one way", "pause"})
-"""Faults under which workers cannot be told that something is over."""
-HARMLESS = frozenset({"slow"})
-"""Faults under which every step has to succeed."""
+_STUCK = 60.0  # seconds of real time after which a seed must be stuck outside of the scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +65,7 @@ class Setting:
         steps: How many steps, over all drivers.
         faults: The kinds to draw from.
         checks: What is checked in the end.
+        replay: Whether some steps are made in contexts with replay.
         keep_trace: Whether to keep the trace.
     """
 
@@ -92,6 +74,7 @@ class Setting:
     steps: int = 20
     faults: tuple[str, ...] = FAULTS
     checks: Checks = Checks()
+    replay: bool = True
     keep_trace: bool = False
 
 
@@ -122,83 +105,6 @@ class Verdict:
     frames: int = 0
     virtual: float = 0.0
     trace: list[str] = dataclasses.field(default_factory=list)
-
-
-class Fate:
-    """Draws faults and lets them happen.
-
-    Args:
-        cluster: What they strike.
-        draw: Where they come from.
-        kinds: Which there are.
-        count: How many.
-        gap: Seconds between two of them, on average.
-    """
-
-    def __init__(
-        self, cluster: SimCluster, draw: random.Random, kinds: Sequence[str], *, count: int, gap: float, open_: bool
-    ) -> None:
-        self.happened: collections.Counter[str] = collections.Counter()
-        self.over = False
-        self._cluster = cluster
-        self._draw = draw
-        self._kinds = [kind for kind in kinds if kind != "join" or open_]
-        self._count = count if self._kinds else 0
-        self._gap = gap
-        self._least = max(2, len(cluster.nodes) // 2)
-        self._crashed: list[str] = []
-        self._joined = 0
-
-    def work(self) -> None:
-        """To be run on a strand that belongs to no worker."""
-        for _ in range(self._count):
-            self._cluster.sleep(self._draw.expovariate(1 / self._gap))
-            if self.over:
-                break
-            kind = self._draw.choice(self._kinds)
-            if self._strike(kind):
-                self.happened[kind] += 1
-        self.over = True
-
-    def _strike(self, kind: str) -> bool:
-        cluster, draw = self._cluster, self._draw
-        names = list(cluster.nodes)
-        one, other = draw.sample(names, 2)
-        seconds = draw.choice((0.01, 0.3, 2.0, 8.0))
-        if kind == "drop":
-            return cluster.drop(draw.choice((0.0, 0.001, 1.0)), draw.choice((0.0, 0.001, 1.0)))
-        if kind in ("cut", "cut one way"):
-            cluster.cut(one, other, seconds)
-            if kind == "cut":
-                cluster.cut(other, one, seconds)
-        elif kind == "pause":
-            cluster.pause(one, seconds)
-        elif kind in ("crash", "crash in silence"):
-            if len(names) <= self._least:
-                return False
-            cluster.crash(one, silent=kind == "crash in silence")
-            self._crashed.append(one)
-        elif kind == "restart":
-            if not self._crashed:
-                return False
-            cluster.start(self._crashed.pop(draw.randrange(len(self._crashed))))
-        elif kind == "join":
-            self._joined += 1
-            cluster.start(f"newcomer{self._joined}")
-        else:
-            self._change_weather(kind)
-        return True
-
-    def _change_weather(self, kind: str) -> None:
-        weather, draw = self._cluster.network.weather, self._draw
-        self._cluster.scheduler.trace.note(f"weather: {kind}")
-        if kind == "slow":
-            weather.slow = draw.choice((0.02, 0.2))
-            weather.slowness = 0.02 / max(weather.delay, 0.0001)  # far below all timeouts
-        elif kind == "break":
-            weather.breaks = draw.choice((0.0, 0.002, 0.02))
-        else:
-            weather.duplicates = draw.choice((0.0, 0.5, 1.0))
 
 
 class _Errors(logging.Handler):
@@ -241,6 +147,7 @@ class _Run:
         self._cluster = cluster
         self._verdict = verdict
         self._draw = draw
+        self._programs: list[Program[None]] = []
         self._taken = 0  # steps that have begun
         self._begun: dict[int, tuple[str, float]] = {}  # steps under way: driver, and since when
 
@@ -249,17 +156,22 @@ class _Run:
         """Whether no fault has happened under which a step may fail."""
         return set(self._verdict.faults) <= HARMLESS
 
+    def driving(self) -> set[str]:
+        """The workers that run programs."""
+        return {program.worker for program in self._programs if not program.ended}
+
     def run(self, fate: Fate, drivers: int) -> None:
         cluster = self._cluster
         cluster.spawn(functools.partial(self._guard, fate.work), "fate")
-        programs: list[Program[None]] = []
-        while self._taken < self._setting.steps or any(not program.ended for program in programs):
-            programs = [program for program in programs if not program.ended]
+        while self._taken < self._setting.steps or fate.busy or self.driving():
+            self._programs = [program for program in self._programs if not program.ended]
             names = list(cluster.nodes)
-            while len(programs) < drivers and self._taken < self._setting.steps:
-                programs.append(cluster.run(self._draw.choice(names), self._drive))
+            while len(self._programs) < drivers and self._taken < self._setting.steps:
+                self._programs.append(cluster.run(self._draw.choice(names), self._drive))
             cluster.sleep(0.05 if self._cluster.scheduler.random.random() < 0.5 else 0.5)
             self._account()
+            for error in fate.failures:
+                self._complain("a worker could not join or leave", error)
             if self._verdict.problems:
                 return
         fate.over = True
@@ -291,10 +203,12 @@ class _Run:
             self._begun[run] = worker.incarnation, self._cluster.scheduler.now
             draw = random.Random(self._setting.seed * 1_000_003 + run)
             known = [peer.record.id for peer in worker.part(Node).peers]
-            trial = draw_trial(draw, run, worker.info.id, known)
-            self._cluster.scheduler.trace.note(f"step {run} on {worker.name}")
+            trial = draw_trial(draw, run, worker.info.id, known, replay=self._setting.replay)
+            what = "step with replay" if trial.replay else "step"
+            self._cluster.scheduler.trace.note(f"{what} {run} on {worker.name}")
+            stages: dict[Stage, float] = {"preparing": self._cluster.scheduler.now}
             try:
-                differences = run_trial(trial)
+                differences = run_trial(trial, functools.partial(self._note_stage, stages))
             except BackhaulError as error:
                 # As text: the error itself refers to all frames it went through, and so to what they held.
                 self._verdict.errors.append("".join(traceback.format_exception(error)))
@@ -305,14 +219,34 @@ class _Run:
                     self._verdict.problems.append(
                         f"step {run} failed although nothing went wrong\n{self._verdict.errors[-1]}"
                     )
+                elif trial.replay and self._had_to_survive(trial, stages):
+                    self._verdict.problems.append(
+                        f"step {run} failed although it could be repeated\n{self._verdict.errors[-1]}"
+                    )
             except Exception as error:
                 self._end(run, type(error).__name__)
                 self._complain(f"step {run} failed with an error that is not ours", error)
             else:
-                self._end(run, "right" if not differences else "wrong")
+                self._end(run, ("right, with replay" if trial.replay else "right") if not differences else "wrong")
                 if differences:
                     self._verdict.problems.append(f"step {run} has wrong gradients: {'; '.join(differences)}")
             self._cluster.collect()
+
+    def _note_stage(self, stages: dict[Stage, float], stage: Stage) -> None:
+        stages[stage] = self._cluster.scheduler.now
+
+    def _had_to_survive(self, trial: Trial, stages: dict[Stage, float]) -> bool:
+        """Whether replay was possible for a step that has failed: all who were lost were replaced in time."""
+        if not set(self._verdict.faults) <= SURVIVED or "collecting" in stages or "running" not in stages:
+            return False
+        cluster, names = self._cluster, {peer.record.id: peer.info.name for peer in current_worker().part(Node).peers}
+        places = [names[place] for place in trial.places if place in names]
+        before, since = stages["preparing"], stages["running"]
+        return all(
+            cluster.longest_absence(name, since) < trial.replay - _LEEWAY
+            and not any(who == name and before <= when <= since for when, who, _ in cluster.history)
+            for name in places
+        )
 
     def _end(self, run: int, how: str) -> None:
         self._begun.pop(run, None)
@@ -342,9 +276,8 @@ class _Run:
                 "left behind: " + ", ".join(f"{name} {what} {count}" for (name, what), count in left.items())
             )
         try:
-            # Nobody can wait for those that nobody has been told of.
-            graceful = not faults["restart"] and not faults["join"] and not faults["crash in silence"]
-            left_open = cluster.shutdown(graceful=graceful, timeout=60.0)
+            # One that is silent may yet answer, and is waited for.
+            left_open = cluster.shutdown(graceful=not faults["crash in silence"], timeout=60.0)
         except BackhaulError as error:
             self._complain("shutdown failed", error)
         else:
@@ -362,7 +295,6 @@ def run_seed(setting: Setting) -> Verdict:
 
 def _run_seed(setting: Setting, verdict: Verdict) -> None:
     draw = random.Random(setting.seed)
-    open_ = "join" in setting.faults and draw.random() < 0.3
     weather = Weather(
         delay=draw.choice((0.0, 0.0001, 0.0005, 0.002)),
         capacity=draw.choice((float("inf"), float("inf"), 4096.0)),
@@ -377,6 +309,7 @@ def _run_seed(setting: Setting, verdict: Verdict) -> None:
         heartbeat_interval=1.0,
         suspect_after=2.0,
         lost_after=5.0,
+        rendezvous_timeout=20.0,
     )
     cluster = SimCluster(
         setting.workers,
@@ -388,16 +321,16 @@ def _run_seed(setting: Setting, verdict: Verdict) -> None:
     )
     try:
         with _listening() as errors, cluster:
+            run = _Run(setting, cluster, verdict, draw)
             fate = Fate(
                 cluster,
                 draw,
                 setting.faults,
                 count=draw.choice((0, 1, 3, 8, 20)),
                 gap=draw.choice((0.005, 0.05, 0.5)),
-                open_=open_,
+                driving=run.driving,
             )
             verdict.faults = fate.happened
-            run = _Run(setting, cluster, verdict, draw)
             run.run(fate, draw.choice((1, 1, 2, 3)))
         verdict.problems += [f"logged: {text}" for text in errors]
     except BaseException as error:
@@ -431,6 +364,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="check references where messages were lost",
     )
+    parser.add_argument(
+        "--replay", action=argparse.BooleanOptionalAction, default=True, help="make some steps in contexts with replay"
+    )
     parser.add_argument("--errors", help="show errors that steps raised and in which this expression is found")
     parser.add_argument("--twice", action="store_true", help="run each seed twice, and compare")
     parser.add_argument("--trace", help="write what happened to this file; for one seed")
@@ -452,6 +388,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
         given.steps,
         faults,
         Checks(left_by_lost=given.left_by_lost, references=given.references),
+        given.replay,
         keep_trace=given.trace is not None,
     )
     torch.set_num_threads(1)
@@ -507,6 +444,7 @@ def _command(given: argparse.Namespace, seed: int) -> str:
     if given.faults != ",".join(FAULTS):
         text += f" --faults '{given.faults}'"
     text += "" if given.left_by_lost else " --no-left-by-lost"
+    text += "" if given.replay else " --no-replay"
     return text + ("" if given.references else " --no-references")
 
 

@@ -1,19 +1,22 @@
 """Random steps for workers of a simulation: the programs of ``oracle``, with calls made in every way there is.
 
-A step has to end with the gradients of plain autograd, or with an error of Backhaul's.
+A step has to end with the gradients of plain autograd, or with an error of Backhaul's. Some are made in contexts with
+replay: those have to be right even if workers are lost, as long as others take their places in time.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from backhaul.autograd.api import Mode, backward, context, get_gradients
+from backhaul.autograd.replay import Replay
 from backhaul.errors import BackhaulError
 from backhaul.rpc.api import rpc_async, rpc_sync
 from backhaul.rpc.futures import wait_all
@@ -23,6 +26,10 @@ from backhaul.testing.oracle import Body, Program, Result, State, compare, copie
 from backhaul.worker import current_worker
 
 Tensors = list[torch.Tensor]
+Stage = Literal["preparing", "running", "collecting"]
+"""Where a step is. What replay is good for is the second: gradients that a worker had when it was lost are gone."""
+
+_REPLAYED_CALL = 60.0  # seconds that calls have for which others may have to be made again
 
 
 class LostStateError(BackhaulError):
@@ -41,6 +48,7 @@ class Trial:
         order: How often gradients are taken.
         deterministic: Of backward.
         seed: Of the ways that calls are made in.
+        replay: Seconds to wait for one that takes the place of a lost worker; 0: the step is lost too.
     """
 
     run: int
@@ -50,10 +58,13 @@ class Trial:
     order: int
     deterministic: bool
     seed: int
+    replay: float = 0.0
 
 
-def draw_trial(draw: random.Random, run: int, driver: int, workers: Sequence[int], *, length: int = 6) -> Trial:
-    """Draw a step that ``driver`` drives over some of ``workers``."""
+def draw_trial(
+    draw: random.Random, run: int, driver: int, workers: Sequence[int], *, length: int = 6, replay: bool = False
+) -> Trial:
+    """Draw a step that ``driver`` drives over some of ``workers``; it may be one with ``replay``."""
     others = [worker for worker in workers if worker != driver]
     places = (driver, *draw.sample(others, min(len(others), draw.randint(1, 3))))
     fast = draw.random() < 0.25
@@ -61,14 +72,18 @@ def draw_trial(draw: random.Random, run: int, driver: int, workers: Sequence[int
         draw.randrange, workers=len(places), length=length, depth=draw.randint(1, 3), thorough=fast, roots=2
     )
     order = 2 if not fast and draw.random() < 0.1 else 1
-    return Trial(run, program, places, "fast" if fast else "exact", order, draw.random() < 0.2, draw.getrandbits(32))
+    deterministic, seed = draw.random() < 0.2, draw.getrandbits(32)
+    patience = draw.choice((0.0, 2.0, 15.0)) if replay and not fast and order == 1 else 0.0
+    return Trial(run, program, places, "fast" if fast else "exact", order, deterministic, seed, patience)
 
 
-def run_trial(trial: Trial) -> list[str]:
-    """Run a step on the current worker, its driver; say where it differs from plain autograd."""
+def run_trial(trial: Trial, enter: Callable[[Stage], None] = lambda stage: None) -> list[str]:
+    """Run a step on the current worker, its driver; say where it differs from plain autograd. Stages are told."""
     wait_all([rpc_async(place, prepare, args=(trial,)) for place in trial.places])
     everyone = list(enumerate(trial.places))
-    with context() as ctx:
+    replay = Replay(restore=functools.partial(prepare, trial), timeout=trial.replay) if trial.replay else False
+    enter("running")
+    with context(replay=replay) as ctx:
         roots = serve(trial, 0, trial.program.body, [], 0)
         loss = [root.sum() for root in roots if root.requires_grad]
         for level in range(trial.order):
@@ -79,13 +94,17 @@ def run_trial(trial: Trial) -> list[str]:
             if more:
                 costs = [cost for _, place in everyone for cost in rpc_sync(place, penalise, args=(ctx.id, trial))]
                 loss = [cost for cost in costs if cost.requires_grad]
+        enter("collecting")
         result = Result()
         for worker, place in everyone:
             with torch.no_grad():
                 grads, counts = rpc_sync(place, collect, args=(ctx.id, trial))
             result.grads.update({(worker, index): grad for index, grad in enumerate(grads)})
             result.counts.update({(worker, key): n for key, n in counts.items()})
-    return compare(run_locally(trial.program, order=trial.order), result)
+    expected = run_locally(trial.program, order=trial.order)
+    if trial.replay:  # hooks run again where a pass does
+        expected.counts, result.counts = {}, {}
+    return compare(expected, result)
 
 
 # What workers do for each other.
@@ -140,6 +159,10 @@ def _call(trial: Trial, to: int, body: Body, given: Tensors, path: int) -> Tenso
     """Call ``serve`` on a worker, in one of the ways there are."""
     draw = random.Random(trial.seed * 1_000_003 + path)
     place, arguments = trial.places[to], (trial, to, body, given, path)
+    if trial.replay:  # references are not made again
+        if draw.random() < 0.7:
+            return rpc_sync(place, serve, args=arguments, timeout=_REPLAYED_CALL)
+        return rpc_async(place, serve, args=arguments, timeout=_REPLAYED_CALL).wait()
     way = draw.randrange(8)
     if way < 3:
         return rpc_sync(place, serve, args=arguments)

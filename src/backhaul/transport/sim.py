@@ -268,6 +268,8 @@ class SimNetwork:
             channel.forsake()
             self.close(channel)
             return
+        if attempt.given_up:
+            return  # its strand waits for other things
         if channel is not None:
             channel.endpoint.channels[channel] = None
         attempt.channel, attempt.problem = channel, problem

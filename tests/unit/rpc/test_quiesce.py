@@ -337,9 +337,25 @@ def test_a_worker_lost_with_a_call_under_way_does_not_hide_it() -> None:
     assert isinstance(roundup.gone(2), Ask)  # 0 must be asked once more: it may serve what 2 has sent
 
 
-def test_one_that_is_there_again_has_said_that_it_is_ready() -> None:
-    """Its channel was lost, and the next is opened when its word is in already."""
+def test_one_that_comes_while_others_are_asked() -> None:
+    """All are asked once more; the leader had waited for an answer to what it had not asked."""
+    roundup = Roundup([0, 1])
+    roundup.ready(0)
+    asked(roundup, roundup.ready(1), 1)
+    roundup.joined(2)
+    assert roundup.ready(2) is None  # the answers to the first question come first
+    assert roundup.counted(0, 1, 0, 0) is None
+    for wave in (2, 3):
+        order = roundup.counted(1, wave - 1, 0, 0)
+        assert order == Ask(wave, frozenset({0, 1, 2}))
+        assert roundup.counted(0, wave, 0, 0) is None
+        assert roundup.counted(2, wave, 0, 0) is None
+    assert isinstance(roundup.counted(1, 3, 0, 0), Dismiss)
+
+
+def test_one_that_is_there_again_has_said_what_it_had_to() -> None:
+    """Seeds 119 and 179: its channel was opened anew after it had said that it is ready."""
     roundup = Roundup([0, 1])
     roundup.ready(1)
     roundup.joined(1)
-    assert isinstance(roundup.ready(0), Ask)
+    assert roundup.ready(0) == Ask(1, frozenset({0, 1}))
