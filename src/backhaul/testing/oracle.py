@@ -304,7 +304,8 @@ def run_locally(program: Program, *, order: int = 1, retain: bool = False) -> Re
     result = Result()
     for state in states:
         for index, parameter in enumerate(state.parameters):
-            result.grads[state.worker, index] = parameter.grad
+            result.grads[state.worker, index] = parameter.grad.detach() if parameter.grad is not None else None
+            parameter.grad = None  # one that was recorded refers to its parameter: the two would stay for ever
         result.counts.update({(state.worker, key): n for key, n in state.counts.items()})
     return result
 
