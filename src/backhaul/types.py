@@ -114,7 +114,7 @@ class Options:
         shm_bytes: How much shared memory this worker makes at most, for large tensors that it sends to others on its
             host; what finds no place there goes through the socket. 0 switches it off. Default: an eighth of the
             memory, at most 2 GiB.
-        connect_timeout: How long a first call may take to reach its peer.
+        connect_timeout: How long a first call may take to reach its peer; at most ``lost_after``, where that is on.
         rendezvous_timeout: How long ``init`` waits for the others.
         backward_timeout: How long a backward pass may take; 0 means any time.
         shutdown_timeout: How long ``shutdown`` waits for the others by default.

@@ -159,7 +159,7 @@ class Membership:
         if rival is self._peers.own:
             return ""
         try:
-            self._agent.call(rival.info, greet, None, None, self._patience, mode="internal")
+            self._agent.call(rival.info, greet, None, None, self._peers.patience, mode="internal")
         except (PeerLostError, UnknownWorkerError):
             return None
         except CallTimeoutError:
@@ -168,16 +168,11 @@ class Membership:
             pass
         return ""
 
-    @property
-    def _patience(self) -> float:
-        options = self._worker.options
-        return min(options.connect_timeout, options.lost_after or options.connect_timeout)
-
     def _reachable(self, peer: Peer) -> bool:
         if peer is self._peers.own:
             return True
         try:
-            self._peers.channel_to(peer, self._patience)
+            self._peers.channel_to(peer, self._peers.patience)
             return True
         except BackhaulError:
             return False

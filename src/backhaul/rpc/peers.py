@@ -43,6 +43,7 @@ class Peer:
         "channels",
         "closely",
         "connecting",
+        "failures",
         "gone",
         "incoming",
         "info",
@@ -72,6 +73,7 @@ class Peer:
         self.closely = 0  # how many have followed each other closely
         self.sent_at = 0.0  # when one was last sent at once
         self.connecting = connecting  # held while a channel is being opened
+        self.failures = 0  # attempts that failed; changed while that is held
 
 
 LossListener = Callable[[Peer, Channel, str], None]
@@ -247,10 +249,39 @@ class Peers:
         channel = peer.channel
         if channel is not None:
             return channel
-        with self._worker.crew.blocking(), peer.connecting:
+        with self._worker.crew.blocking():
+            return self._connect(peer, min(timeout, self.patience))
+
+    def _connect(self, peer: Peer, timeout: float) -> Channel:
+        """Whoever finds another at it waits for that: if it fails, both have."""
+        now, failures = self._worker.runtime.now, peer.failures
+        deadline = now() + timeout
+        if not peer.connecting.acquire(timeout=timeout):
+            raise self._unreachable(peer, f"no answer within {timeout:g} s")
+        try:
             if peer.channel is not None:
                 return peer.channel
-            return self._open(peer, min(timeout, self._worker.options.connect_timeout))
+            if peer.failures > failures:
+                raise self._unreachable(peer, peer.lost or peer.gone or "another attempt failed")
+            try:
+                return self._open(peer, max(deadline - now(), 0.001))
+            except PeerLostError:
+                peer.failures += 1
+                raise
+        finally:
+            peer.connecting.release()
+
+    @property
+    def patience(self) -> float:
+        """How long a worker that does not answer is thought to be there."""
+        options = self._worker.options
+        watched = options.lost_after if options.heartbeat_interval and options.lost_after else options.connect_timeout
+        return min(options.connect_timeout, watched)
+
+    @staticmethod
+    def _unreachable(peer: Peer, why: str) -> PeerLostError:
+        name = peer.info.name
+        return PeerLostError(f"cannot reach worker '{name}': {why}", worker=name, reason=why)
 
     def _open(self, peer: Peer, timeout: float) -> Channel:
         name, address = peer.info.name, self._choose(peer)
@@ -268,7 +299,7 @@ class Peers:
             raise AuthenticationError(f"cannot talk to worker '{name}' at {address}: {error}", worker=name) from None
         except (ConnectionError, ChannelClosedError) as error:
             self.lose(peer, str(error))
-            raise PeerLostError(f"cannot reach worker '{name}': {error}", worker=name, reason=str(error)) from error
+            raise self._unreachable(peer, str(error)) from error
         peer.channel = channel
         self._regain(peer)
         self._tell_watchers(channel)
