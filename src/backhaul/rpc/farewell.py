@@ -65,22 +65,32 @@ class Farewell:
 
     def _report(self, deadline: float) -> None:
         """Say to the leader that this worker is ready."""
-        tried: set[int] = set()
-        for peer in self._agent.peers:
-            if peer is self._agent.peers.own:
-                break
-            tried.add(peer.record.id)
-            if self._reach(peer, deadline) is not None or self._silent(peer):
-                self._leader = peer.record.id
-                self._send(peer, Frame(Kind.READY), deadline)
-                return
-        self._leader = self._own
+        tried: dict[int, Peer] = {}
+        leader = self._find_leader(tried, deadline)
+        # In this order; who hears of a newcomer looks for the leader. So one of the two sees the other.
+        self._leader = leader.record.id
+        lower = [peer for peer in self._agent.peers if peer.record.id < leader.record.id]
+        if any(tried.get(peer.record.id) is not peer for peer in lower):
+            self._report(deadline)  # another has come in the place of one that could not be reached
+            return
+        if leader is not self._agent.peers.own:
+            self._send(leader, Frame(Kind.READY), deadline)
+            return
         for peer in self._agent.peers:  # open a channel to everyone, so that we learn of losses
             if peer.record.id not in tried and peer is not self._agent.peers.own:
                 self._worker.crew.submit(functools.partial(self._meet, peer, deadline))
         for who in tried:
             self._gone(who, "it cannot be reached")
         self._send(self._agent.peers.own, Frame(Kind.READY), deadline)
+
+    def _find_leader(self, tried: dict[int, Peer], deadline: float) -> Peer:
+        for peer in self._agent.peers:
+            if peer is self._agent.peers.own:
+                break
+            tried[peer.record.id] = peer
+            if self._reach(peer, deadline) is not None or self._silent(peer):
+                return peer
+        return self._agent.peers.own
 
     def _silent(self, peer: Peer) -> bool:
         """Whether a worker that was not reached did not refuse either: it may yet come."""
