@@ -275,12 +275,15 @@ def test_a_wrong_secret_is_refused_and_named(way: str, caplog: pytest.LogCapture
 
 def call_with_secret(rank: int, port: int, secrets: list[str]) -> Any:
     os.environ["BACKHAUL_SECRET"] = secrets[rank]
-    bh.init(f"w{rank}", rank=rank, world_size=2, store=TCPStore("127.0.0.1", port, is_master=False))
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    bh.init(f"w{rank}", rank=rank, world_size=2, store=store)
     try:
         return bh.rpc_sync(1 - rank, remote.whoami)
     except bh.AuthenticationError as error:
         return "refused", error.worker
     finally:
+        store.set(f"{secrets} {rank}", "")
+        store.get(f"{secrets} {1 - rank}")  # or nobody would be there to refuse the other
         bh.shutdown()  # does not wait for somebody whom one cannot talk to
 
 
