@@ -31,6 +31,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     beat: float = 0.0  # seconds within which it says something on every channel; 0: it may be silent
     epoch: int = 0  # when it joined: the larger, the later
     trusting: bool = True  # whether it takes pickles
+    devices: tuple[str, ...] = ()  # its CUDA devices, by index: equal ones are the same piece of hardware
+    maps: dict[str, dict[str, str] | str] = {}  # where its tensors arrive, see ``cuda.placement``
 
     @property
     def info(self) -> WorkerInfo:
