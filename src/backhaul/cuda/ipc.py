@@ -1,0 +1,67 @@
+"""CUDA memory and events between processes, as ``segments`` wants them. The only module, with ``driver``, that calls
+torch.cuda; imported where there is CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from backhaul.cuda.segments import Handle
+
+
+class _Stretch:
+    """Device memory at an address. Whoever makes a tensor of it keeps it until that tensor's storage is gone."""
+
+    def __init__(self, memory: Any, address: int, nbytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+            "strides": None,
+        }
+
+
+class CudaIpc:
+    """A ``segments.Ipc``, by torch's own: what has been exported stays until those who opened it have closed it."""
+
+    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+
+    def export(self, memory: torch.Tensor) -> Handle:
+        shared: tuple[Any, ...] = memory.untyped_storage()._share_cuda_()
+        _device, handle, nbytes, offset, counter, counter_offset, event, synchronize = shared
+        return Handle(handle, nbytes, offset, counter, counter_offset, event, synchronize)
+
+    def open(self, handle: Handle, device: int) -> torch.UntypedStorage:
+        with torch.cuda.device(device):
+            opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
+                device,
+                handle.memory,
+                handle.nbytes,
+                handle.offset,
+                handle.counter,
+                handle.counter_offset,
+                handle.event,
+                handle.synchronize,
+            )
+            return opened
+
+    def view(self, memory: torch.UntypedStorage, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        stretch = _Stretch(memory, memory.data_ptr() + offset, nbytes)
+        return torch.as_tensor(stretch, device=memory.device), stretch
+
+    def copy(self, memory: torch.Tensor, offset: int, flat: torch.Tensor) -> None:
+        memory[offset : offset + len(flat)].copy_(flat, non_blocking=True)
+
+    def event(self, device: int) -> tuple[torch.cuda.Event, bytes]:
+        with torch.cuda.device(device):
+            event = torch.cuda.Event(interprocess=True)
+            return event, event.ipc_handle()
+
+    def open_event(self, handle: bytes, device: int) -> torch.cuda.Event:
+        opened: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)
+        return opened
