@@ -57,6 +57,13 @@ class CudaIpc:
     def copy(self, memory: torch.Tensor, offset: int, flat: torch.Tensor) -> None:
         memory[offset : offset + len(flat)].copy_(flat, non_blocking=True)
 
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def total(self, device: int) -> int:
+        nbytes: int = torch.cuda.get_device_properties(device).total_memory
+        return nbytes
+
     def event(self, device: int) -> tuple[torch.cuda.Event, bytes]:
         with torch.cuda.device(device):
             event = torch.cuda.Event(interprocess=True)

@@ -36,6 +36,9 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether the stream has passed it; also if it was never recorded."""
 
+    def synchronize(self) -> None:
+        """Wait until it has, on the host."""
+
 
 class Stream(Protocol):
     """Work on one device that is done in order."""
@@ -169,12 +172,14 @@ class Frontier:
 
     # Values that go from thread to thread.
 
-    def mark(self) -> Mark | None:
-        """What this thread has begun, for who gets a value that comes of it; None: nothing."""
-        made: Mark | None = self._try(self._mark)
-        return made
+    def mark(self, earlier: Mark | None = None) -> Mark | None:
+        """What this thread has begun, for who gets a value that comes of it; and what there was before that others
+        have. None: no device is in use.
+        """
+        made: Mark | None = self._try(lambda: self._mark(earlier))
+        return made or earlier
 
-    def _mark(self) -> Mark | None:
+    def _mark(self, earlier: Mark | None) -> Mark | None:
         backend = self._backend
         if backend.capturing():
             return None
@@ -185,7 +190,12 @@ class Frontier:
                 event = backend.event(device)
                 backend.record(event, stream)
                 events.append((backend.key(stream), event))
-        return Mark(events) if events else None
+        if not backend.devices():
+            return None
+        if earlier is not None:
+            new = {key for key, _ in events}
+            events += [(key, event) for key, event in earlier.pending if key not in new]
+        return Mark(events)  # if there are none, the memory is another thread's all the same, see ``join``
 
     def join(self, mark: Mark, value: Any = None) -> None:
         """This thread goes on with a value that came with ``mark``: after what it came of. The memory of the tensors in
@@ -253,6 +263,17 @@ class Frontier:
     def record(self, event: Event, device: int) -> None:
         """Record an event behind what this thread has begun on ``device``."""
         self._backend.record(event, self._current(device))
+
+    def record_new(self, device: int) -> Event:
+        """The same, for a new event."""
+        event = self._backend.event(device)
+        self.record(event, device)
+        return event
+
+    def settle(self, devices: Iterable[int]) -> None:
+        """Wait, on the host, for what this thread has begun. Only for what must leave by another way."""
+        for event in [self.record_new(device) for device in devices]:
+            event.synchronize()
 
     # Within.
 

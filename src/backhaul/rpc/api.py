@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul.compiler import graph_break
+from backhaul.cuda.placement import check
 from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
 from backhaul.rpc.joining import enrol, introduce
@@ -99,6 +100,7 @@ def init(
     own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
     try:
         records = meeting.exchange(own)
+        check(own, records)
     except BaseException:
         endpoint.close()
         raise
@@ -130,6 +132,7 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
     try:
         own = describe(name, rank, endpoint, options, host=host_identity())
         own, others = enrol(endpoint, own, addresses, options.rendezvous_timeout)
+        check(own, others)
     except BaseException:
         endpoint.close()
         raise

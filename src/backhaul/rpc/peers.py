@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from backhaul.crew import Task
+from backhaul.cuda.links import PeerLink, link_to
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
 from backhaul.rpc import roster
 from backhaul.rpc.roster import Roster, WorkerRecord, choose
@@ -45,6 +46,7 @@ class Peer:
         "gone",
         "incoming",
         "info",
+        "link",
         "lost",
         "main_shared",
         "plain",
@@ -60,6 +62,7 @@ class Peer:
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         # Whether nothing may be pickled between the two: one that takes no pickles is sent none, and sends none.
         self.plain = record.id != own.id and not (record.trusting and own.trusting)
+        self.link: PeerLink | None = None  # for tensors of devices, where there are any
         self.channel: Channel | None = None  # what this end sends through
         self.incoming: Channel | None = None  # what the other end opened; two that call each other at once have two
         self.suspicion = ""  # why it may be dead, if it is suspected
@@ -85,6 +88,7 @@ class Peers:
 
     Attributes:
         plain: The ids of those with whom nothing may be pickled, see ``Peer.plain``.
+        linked: Those with a link, by id.
     """
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
@@ -97,14 +101,19 @@ class Peers:
         self._changes: list[ChangeListener] = []
         self._watchers: list[Callable[[Channel], None]] = []
         self.plain: set[int] = set()
+        self.linked: dict[int, Peer] = {}
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
         self._sent_before = 0  # bytes that went over channels that are gone
         self.own = self._by_id[own.id] = self._by_name[own.name] = Peer(own, own, worker.runtime.lock())
+        self._link(self.own)
         for record in records:
             self.admit(record)
         self.own.channel = worker.loopback
+        if self.own.link is not None:
+            self.linked[own.id] = self.own
+            self.own.link.opened(worker.loopback)
         self._by_channel[worker.loopback] = self.own
         worker.on_frame(Kind.HELLO, self._on_hello)
         worker.on_frame(Kind.REFUSE, self._on_refuse)
@@ -126,12 +135,18 @@ class Peers:
                 self._tell_change("replaced", old, f"worker '{old.info.name}' was restarted")
                 self.close_channels(old)
             peer = Peer(record, self._own, self._worker.runtime.lock())
+            self._link(peer)
             with self._lock:
                 self._by_id[record.id] = self._by_name[record.name] = peer
                 if peer.plain:
                     self.plain.add(record.id)
+                if peer.link is not None:
+                    self.linked[record.id] = peer
             self._tell_change("joined", peer, "")
             return ""
+
+    def _link(self, peer: Peer) -> None:
+        peer.link = link_to(self._own, peer.record, self._worker.plane, open=not peer.plain)
 
     def dismiss(self, peer: Peer) -> None:
         """Forget a worker that has left."""
@@ -144,6 +159,7 @@ class Peers:
         with self._lock:
             peer.gone = why
             self.plain.discard(peer.record.id)
+            self.linked.pop(peer.record.id, None)
             del self._by_id[peer.record.id]
             del self._by_name[peer.info.name]
 
@@ -240,6 +256,8 @@ class Peers:
             hello = Hello(name, peer.record.incarnation, pack(self._own))
             with self._lock:
                 self._by_channel[channel] = peer
+            if peer.link is not None:
+                peer.link.opened(channel)
             channel.send(Frame(Kind.HELLO, 0, pack(hello)))
         except AuthenticationError as error:
             raise AuthenticationError(f"cannot talk to worker '{name}' at {address}: {error}", worker=name) from None
@@ -279,6 +297,8 @@ class Peers:
             return None
         with self._lock:
             self._by_channel[channel] = peer
+        if peer.link is not None:
+            peer.link.opened(channel)
         # It opens another only if it has lost the one before.
         if peer.channel is None or peer.channel is peer.incoming:
             peer.channel = channel
@@ -336,6 +356,8 @@ class Peers:
             self._sent_before += channel.bytes_sent
         if peer is None:
             return
+        if peer.link is not None:
+            peer.link.lost(channel)
         if peer.channel is channel:
             peer.channel = None  # the next use opens another
         if peer.incoming is channel:

@@ -68,7 +68,8 @@ class FakeIpc:
     def copy(self, memory: torch.Tensor, offset: int, flat: torch.Tensor) -> None:
         if self.breaks:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self.cell(memory.data_ptr() + offset, memory.home).write()  # type: ignore[attr-defined]
+        if hasattr(memory, "home"):
+            self.cell(memory.data_ptr() + offset, memory.home).write()
         memory[offset : offset + len(flat)].copy_(flat)
 
     def event(self, device: int) -> tuple[FakeEvent, bytes]:
@@ -83,3 +84,6 @@ class FakeIpc:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def total(self, device: int) -> int:
+        return 1 << 30

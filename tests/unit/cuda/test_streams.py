@@ -212,15 +212,33 @@ class TestMarks:
         with pytest.raises(RaceError):
             cell.read()
 
-    def test_there_is_none_where_nothing_is_under_way(self, cuda: FakeCuda, frontier: Frontier) -> None:
-        assert frontier.mark() is None
-        Cell(cuda).write()
-        mark = frontier.mark()
-        assert mark is not None
+    def test_where_nothing_is_under_way_there_is_nothing_to_wait_for(
+        self, cuda: FakeCuda, frontier: Frontier, threads: Threads
+    ) -> None:
+        threads.run("a", frontier.enter)
+        threads.run("a", Cell(cuda).write)
+        mark = threads.run("a", frontier.mark)
+        assert len(mark.pending) == 1
         cuda.finish()
         assert mark.pending == []
         frontier.join(mark)
-        assert frontier.mark() is None
+        frontier.join(threads.run("a", frontier.mark))
+        assert cuda.default(0).waits == 0
+
+    def test_without_devices_there_is_none(self) -> None:
+        assert Frontier(FakeCuda(0)).mark() is None
+
+    def test_the_latest_of_each_stream(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+        first, second, mark = Cell(cuda), Cell(cuda), None
+        for name, cell in (("a", first), ("b", second), ("a", first), ("a", first)):
+            threads.run(name, frontier.enter)
+            threads.run(name, cell.write)
+            mark = threads.run(name, lambda mark=mark: frontier.mark(mark))
+        assert mark is not None
+        assert len(mark.pending) == 2
+        frontier.join(mark)
+        first.read()
+        second.read()
 
     def test_through_several_threads(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
         cell = Cell(cuda)
