@@ -10,19 +10,7 @@ import torch
 
 from backhaul.cuda.segments import Handle
 
-
-class _Stretch:
-    """Device memory at an address. Whoever makes a tensor of it keeps it until that tensor's storage is gone."""
-
-    def __init__(self, memory: Any, address: int, nbytes: int) -> None:
-        self._memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-            "strides": None,
-        }
+_storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer", None)
 
 
 class CudaIpc:
@@ -51,8 +39,11 @@ class CudaIpc:
             return opened
 
     def view(self, memory: torch.UntypedStorage, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        stretch = _Stretch(memory, memory.data_ptr() + offset, nbytes)
-        return torch.as_tensor(stretch, device=memory.device), stretch
+        # Of memory that is another's. torch keeps a storage's Python object as long as the storage, so that one tells
+        # when the last tensor on it is gone; who borrows keeps ``memory`` until then.
+        storage = _storage_at(memory.data_ptr() + offset, memory.device, nbytes)
+        tensor = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)
+        return tensor, tensor.untyped_storage()
 
     def copy(self, memory: torch.Tensor, offset: int, flat: torch.Tensor) -> None:
         memory[offset : offset + len(flat)].copy_(flat, non_blocking=True)

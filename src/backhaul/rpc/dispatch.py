@@ -181,6 +181,8 @@ class Dispatcher:
                     self._finish(answer)
                 return
             if type(result) is types.CoroutineType:
+                if answer.peer.link is not None:
+                    answer.peer.link.depart()
                 self._loop.run(self._reply_with_coroutine(answer, result))
                 return
         except BaseException as error:
@@ -275,6 +277,8 @@ class Dispatcher:
             self._reply(answer, result)
 
     async def _reply_with_coroutine(self, answer: Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
+        if answer.peer.link is not None:
+            answer.peer.link.arrive(answer.channel)  # on the streams of the loop's thread
         try:
             result = await _stepwise(coroutine)
         except BaseException as error:

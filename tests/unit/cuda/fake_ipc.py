@@ -26,7 +26,7 @@ class Opened:
 
 
 class FakeIpc:
-    """Each place in memory has a ``Cell``: who writes a slot too early has found a race."""
+    """Each place in memory has a ``Cell``: who writes a slot too early, or looks at it too early, has found a race."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -61,6 +61,7 @@ class FakeIpc:
         return Opened(self, memory)
 
     def view(self, memory: Opened, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        self.cell(memory.memory.data_ptr() + offset, memory.memory.home).read()  # type: ignore[attr-defined]
         block = (ctypes.c_ubyte * nbytes).from_address(memory.memory.data_ptr() + offset)
         block.memory = memory  # type: ignore[attr-defined]
         return torch.frombuffer(block, dtype=torch.uint8), block

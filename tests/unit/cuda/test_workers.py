@@ -13,12 +13,17 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.autograd.functions import ContextId, MessageId
+from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
 from backhaul.cuda import handover, links, process, segments
-from backhaul.cuda.links import Member, PeerLink, Plane, Shared
+from backhaul.cuda.links import Member, PeerLink, Plane, Shared, hand_over
 from backhaul.cuda.streams import Frontier
 from backhaul.errors import SerializationError
 from backhaul.rpc.node import Node
 from backhaul.transport.sockets import SocketEndpoint
+from backhaul.wire.codec import Encoded, encode
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Kind, Reply, Request, pack
 from backhaul.worker import Worker
 
 from .clocks import FakeCuda
@@ -165,6 +170,38 @@ def test_replies_that_come_too_late(world: World) -> None:
             bh.rpc_sync("worker1", slow, args=(torch.ones(16),), timeout=0.01)
     bh.rpc_sync("worker1", slow, args=(torch.ones(16),))
     bh.rpc_sync("worker1", slow, args=(torch.ones(16),))
+
+
+def test_messages_that_nobody_reads(world: World) -> None:
+    for _ in range(3):
+        bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),))
+    for make in (late_reply, late_request, stray_gradient):
+        for sender, receiver in ((0, 1), (1, 0)):
+            peer = world.workers[sender].part(Node).peers.find(receiver)
+            assert peer.link is not None
+            assert peer.channel is not None
+            encoded = encode([torch.ones(16)], names=["x"], link=peer.link.answer(peer.channel))
+            if encoded.lease is not None:
+                hand_over(encoded.lease, peer.channel)
+            peer.channel.send(make(encoded))
+            del encoded
+    for _ in range(3):  # behind those
+        bh.rpc_sync("worker1", relay, args=("worker0", torch.ones(16)))
+
+
+def late_reply(encoded: Encoded) -> Frame:
+    return Frame(Kind.REPLY, 1 << 30, pack(Reply(encoded.payload)), encoded.buffers, encoded.keep)
+
+
+def late_request(encoded: Encoded) -> Frame:
+    request = Request("torch:neg", encoded.payload, left=1e-9)
+    return Frame(Kind.REQUEST, 1 << 30, pack(request), encoded.buffers, encoded.keep)
+
+
+def stray_gradient(encoded: Encoded) -> Frame:
+    gradient = Gradient(MessageId(77), encoded.payload, len(encoded.buffers), None)
+    body = pack(Gradients(PassSpec(ContextId(5), 1, 1), [gradient]))
+    return Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep)
 
 
 def test_a_tensor_without_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
