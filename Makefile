@@ -15,10 +15,10 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test lint types browser bench memory reference sim kills fuzz soak format clean
+.PHONY: help env run test test-cuda lint types browser bench memory reference sim kills fuzz soak format clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
 
 env: $(STAMP) ## Create or update .venv
 
@@ -40,6 +40,10 @@ run: env ## Train a model split over workers; ARGS go to examples/train_transfor
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint types browser ## Check everything: lint, types, tests; ARGS go to pytest
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Where there is no device these are skipped, and say so.
+test-cuda: env ## Run the tests that need a CUDA device; ARGS go to pytest
+	$(BIN)/pytest -m cuda -rs tests/cuda $(ARGS)
 
 lint: env ## Check style, formatting and the layers
 	$(BIN)/ruff check .

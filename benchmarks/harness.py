@@ -105,11 +105,18 @@ def serve_ours(rows: Rows, address: str) -> None:
         serve(rows, OURS, address)
 
 
-def serve_theirs(rank: int, rows: Rows, address: str, place: tuple[int, int, int], transport: str) -> None:
+def serve_theirs(  # noqa: PLR0917 (spawn passes them by place)
+    rank: int,
+    rows: Rows,
+    address: str,
+    place: tuple[int, int, int],
+    transport: str,
+    devices: dict[int, int] | None = None,
+) -> None:
     """Runs in every worker of the reference's cluster."""
     count, port, threads = place
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))  # as ``bh.launch`` does
-    join_reference(f"worker{rank}", rank, count, port, threads=threads, transport=transport)
+    join_reference(f"worker{rank}", rank, count, port, threads=threads, transport=transport, devices=devices)
     if rank == 0:
         serve(rows, THEIRS, address)
     reference.shutdown()
@@ -198,27 +205,46 @@ def options_of(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def play(rows: Rows, workers: int, options: argparse.Namespace, *, threads: int = 16) -> bool:
-    """Be one of the sides, if that is what this process was started for; the reference has so many threads."""
+def play(
+    rows: Rows,
+    workers: int,
+    options: argparse.Namespace,
+    *,
+    threads: int = 16,
+    devices: dict[int, int] | None = None,
+) -> bool:
+    """Be one of the sides, if that is what this process was started for; the reference has so many threads, and these
+    devices for each other worker's.
+    """
     if options.side == OURS:
         bh.launch(serve_ours, workers, args=(rows, options.at), options=bh.Options(transport=options.transport))
     elif options.side == THEIRS:
         place = workers, free_port(), threads
-        torch.multiprocessing.spawn(serve_theirs, (rows, options.at, place, options.transport), workers)
+        torch.multiprocessing.spawn(serve_theirs, (rows, options.at, place, options.transport, devices), workers)
     return options.side is not None
 
 
-def join_reference(name: str, rank: int, count: int, port: int, *, threads: int = 16, transport: str = "auto") -> None:
+def join_reference(
+    name: str,
+    rank: int,
+    count: int,
+    port: int,
+    *,
+    threads: int = 16,
+    transport: str = "auto",
+    devices: dict[int, int] | None = None,
+) -> None:
     """Become a worker of the reference's cluster; over TCP it is kept from using shared memory, as we are."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     warnings.filterwarnings("ignore", message="You are using a Backend")  # its own business
     limits = {"_transports": ["uv"], "_channels": ["basic"]} if transport == "tcp" else {}
+    maps = {f"worker{other}": devices for other in range(count) if devices and other != rank}
     reference.init_rpc(
         name,
         rank=rank,
         world_size=count,
         rpc_backend_options=reference.TensorPipeRpcBackendOptions(
-            num_worker_threads=threads, init_method=f"tcp://127.0.0.1:{port}", **limits
+            num_worker_threads=threads, init_method=f"tcp://127.0.0.1:{port}", device_maps=maps, **limits
         ),
     )
 

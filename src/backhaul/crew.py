@@ -59,6 +59,7 @@ class Crew:
         self._deliver = deliver
         self._limit = limit
         self._name = name
+        self.prepare: Callable[[], None] | None = None  # called by a thread before each task
         self._numbers = itertools.count(1)
         self._here = threading.local()  # .running: this thread runs a task that counts
         self._lock = threading.Lock()  # guards everything below
@@ -171,6 +172,8 @@ class Crew:
             here.running = True
             start = effort()
             try:
+                if self.prepare is not None:
+                    self.prepare()
                 task()
             except BaseException:
                 log.exception("a task failed")

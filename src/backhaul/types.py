@@ -7,13 +7,16 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NewType
+from typing import Any, Literal, NewType
 
 WorkerId = NewType("WorkerId", int)
 """A worker's place in the cluster, 0 to 65535 (16 bits, so that it fits into a context id)."""
 
 CallId = NewType("CallId", int)
 """Names one call among all calls its caller ever made."""
+
+DeviceMaps = Mapping[str, Mapping[Any, Any] | Literal["cpu"]]
+"""By worker: device here -> device there (``0``, ``"cuda:0"``, ``"cpu"`` or ``torch.device``), or ``"cpu"``."""
 
 MAX_WORKERS = 1 << 16
 
@@ -28,6 +31,7 @@ _TIMES = (
     "lost_after",
 )
 
+_DEVICE = re.compile(r"cuda:(0|[1-9][0-9]{0,2})")
 _NAME = re.compile(r"[A-Za-z0-9_:.-]{1,128}")
 
 
@@ -35,6 +39,21 @@ def check_name(name: str) -> str:
     """Return ``name`` if a worker may be called so, else raise ``ValueError``."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a worker name: use 1 to 128 letters, digits, '_', '-', ':' or '.'")
+    return name
+
+
+def device_name(device: object) -> str:
+    """How a device is called: ``"cpu"``, or ``"cuda:0"`` and so on. Raises ``ValueError`` for others.
+
+    Example:
+        >>> device_name(1), device_name("cuda"), device_name("cpu")
+        ('cuda:1', 'cuda:0', 'cpu')
+    """
+    number = isinstance(device, int) and not isinstance(device, bool)
+    name = f"cuda:{device}" if number else str(device)  # torch.device says it as we do
+    name = "cuda:0" if name == "cuda" else name
+    if name != "cpu" and not _DEVICE.fullmatch(name):
+        raise ValueError(f"{device!r} is not a device: use an index, 'cuda:<index>' or 'cpu'")
     return name
 
 
@@ -114,6 +133,11 @@ class Options:
         shm_bytes: How much shared memory this worker makes at most, for large tensors that it sends to others on its
             host; what finds no place there goes through the socket. 0 switches it off. Default: an eighth of the
             memory, at most 2 GiB.
+        device_maps: By worker, on which of its devices a tensor of this one's arrives: ``{0: 1}`` for one of ``cuda:0``
+            that goes to its ``cuda:1``. Replies and gradients go back the other way. ``"cpu"`` in the place of a map:
+            all arrives on the CPU, on both sides. Without a map a tensor arrives on the device of the same index.
+        devices: ``"cpu"``: all tensors that this worker sends and gets arrive on the CPU, but for the workers in
+            ``device_maps``.
         connect_timeout: How long a first call may take to reach its peer; at most ``lost_after``, where that is on.
         rendezvous_timeout: How long ``init`` waits for the others.
         backward_timeout: How long a backward pass may take; 0 means any time.
@@ -144,6 +168,8 @@ class Options:
     max_bytes_in_flight: int | None = None
     max_contexts: int | None = None
     shm_bytes: int | None = None
+    device_maps: DeviceMaps | None = None
+    devices: Literal["auto", "cpu"] = "auto"
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
@@ -167,6 +193,10 @@ class Options:
             raise ValueError(f"tls must be a Tls, 'auto' or None, got {self.tls!r}")
         if self.allow is not None:
             _check_allow(self.allow, self.trusted)
+        if self.devices not in ("auto", "cpu"):
+            raise ValueError(f"devices must be 'auto' or 'cpu', got {self.devices!r}")
+        for to, given in (self.device_maps or {}).items():
+            _check_map(check_name(to), given)
         self._check_limits()
 
     def _check_limits(self) -> None:
@@ -204,3 +234,14 @@ def _check_allow(allow: Mapping[str, Sequence[str]], trusted: bool) -> None:
     for caller, functions in allow.items():
         if not isinstance(caller, str) or isinstance(functions, str) or not all(isinstance(f, str) for f in functions):
             raise ValueError(f"allow maps patterns of workers to lists of patterns of functions, not {allow!r}")
+
+
+def _check_map(to: str, given: object) -> None:
+    if given == "cpu":
+        return
+    if not isinstance(given, Mapping):
+        raise ValueError(f"device_maps has a map from device to device, or 'cpu', for each worker, not {given!r}")
+    for devices in (given.keys(), given.values()):
+        names = [device_name(device) for device in devices]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the map for '{to}' must be one-to-one, so that it can be gone back: {given!r}")

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from backhaul.compiler import graph_break
 from backhaul.crew import Crew, Task
+from backhaul.cuda.links import Plane
 from backhaul.errors import NotInitializedError, ProtocolError
 from backhaul.observe import Observer
 from backhaul.runtime import Gate, Runtime
@@ -86,6 +87,7 @@ class Worker:
         self.loopback: Channel = _Loopback(self)
         self.closed = False
         self.observer: Observer | None = None  # while a profile is open
+        self.plane: Plane | None = None  # where this worker has CUDA devices
         self.counters: dict[str, Callable[[], int]] = {}  # of all parts, for people
         self._parts: dict[type, Any] = {}
         self._handlers: dict[int, FrameHandler] = {}

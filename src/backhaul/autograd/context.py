@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from backhaul.autograd.functions import ContextId, MessageId, Recv, SendRecord, add
+from backhaul.cuda import process
+from backhaul.cuda.streams import Mark
 
 if TYPE_CHECKING:
     from backhaul.autograd.replay import Log
@@ -46,6 +48,7 @@ class Context:
         self.runs: dict[tuple[int, int], Run] = {}
         self.aborted: set[tuple[int, int]] = set()
         self.orphans: dict[MessageId, tuple[str, str]] = {}
+        self._mark: Mark | None = None  # what gradients come of that is still to be done on devices
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         self._loose: dict[torch.Tensor, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
 
@@ -114,16 +117,22 @@ class Context:
     def accumulate(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None) -> None:
         """Add to a leaf's gradient. With ``order`` contributions are summed in that order, whenever they came."""
         with self.lock:
+            if process.frontier is not None:
+                self._follow()
             if order is not None:
                 self._loose.setdefault(leaf, []).append((order, grad))
-                return
-            total = add(self._grads.get(leaf), grad)
-            assert total is not None
-            self._grads[leaf] = total
+            else:
+                total = add(self._grads.get(leaf), grad)
+                assert total is not None
+                self._grads[leaf] = total
+            if process.frontier is not None:
+                self._note()
 
     def accumulate_first(self, leaf: torch.Tensor, grad: torch.Tensor) -> bool:
         """Make ``grad`` a leaf's gradient; False if there is something to add it to."""
         with self.lock:
+            if process.frontier is not None:
+                self._note()
             return not self._loose and self._grads.setdefault(leaf, grad) is grad
 
     def replace(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
@@ -133,18 +142,25 @@ class Context:
             self._grads.pop(leaf, None)
             if grad is not None:
                 self._grads[leaf] = grad
+            if process.frontier is not None:
+                self._note()
 
     def gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """A leaf's gradient so far."""
         with self.lock:
             self._settle()
-            return self._grads.get(leaf)
+            found = self._grads.get(leaf)
+            if process.frontier is not None:
+                self._follow(found)
+            return found
 
     @property
     def gradients(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """Leaf -> gradient, a copy of the table."""
         with self.lock:
             self._settle()
+            if process.frontier is not None:
+                self._follow(self._grads)
             return dict(self._grads)
 
     def snapshot(self) -> Snapshot:
@@ -157,8 +173,20 @@ class Context:
         with self.lock:
             self._grads, self._loose = dict(snapshot[0]), {leaf: list(parts) for leaf, parts in snapshot[1].items()}
 
+    def _note(self) -> None:
+        """Gradients here come after what this thread's streams have to do."""
+        if process.frontier is not None:
+            self._mark = process.frontier.mark(self._mark)
+
+    def _follow(self, grads: object = None) -> None:
+        """This thread goes on with gradients."""
+        if process.frontier is not None and self._mark is not None:
+            process.frontier.join(self._mark, grads)
+
     @torch.enable_grad()  # contributions of a pass that records itself stay recorded, whoever asks
     def _settle(self) -> None:
+        if self._loose and process.frontier is not None:
+            self._follow()
         for leaf, contributions in self._loose.items():
             total = self._grads.get(leaf)
             for _, grad in sorted(contributions, key=lambda item: item[0]):

@@ -36,6 +36,7 @@ from backhaul.autograd.recording import enter, leave, record_recv
 from backhaul.autograd.recovery import Recovery
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
+from backhaul.cuda.links import PeerLink
 from backhaul.errors import (
     BackhaulError,
     BackwardTimeoutError,
@@ -49,6 +50,7 @@ from backhaul.rpc.node import Node
 from backhaul.rpc.policy import internal
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.wire.codec import load, tensors_of
+from backhaul.wire.devices import decline
 from backhaul.wire.faults import decode_fault, encode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Buffer
@@ -178,6 +180,8 @@ class Engine:
                 raise limit.unwanted(f"backward of context {drive.spec.context} was not done")
             if not over:
                 raise self._too_late(drive, timeout, cut_by)
+        if self.worker.plane is not None:
+            self.worker.plane.frontier.arrive()
         if drive.error is not None:
             raise drive.error
 
@@ -281,6 +285,8 @@ class Engine:
     def _enter_source(self, run: Run, source: MessageId, grads: Grads, parcels: Parcels) -> None:
         """Gradients have come to a source: run what they make possible. Called between the journal's begin and end."""
         try:
+            if self.worker.plane is not None:
+                self.worker.plane.frontier.depart()  # another thread may be the one that goes on with them
             outcomes = run.arrive(source, grads)
             if outcomes:
                 self._finish(run, outcomes, parcels)
@@ -293,6 +299,8 @@ class Engine:
 
     def _finish(self, run: Run, outcomes: Iterable[Outcome], parcels: Parcels) -> None:
         """Groups have run: note what to tell the driver, and put in ``parcels`` what is left to send."""
+        if self.worker.plane is not None:
+            self.worker.plane.frontier.depart()  # who hears of it comes after it
         for tally, fired in outcomes:
             if tally is not None:
                 run.journal.add(tally)
@@ -407,12 +415,14 @@ class Engine:
         spec = message.spec
         context = self.container.find(spec.context)
         if context is None:
+            self._decline(channel, message.gradients)
             if self.container.was_released(spec.context):
                 return None  # the driver has given it up
             return functools.partial(self._complain_of_missing, spec, message.gradients[0].message)
         run = context.runs.get((spec.driver, spec.number))
         if run is None:
             if spec.driver == self.id:
+                self._decline(channel, message.gradients)
                 return None  # the pass is over
             run = self.run_of(context, spec)
         run.journal.begin()
@@ -462,6 +472,7 @@ class Engine:
         try:
             run.prepare()  # not to be counted as the first one's
         except BaseException as error:
+            self._decline(channel, gradients)
             self._fail(run, gradients[0].message, error)
             return
         now, used = self.worker.runtime.now, 0
@@ -489,10 +500,15 @@ class Engine:
         self, run: Run, channel: Channel, gradient: Gradient, buffers: Sequence[Buffer], parcels: Parcels
     ) -> None:
         if run.failed:
+            self._decline(channel, (gradient,))
             return
         source, payload, note = gradient.message, gradient.payload, gradient.note
         try:
-            tensors = tensors_of(payload, buffers)
+            if self.worker.plane is None:
+                tensors = tensors_of(payload, buffers)
+            else:
+                link = self._link_of(channel)
+                tensors = tensors_of(payload, buffers, None if link is None else link.arrive(channel))
             if note is not None:
                 tensors = record_recv(run.context, split(note.message)[0], note, tensors)
             else:
@@ -504,6 +520,17 @@ class Engine:
             self._fail(run, source, error)
             return
         self._enter_source(run, source, grads, parcels)
+
+    def _link_of(self, channel: Channel) -> PeerLink | None:
+        peer = self.agent.peers.of(channel)
+        return None if peer is None else peer.link
+
+    def _decline(self, channel: Channel, gradients: Iterable[Gradient]) -> None:
+        """Gradients are not going to be used: if they are in slots of device memory, those are free again."""
+        link = None if self.worker.plane is None else self._link_of(channel)
+        for gradient in gradients if link is not None else ():
+            assert link is not None
+            decline(gradient.payload, link.answer(channel))
 
     def _complain_of_missing(self, spec: PassSpec, source: MessageId) -> None:
         complaint = self._complaint(spec, source, self._missing(spec.context, source))

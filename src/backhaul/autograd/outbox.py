@@ -12,11 +12,13 @@ from backhaul.autograd.groups import Fired
 from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, Note, PassSpec
 from backhaul.autograd.recording import record_send
 from backhaul.autograd.runs import Run
+from backhaul.cuda.links import ChannelLink, hand_over
 from backhaul.errors import ContextError, PeerLostError
 from backhaul.observe import GradientKey, Observer
 from backhaul.rpc.peers import Peers
 from backhaul.transport.base import ChannelClosedError
 from backhaul.wire.codec import Encoded, encode
+from backhaul.wire.devices import Lease
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import pack
@@ -30,9 +32,10 @@ _DESCRIBED = 64  # bytes that describe a buffer, about
 class _Parcel:
     """Gradients that go to one worker together."""
 
-    __slots__ = ("buffers", "gradients", "keep", "nbytes")
+    __slots__ = ("buffers", "gradients", "keep", "leases", "nbytes")
 
     def __init__(self) -> None:
+        self.leases: list[Lease] = []  # slots of device memory that they take with them
         self.gradients: list[Gradient] = []
         self.buffers: list[Buffer] = []
         self.keep: list[Any] = []
@@ -74,6 +77,8 @@ class Outbox:
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
             parcel.buffers += encoded.buffers
             parcel.keep.append(encoded.keep)
+            if encoded.lease is not None:
+                parcel.leases.append(encoded.lease)
             if parcel.nbytes > _SMALL or len(parcel.gradients) >= TOGETHER:
                 del parcels[to]
                 self._send(run, to, parcel)
@@ -99,6 +104,8 @@ class Outbox:
             parcel = _Parcel()
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
             parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
+            if encoded.lease is not None:
+                parcel.leases.append(encoded.lease)
             frame = self._frame(run, recv.sender, parcel)
             observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
             self._send(run, recv.sender, parcel, frame)
@@ -108,7 +115,9 @@ class Outbox:
             raise ContextError("the pass was aborted", context=run.spec.context)
         if recv.message in run.context.orphans:
             raise loss_of(run.spec, *run.context.orphans[recv.message], (recv.message,))
-        encoded = encode(grads, names=["a gradient"] * len(grads), plain=recv.sender in self._peers.plain)
+        link = self._link_to(recv.sender) if self._peers.linked else None
+        names, plain = ["a gradient"] * len(grads), recv.sender in self._peers.plain
+        encoded = encode(grads, names=names, plain=plain, link=link)
         spec = run.spec
         if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
             return encoded, None
@@ -120,6 +129,11 @@ class Outbox:
             place=(*recv.order, spec.number),
             born_in=(spec.driver, spec.number),
         )
+
+    def _link_to(self, worker: int) -> ChannelLink | None:
+        """What takes gradients of devices to a worker."""
+        peer = self._peers.linked.get(worker)
+        return None if peer is None or peer.link is None else peer.link.answer(peer.channel)
 
     def _frame(self, run: Run, to: int, parcel: _Parcel) -> Frame:
         run.sent_to.add(to)
@@ -138,6 +152,10 @@ class Outbox:
             frame = self._frame(run, to, parcel)
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
+            if peer.link is not None:
+                for lease in parcel.leases:
+                    hand_over(lease, channel)
+                peer.link.depart()
             left = None if run.deadline is None else max(run.deadline - self._worker.runtime.now(), 0.0)
             if run.journal.is_last(channel):
                 channel.send(frame, timeout=left)

@@ -27,6 +27,7 @@ from backhaul.autograd.messages import PassSpec, Tally
 from backhaul.autograd.native import Node, Task, Watch, new_task_number, renumber, tasks_matter
 from backhaul.autograd.passes import Summary
 from backhaul.autograd.stepper import Stepper
+from backhaul.cuda import process
 from backhaul.wire.frames import Frame
 
 if TYPE_CHECKING:
@@ -282,6 +283,8 @@ class Run:
             here = {source: self._waiting.pop(source) for source in arrived if source in self._waiting}
         if not here:
             return []
+        if process.frontier is not None:
+            process.frontier.arrive()  # other threads may have brought some of the gradients
         if gathering.stepper is None:
             return [self._run(group, here)]
         fired, over = gathering.stepper.feed(here)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from backhaul.cuda.placement import check
 from backhaul.rpc.node import describe, shutdown_together, start_node
 from backhaul.transport.base import EndpointFactory
 from backhaul.transport.inproc import InprocEndpoint
@@ -57,6 +58,13 @@ def cluster(
         describe(name, number, end, options, host="this process")
         for number, (name, end) in enumerate(zip(names, ends, strict=True))
     ]
+    try:
+        for own in records:
+            check(own, records)
+    except ValueError:
+        for end in ends:
+            end.close()
+        raise
     nodes = [start_node(own, records, end, options) for own, end in zip(records, ends, strict=True)]
     graceful = False
     try:

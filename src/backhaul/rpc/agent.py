@@ -13,6 +13,7 @@ from typing import Any
 
 from backhaul import limits
 from backhaul.crew import Task
+from backhaul.cuda.links import PeerLink, hand_over
 from backhaul.errors import (
     BackhaulError,
     CallCancelledError,
@@ -30,7 +31,8 @@ from backhaul.rpc.peers import Peer, Peers
 from backhaul.rpc.policy import name_for
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Lost
 from backhaul.wire.callables import Named, label_of, named
-from backhaul.wire.codec import encode
+from backhaul.wire.codec import Encoded, encode
+from backhaul.wire.devices import decline
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Cancel, Kind, Reply, Request, pack, unpack
 from backhaul.worker import Worker
@@ -279,6 +281,8 @@ class Agent:
             self._pending[number] = pending
             if self._closed:
                 raise ChannelClosedError("this worker was shut down")
+            if pending.lease is not None:
+                hand_over(pending.lease, channel)
             if self.outlet is not None:
                 self.outlet(pending, functools.partial(self._send_late, pending, channel, frame, limit))
             else:
@@ -301,6 +305,16 @@ class Agent:
             if pending.deadline <= self.worker.runtime.now():
                 raise pending.timed_out() from None
             raise
+
+    def _encode_linked(self, pending: Pending, link: PeerLink, values: Sequence[Any], names: Sequence[str]) -> Encoded:
+        """As ``encode``, where there are devices."""
+        peer = pending.peer
+        # A request that is kept may go out again, over another channel; slots could not.
+        way = link.request(peer.channel if self.guard is None else None)
+        encoded = encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain, link=way)
+        pending.lease = encoded.lease
+        link.depart()
+        return encoded
 
     def _shorten(self, pending: Pending, limit: Limit) -> None:
         """A call has no more time than what it is made for."""
@@ -360,7 +374,11 @@ class Agent:
             names = _names(not name, keywords, count)
             values = values if name else (function, *values)
         try:
-            encoded = encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain)
+            encoded = (
+                encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain)
+                if peer.link is None
+                else self._encode_linked(pending, peer.link, values, names)
+            )
         except SerializationError as error:
             raise SerializationError(
                 f"call to {pending.label}: {error}; nothing was sent", path=error.path
@@ -408,7 +426,10 @@ class Agent:
     def _discard(self, channel: Channel, frame: Frame) -> None:
         peer = self.peers.of(channel)
         if frame.kind == Kind.REPLY and peer is not None:
-            discard(peer, self.interceptors, unpack(frame.body, Reply).notes)
+            reply = unpack(frame.body, Reply)
+            if peer.link is not None:
+                decline(reply.payload, peer.link.answer(channel))
+            discard(peer, self.interceptors, reply.notes)
 
     def _settle(self, pending: Pending, outcome: Outcome) -> Task | None:
         """End a call, if nobody was faster; return what is left to run."""
@@ -433,6 +454,8 @@ class Agent:
         except Exception as error:
             self._fail(pending, error)
         else:
+            if pending.peer.link is not None:
+                pending.future._note_streams()
             set_result(pending.future, value)
         finally:
             self.under_way.pop(pending, None)

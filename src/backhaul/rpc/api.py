@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul.compiler import graph_break
+from backhaul.cuda.placement import check
 from backhaul.errors import NotInitializedError
 from backhaul.rpc.futures import Future
 from backhaul.rpc.joining import join as join_cluster
@@ -99,6 +100,7 @@ def init(
     own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
     try:
         records = meeting.exchange(own)
+        check(own, records)
     except BaseException:
         endpoint.close()
         raise

@@ -21,6 +21,7 @@ from backhaul.rpc.peers import Peer
 from backhaul.runtime import Gate
 from backhaul.transport.base import Channel
 from backhaul.wire.codec import load, tensors_of
+from backhaul.wire.devices import Lease
 from backhaul.wire.faults import decode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Fault, Kind, Reply, unpack
@@ -42,6 +43,7 @@ class Pending:
     trace: CallTrace | None = None
     limit: Limit | None = None  # of the handler or block that made the call
     cut = False  # the time is the limit's, not the call's own
+    lease: Lease | None = None  # slots of device memory that the request takes with it
 
     def __init__(self, peer: Peer, timeout: float, label: str) -> None:
         self.peer = peer
@@ -87,12 +89,17 @@ class Pending:
             tell_failed(self.peer, interceptors, self.notes)
             raise outcome
         if outcome.kind == Kind.FAULT:
+            if self.peer.link is not None:
+                self.peer.link.arrive(self.channel)
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
         notes: Mapping[str, bytes] = {}
         try:
             reply = unpack(outcome.body, Reply)
             payload, notes, buffers = reply.payload, reply.notes, outcome.buffers
-            tensors = tensors_of(payload, buffers)
+            if self.peer.link is None:
+                tensors = tensors_of(payload, buffers)
+            else:
+                tensors = tensors_of(payload, buffers, self.peer.link.arrive(self.channel))
             for interceptor, kept in self.kept:
                 tensors = interceptor.reply_in(self.peer, kept, notes.get(interceptor.key), tensors)
             (value,) = load(payload, buffers, tensors, worker)

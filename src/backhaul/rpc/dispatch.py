@@ -17,6 +17,7 @@ import torch
 
 from backhaul import limits
 from backhaul.crew import Task
+from backhaul.cuda.links import PeerLink
 from backhaul.errors import (
     CallCancelledError,
     CallTimeoutError,
@@ -34,7 +35,8 @@ from backhaul.rpc.peers import Peer
 from backhaul.rpc.policy import find_exposed
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError
 from backhaul.wire.callables import label_of, resolve
-from backhaul.wire.codec import encode, load, tensors_of
+from backhaul.wire.codec import Encoded, encode, load, tensors_of
+from backhaul.wire.devices import decline
 from backhaul.wire.faults import encode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Cancel, Kind, Reply, Request, pack, unpack
@@ -203,6 +205,8 @@ class Dispatcher:
                     self._finish(answer)
                 return
             if type(result) is types.CoroutineType:
+                if answer.peer.link is not None:
+                    answer.peer.link.depart()
                 self._loop.run(self._reply_with_coroutine(answer, result))
                 return
         except BaseException as error:
@@ -220,14 +224,17 @@ class Dispatcher:
         if name in _never_dropped:
             self._spare(answer)
         elif answer.cancelled or answer.now() > answer.until:
-            raise self._drop(answer, name, notes)
+            raise self._drop(answer, name, request)
         if PROFILE in notes:
             observer = self._worker.observer
             if observer is not None:
                 answer.trace = observer.serve(notes[PROFILE], answer.peer.record.id, arrived)
         try:
             function = self._find(name, answer) if name else None
-            tensors = tensors_of(payload, buffers)
+            if answer.peer.link is None:
+                tensors = tensors_of(payload, buffers)
+            else:
+                tensors = tensors_of(payload, buffers, answer.peer.link.arrive(answer.channel))
             if notes:
                 tensors = self._show(answer, notes, tensors)
             values = load(payload, buffers, tensors, self._worker)
@@ -247,8 +254,10 @@ class Dispatcher:
             ) from error
         return function, values, kwargs
 
-    def _drop(self, answer: Answer, name: str, notes: Mapping[str, bytes]) -> Exception:
+    def _drop(self, answer: Answer, name: str, request: Request) -> Exception:
         """A request has waited for a thread until nobody waited for it."""
+        if answer.peer.link is not None:
+            decline(request.payload, answer.peer.link.answer(answer.channel))
         name, worker, caller = name or "a function", self._worker.name, answer.peer.info.name
         why = "was cancelled" if answer.cancelled else "has no time left"
         if answer.orphaned:
@@ -256,7 +265,7 @@ class Dispatcher:
         log.debug("%s does not run %s: the call of worker '%s' %s", worker, name, caller, why)
         with self._dropping:
             self.dropped += 1
-        discard(answer.peer, self._agent.interceptors, notes)
+        discard(answer.peer, self._agent.interceptors, request.notes)
         text = f"worker '{worker}' did not run {name}: its call {why}"
         if answer.cancelled:
             return CallCancelledError(text, worker=worker, function=name)
@@ -296,6 +305,8 @@ class Dispatcher:
             self._reply(answer, result)
 
     async def _reply_with_coroutine(self, answer: Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
+        if answer.peer.link is not None:
+            answer.peer.link.arrive(answer.channel)  # on the streams of the loop's thread
         try:
             result = await _stepwise(coroutine)
         except BaseException as error:
@@ -312,7 +323,11 @@ class Dispatcher:
             return
         notes: dict[str, bytes] = {}
         try:
-            encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain)
+            encoded = (
+                encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain)
+                if peer.link is None
+                else self._encode_linked(answer, peer.link, result)
+            )
             if answer.kept or encoded.parcels:
                 for interceptor in self._agent.interceptors:
                     note = interceptor.reply_out(peer, answer.kept.get(interceptor.key), encoded)
@@ -332,7 +347,17 @@ class Dispatcher:
             discard(peer, self._agent.interceptors, notes)
             self._reply_fault(answer, error)
         else:
+            if encoded.lease is not None:
+                encoded.lease.sent = True
             self._send(answer, frame, notes)
+
+    @staticmethod
+    def _encode_linked(answer: Answer, link: PeerLink, result: Any) -> Encoded:
+        """As ``encode``, where there are devices."""
+        peer, way = answer.peer, link.answer(answer.channel)
+        encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain, link=way)
+        link.depart()
+        return encoded
 
     def _reply_fault(self, answer: Answer, error: BaseException) -> None:
         if answer.trace is not None:
@@ -344,6 +369,8 @@ class Dispatcher:
         shown = options.trusted if options.tracebacks is None else options.tracebacks
         fault, encoded = encode_fault(error, self._worker.name, plain=answer.peer.plain, tracebacks=shown)
         buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
+        if answer.peer.link is not None:
+            answer.peer.link.depart()
         self._send(answer, Frame(Kind.FAULT, answer.number, pack(fault), buffers, keep))
 
     def _send(self, answer: Answer, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:

@@ -15,6 +15,8 @@ import torch.futures
 
 from backhaul import limits
 from backhaul.compiler import graph_break
+from backhaul.cuda import process
+from backhaul.cuda.streams import Mark
 from backhaul.limits import FOREVER
 from backhaul.worker import blocking, observer_here, runtime_here
 
@@ -57,6 +59,7 @@ class Future(torch.futures.Future[T]):
     _call: tuple[Callable[[], Calls | None], int] | None = None  # which call it is of, if it is of one
     _cancel: Callable[[], bool] | None = None  # else, how to cancel what it waits for
     _waiting = 0  # threads and tasks that wait for it
+    _mark: Mark | None = None  # what was under way on the streams of who completed it, if anything
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         if devices is None:
@@ -77,7 +80,31 @@ class Future(torch.futures.Future[T]):
         """
         if not _is_done(self):
             self._wait_until_done(timeout)
+        if self._mark is not None:
+            return self._follow(_value_of(self))
         return _value_of(self)  # type: ignore[no-any-return]
+
+    def _follow(self, value: T) -> T:
+        """The value, for who goes on with it on the streams of the calling thread."""
+        if self._mark is not None and process.frontier is not None:
+            process.frontier.join(self._mark, value)
+        return value
+
+    @graph_break
+    def value(self) -> T:
+        """The value of a future that is done, or raise the exception that is."""
+        return self._follow(super().value())
+
+    @graph_break
+    def set_result(self, result: T) -> None:
+        """Complete the future with a value."""
+        self._note_streams()
+        super().set_result(result)
+
+    def _note_streams(self) -> None:
+        """What this thread's streams are to do comes before what is done with the value."""
+        if process.frontier is not None and not _is_done(self):
+            self._mark = process.frontier.mark()
 
     def _wait_until_done(self, timeout: float | None) -> None:
         if not _is_done(self):
@@ -138,7 +165,7 @@ class Future(torch.futures.Future[T]):
         self._wait_until_done(timeout)
         error = self._error
         if error is None:
-            return super().wait()
+            return self._follow(super().wait())
         fresh = _copy_of(error).with_traceback(error.__traceback__)
         fresh.__cause__, fresh.__suppress_context__ = error.__cause__, error.__suppress_context__
         del error
@@ -325,4 +352,6 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
         _count_down(missing, gate.open)
         with blocking():
             limits.wait(gate, None, "not all futures were done")
+    if process.frontier is not None:
+        return [member.wait() for member in members]
     return [_value_of(member) for member in members]

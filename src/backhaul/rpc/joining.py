@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from backhaul.cuda.placement import check
 from backhaul.errors import AuthenticationError, BackhaulError, PeerLostError, RendezvousError, UnknownWorkerError
 from backhaul.rpc.membership import greet
 from backhaul.rpc.node import Node, start_node
@@ -32,6 +33,7 @@ def join(
     runtime = runtime or Runtime()
     try:
         own, others = enrol(endpoint, own, addresses, options.rendezvous_timeout, runtime)
+        check(own, others)
     except BaseException:
         endpoint.close()
         raise

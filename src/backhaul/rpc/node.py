@@ -7,9 +7,12 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from backhaul.cuda import process
+from backhaul.cuda.placement import maps_of
 from backhaul.errors import BackhaulError, LeakError
 from backhaul.rpc import membership
 from backhaul.rpc.agent import Agent
+from backhaul.rpc.devices import Devices
 from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
 from backhaul.rpc.guard import GuardedDispatcher, guard_frames
@@ -49,6 +52,8 @@ class Node:
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
         self.membership = Membership(worker, self.agent, self.farewell)
         membership.attach(worker, self.peers)
+        if worker.plane is not None:
+            self.devices = Devices(worker, self.peers, worker.plane)
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down
         worker.attach(self)
@@ -111,6 +116,8 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         limit=options.max_frame_bytes,
         beat=options.heartbeat_interval,
         trusting=options.trusted,
+        devices=process.identities(),
+        maps=maps_of(options.device_maps, options.devices),
     )
 
 
@@ -123,7 +130,9 @@ def start_node(
     runtime: Runtime | None = None,
 ) -> Node:
     """Make the worker that ``own`` describes and let it listen."""
-    node = Node(Worker(own.info, own.incarnation, endpoint, options, runtime), own, records)
+    worker = Worker(own.info, own.incarnation, endpoint, options, runtime)
+    worker.plane = process.start(own)
+    node = Node(worker, own, records)
     for extend in extensions:
         extend(node)
     if not options.trusted:

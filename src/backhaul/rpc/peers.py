@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from backhaul.crew import Task
+from backhaul.cuda.links import PeerLink, link_to
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
 from backhaul.rpc import roster
 from backhaul.rpc.roster import Roster, WorkerRecord, choose
@@ -47,6 +48,7 @@ class Peer:
         "gone",
         "incoming",
         "info",
+        "link",
         "lost",
         "main_shared",
         "plain",
@@ -62,6 +64,7 @@ class Peer:
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         # Whether nothing may be pickled between the two: one that takes no pickles is sent none, and sends none.
         self.plain = record.id != own.id and not (record.trusting and own.trusting)
+        self.link: PeerLink | None = None  # for tensors of devices, where there are any
         self.channel: Channel | None = None  # what this end sends through
         self.incoming: Channel | None = None  # what the other end opened; two that call each other at once have two
         self.channels: tuple[Channel, ...] = ()  # all that are not known to be lost; one that connects again has more
@@ -89,6 +92,7 @@ class Peers:
 
     Attributes:
         plain: The ids of those with whom nothing may be pickled, see ``Peer.plain``.
+        linked: Those with a link, by id.
     """
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
@@ -101,14 +105,18 @@ class Peers:
         self._changes: list[ChangeListener] = []
         self._watchers: list[Callable[[Channel], None]] = []
         self.plain: set[int] = set()
+        self.linked: dict[int, Peer] = {}
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
         self._sent_before = 0  # bytes that went over channels that are gone
         self.own = self._by_id[own.id] = self._by_name[own.name] = Peer(own, own, worker.runtime.lock())
+        self._link(self.own)
         for record in records:
             self.admit(record)
         self.own.channel = worker.loopback
+        if self.own.link is not None:
+            self.linked[own.id] = self.own
         self._belongs(worker.loopback, self.own)
         worker.on_frame(Kind.HELLO, self._on_hello)
         worker.on_frame(Kind.REFUSE, self._on_refuse)
@@ -130,6 +138,7 @@ class Peers:
                 self._tell_change("replaced", old, f"worker '{old.info.name}' was restarted")
                 self.close_channels(old)
             peer = Peer(record, self._own, self._worker.runtime.lock())
+            self._link(peer)
             with self._lock:
                 # So that there is somebody of that name throughout, be it one that cannot be reached any more.
                 self._by_id[record.id] = self._by_name[record.name] = peer
@@ -137,8 +146,13 @@ class Peers:
                     self._strike(old)
                 if peer.plain:
                     self.plain.add(record.id)
+                if peer.link is not None:
+                    self.linked[record.id] = peer
             self._tell_change("joined", peer, "")
             return ""
+
+    def _link(self, peer: Peer) -> None:
+        peer.link = link_to(self._own, peer.record, self._worker.plane, open=not peer.plain)
 
     def dismiss(self, peer: Peer) -> None:
         """Forget a worker that has left."""
@@ -152,6 +166,8 @@ class Peers:
     def _strike(self, peer: Peer) -> None:
         """Take a worker that is gone off the tables, where no other stands in its place."""
         self.plain.discard(peer.record.id)
+        if self.linked.get(peer.record.id) is peer:
+            del self.linked[peer.record.id]
         if self._by_id.get(peer.record.id) is peer:
             del self._by_id[peer.record.id]
         if self._by_name.get(peer.info.name) is peer:
@@ -310,6 +326,8 @@ class Peers:
             self._by_channel[channel] = peer
             if channel not in peer.channels:
                 peer.channels = (*peer.channels, channel)
+        if peer.link is not None:
+            peer.link.opened(channel)
 
     def _choose(self, peer: Peer) -> str:
         record = peer.record
@@ -403,6 +421,8 @@ class Peers:
             self._sent_before += channel.bytes_sent
         if peer is None:
             return
+        if peer.link is not None:
+            peer.link.lost(channel)
         # One that was opened and given up may have shown itself after the one that followed it.
         other = peer.channels[-1] if peer.channels else None
         if peer.channel is channel:

@@ -31,6 +31,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     beat: float = 0.0  # seconds within which it says something on every channel; 0: it may be silent
     epoch: int = 0  # when it joined: the larger, the later
     trusting: bool = True  # whether it takes pickles
+    devices: tuple[str, ...] = ()  # its CUDA devices, by index: equal ones are the same piece of hardware
+    maps: dict[str, dict[str, str] | str] = {}  # where its tensors arrive, see ``cuda.placement``
 
     @property
     def info(self) -> WorkerInfo:
@@ -90,8 +92,8 @@ class Roster:
 
     def rivals(self, name: str, number: int) -> list[WorkerRecord]:
         """The members that have that name or that id."""
-        found = self._members.get(number), self._by_name.get(name)
-        return [member for member in dict.fromkeys(found) if member is not None]
+        found = {member.id: member for member in (self._members.get(number), self._by_name.get(name)) if member}
+        return list(found.values())
 
     def admit(self, record: WorkerRecord) -> Admit | Refuse | None:
         """A worker has shown its record. None: it is known."""

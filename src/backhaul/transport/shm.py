@@ -49,7 +49,8 @@ from backhaul.wire.memory import Buffer, block_type
 THRESHOLD = 64 << 10  # buffers from here on go through slots; measured, see docs/performance.md
 OFFER, ANSWER, RETIRE = 1, 2, 3  # kinds of control frames
 _OFFER_BODY = struct.Struct("<iIQ16s")  # descriptor, slots, slot size, cookie
-_PAGE = 4096
+PAGE = 4096  # a segment's first, with its states
+COOKIE = 16  # bytes
 _STATES = 64  # where in a segment's first page the states are; the cookie is at its beginning
 _MAX_SEGMENTS = 1 << 14  # that a receiver has mapped at once
 _MAX_SEGMENT = 1 << 40
@@ -74,7 +75,7 @@ def _map(fd: int, size: int, flags: int) -> int:
     return address
 
 
-class _Mapping:
+class Mapping:
     """A file in memory. Unmapped when nothing refers to it; unlike ``mmap.mmap`` it keeps no descriptor."""
 
     __slots__ = ("address", "size")
@@ -95,8 +96,41 @@ class _Mapping:
         return block
 
 
-def _states(mapping: _Mapping, count: int) -> memoryview:
+def states_of(mapping: Mapping, count: int) -> memoryview:
+    """The states of a segment's slots, in its first page."""
     return memoryview(mapping.block(_STATES, count)).cast("B")
+
+
+def create(total: int) -> tuple[int, Mapping, bytes]:
+    """Make a segment of that size: a descriptor, by which another process can open it while it is not closed, the
+    memory, and what it begins with. Raises ``OSError``.
+    """
+    fd = os.memfd_create("backhaul", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, total)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        mapping = Mapping(fd, total)
+    except BaseException:
+        os.close(fd)
+        raise
+    cookie = secrets.token_bytes(COOKIE)
+    ctypes.memmove(mapping.address, cookie, len(cookie))
+    return fd, mapping, cookie
+
+
+def attach(process: int, fd: int, total: int, cookie: bytes) -> Mapping:
+    """Map a segment that another process has made. Raises ``OSError``."""
+    # Whatever that descriptor is, opening it must not block; and what may shrink would kill whoever reads it.
+    mine = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if os.fstat(mine).st_size != total or fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError("not a segment")
+        mapping = Mapping(mine, total)
+    finally:
+        os.close(mine)
+    if ctypes.string_at(mapping.address, len(cookie)) != cookie:
+        raise OSError("another segment")
+    return mapping
 
 
 def available() -> bool:
@@ -155,7 +189,7 @@ class Lender:
                 places = places or [0] * len(buffers)
                 segment, index = slot
                 places[position] = segment.number << 32 | index
-                copy_into(segment.memory.block(_PAGE + index * segment.slot_bytes, size), buffer)
+                copy_into(segment.memory.block(PAGE + index * segment.slot_bytes, size), buffer)
         except BaseException:
             self.take_back(places)
             raise
@@ -190,26 +224,17 @@ class Lender:
         if wish is None:
             return
         slot_bytes, count = wish
-        total = _PAGE + slot_bytes * count
+        total = PAGE + slot_bytes * count
         if not self._budget.take(total):
             return
         try:
-            fd = os.memfd_create("backhaul", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(fd, total)
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-                mapping = _Mapping(fd, total)
-            except BaseException:
-                os.close(fd)
-                raise
+            fd, mapping, cookie = create(total)
         except OSError:  # no descriptors or address space left, say: inline then
             self._budget.give_back(total)
             return
-        cookie = secrets.token_bytes(16)
-        ctypes.memmove(mapping.address, cookie, len(cookie))
         number = self._pool.next_number()
         self._descriptors[number] = fd
-        self._pool.add(Segment(number, slot_bytes, _states(mapping, count), time.monotonic(), mapping))
+        self._pool.add(Segment(number, slot_bytes, states_of(mapping, count), time.monotonic(), mapping))
         self.news.append(control_frame(OFFER, number, _OFFER_BODY.pack(fd, count, slot_bytes, cookie)))
 
     def answered(self, number: int, body: bytes) -> None:
@@ -234,7 +259,7 @@ class Lender:
             if not accepted:
                 self._refused = True
                 self._pool.drop(segment)
-                self._budget.give_back(_PAGE + segment.nbytes)
+                self._budget.give_back(PAGE + segment.nbytes)
 
     def trim(self) -> bool:
         """Let unused segments go; whether there may be more of them later."""
@@ -245,7 +270,7 @@ class Lender:
             reserve = RESERVE if self._budget.used < self._budget.limit // 2 else 0  # others may need it
             for segment in self._pool.drop_unused(time.monotonic(), reserve=reserve):
                 self.news.append(control_frame(RETIRE, segment.number))
-                self._budget.give_back(_PAGE + segment.nbytes)
+                self._budget.give_back(PAGE + segment.nbytes)
             return not self._closed and self._pool.may_shrink
         finally:
             self._lock.release()
@@ -256,7 +281,7 @@ class Lender:
         self._closed = True
         for segment in self._pool:
             self._pool.drop(segment)
-            self._budget.give_back(_PAGE + segment.nbytes)
+            self._budget.give_back(PAGE + segment.nbytes)
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
         if held:
@@ -271,10 +296,10 @@ class _Borrowed:
 
     __slots__ = ("mapping", "slot_bytes", "states", "taken")
 
-    def __init__(self, mapping: _Mapping, slot_bytes: int, count: int) -> None:
+    def __init__(self, mapping: Mapping, slot_bytes: int, count: int) -> None:
         self.mapping = mapping
         self.slot_bytes = slot_bytes
-        self.states = _states(mapping, count)
+        self.states = states_of(mapping, count)
         self.taken = bytearray(count)  # which slots are in use here, whatever the states say
 
 
@@ -305,30 +330,17 @@ class Borrower:
         if len(body) != _OFFER_BODY.size:
             raise ProtocolError(f"an offer of {len(body)} bytes")
         fd, count, slot_bytes, cookie = _OFFER_BODY.unpack(body)
-        total = _PAGE + count * slot_bytes
-        if not 0 < count <= MAX_SLOTS or not slot_bytes or slot_bytes % _PAGE or total > _MAX_SEGMENT:
+        total = PAGE + count * slot_bytes
+        if not 0 < count <= MAX_SLOTS or not slot_bytes or slot_bytes % PAGE or total > _MAX_SEGMENT:
             raise ProtocolError(f"impossible segment: {count} slots of {slot_bytes} bytes")
         if number in self._segments or not 0 < number < 1 << 31:
             raise ProtocolError(f"impossible segment number {number}")
         accepted = False
         if len(self._segments) < _MAX_SEGMENTS and self._process > 0 and fd >= 0:
             with contextlib.suppress(OSError):
-                self._segments[number] = _Borrowed(self._open(fd, total, cookie), slot_bytes, count)
+                self._segments[number] = _Borrowed(attach(self._process, fd, total, cookie), slot_bytes, count)
                 accepted = True
         return control_frame(ANSWER, number, b"\1" if accepted else b"\0")
-
-    def _open(self, fd: int, total: int, cookie: bytes) -> _Mapping:
-        # Whatever that descriptor is, opening it must not block; and what may shrink would kill whoever reads it.
-        mine = os.open(f"/proc/{self._process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            if os.fstat(mine).st_size != total or fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise OSError("not a segment")
-            mapping = _Mapping(mine, total)
-        finally:
-            os.close(mine)
-        if ctypes.string_at(mapping.address, len(cookie)) != cookie:
-            raise OSError("another segment")
-        return mapping
 
     def retired(self, number: int) -> None:
         """The sender has let go of a segment."""
@@ -347,7 +359,7 @@ class Borrower:
         if segment.taken[index] or segment.states[index] != LENT:
             raise ProtocolError(f"place {place:#x} was not lent")
         segment.taken[index] = 1
-        block: Buffer = segment.mapping.block(_PAGE + index * segment.slot_bytes, size)
+        block: Buffer = segment.mapping.block(PAGE + index * segment.slot_bytes, size)
         lease = _Lease(block, _end)
         lease.segment, lease.index = segment, index
         _leases[id(lease)] = lease
@@ -416,7 +428,7 @@ class _ForkWatch:
 
 
 def _privatize(address: int, size: int) -> None:
-    size = -(-size // _PAGE) * _PAGE
+    size = -(-size // PAGE) * PAGE
     copy = _map(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     ctypes.memmove(copy, address, size)
     if _libc.mremap(copy, size, size, _ONTO, address) == _FAILED:

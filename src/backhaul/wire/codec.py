@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
 from backhaul.wire.callables import name_of, resolve
+from backhaul.wire.devices import Lease, Link, Trial
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import TREE, Payload
@@ -54,6 +55,7 @@ class Encoded(msgspec.Struct, eq=False):
     Attributes:
         tensors: Those of the message's table.
         parcels: What reducers left.
+        lease: The slots of a link that the message takes with it, if any. To be told when it is handed to a channel.
     """
 
     payload: Payload
@@ -61,9 +63,17 @@ class Encoded(msgspec.Struct, eq=False):
     keep: list[Any]
     tensors: list[torch.Tensor]
     parcels: Sequence[Any] = ()
+    lease: Lease | None = None
 
 
-def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = False, plain: bool = False) -> Encoded:
+def encode(
+    values: Sequence[Any],
+    *,
+    names: Sequence[str],
+    main_shared: bool = False,
+    plain: bool = False,
+    link: Link | None = None,
+) -> Encoded:
     """Encode a list of values. Raises ``SerializationError`` naming the part that cannot travel.
 
     Args:
@@ -71,31 +81,39 @@ def encode(values: Sequence[Any], *, names: Sequence[str], main_shared: bool = F
         names: What to call each value in that error.
         main_shared: Whether ``__main__`` is the same program at the other end.
         plain: Whether nothing may be pickled.
+        link: What takes tensors of devices; None: they cannot travel.
     """
     try:
-        flat = _encode_plain(values)
+        flat = _encode_plain(values, link)
     except Exception:  # a tensor that cannot travel: the other form says which
         flat = None
     if plain:
-        return flat if flat is not None and not _special(flat.tensors) else _encode_tree(values, names)
-    return flat or _encode_pickled(values, names, main_shared)
+        return flat if flat is not None and not _special(flat.tensors) else _encode_tree(values, names, link)
+    return flat or _encode_pickled(values, names, main_shared, link)
 
 
 def _special(tensors: Sequence[torch.Tensor]) -> bool:
     return any(tensor.is_quantized or tensor.is_nested for tensor in tensors)
 
 
-def _encode_tree(values: Sequence[Any], names: Sequence[str]) -> Encoded:
-    writer = TensorWriter()
+def _encode_tree(values: Sequence[Any], names: Sequence[str], link: Link | None) -> Encoded:
+    writer = TensorWriter(link)
     flattener = Flattener(writer)
     tree = [flattener.flatten(value, name) for name, value in zip(names, values, strict=True)]
     table, buffers, keep = writer.finish()
     if len(buffers) > MAX_BUFFERS:
+        _unsent(writer)
         raise SerializationError(f"too much for one message: {len(buffers)} buffers of tensors")
-    return Encoded(Payload(table, tree, loose=TREE), buffers, [keep], writer.tensors)
+    return Encoded(Payload(table, tree, loose=TREE), buffers, [keep], writer.tensors, lease=writer.lease)
 
 
-def _encode_plain(values: Sequence[Any]) -> Encoded | None:
+def _unsent(writer: TensorWriter) -> None:
+    """Whoever catches the error may keep it for long, and all it went through; slots are not to wait for that."""
+    if writer.lease is not None:
+        writer.lease.end()
+
+
+def _encode_plain(values: Sequence[Any], link: Link | None) -> Encoded | None:
     """The form for plain scalars and tensors; None if there is anything else."""
     if len(values) > _MAX_PLAIN:
         return None
@@ -119,34 +137,36 @@ def _encode_plain(values: Sequence[Any]) -> Encoded | None:
             return None
     if tensor is None:
         return Encoded(Payload(EMPTY_TABLE, plain), [], [], [])
-    if more is None:
+    if more is None and (link is None or not link.takes_host):
         ordinary = write_ordinary(tensor)
         if ordinary is not None:
             table, buffer = ordinary
             return Encoded(Payload(table, plain, ((at, 0),)), [buffer], [tensor], [tensor])
-    return _encode_tensors(plain, more or [(at, tensor)])
+    return _encode_tensors(plain, more or [(at, tensor)], link)
 
 
-def _encode_tensors(plain: list[Any], placed: list[tuple[int, torch.Tensor]]) -> Encoded | None:
-    """Several tensors, or one that is not ordinary; None if one of them is not in this process's memory."""
+def _encode_tensors(plain: list[Any], placed: list[tuple[int, torch.Tensor]], link: Link | None) -> Encoded | None:
+    """Several tensors, or one that is not ordinary; None if one of them is neither in this process's memory nor the
+    link's.
+    """
     by_id = {id(tensor): tensor for _, tensor in placed}
     ids, distinct = list(by_id), list(by_id.values())
     where = tuple((place, ids.index(id(tensor))) for place, tensor in placed)
-    ordinary = write_all_ordinary(distinct)
+    ordinary = None if link is not None and link.takes_host else write_all_ordinary(distinct)
     if ordinary is not None:
         table, buffers = ordinary
         return Encoded(Payload(table, plain, where), buffers, distinct, distinct)
-    writer = TensorWriter()
+    writer = TensorWriter(link)
     for tensor in distinct:
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu" and (link is None or not link.takes(tensor.device)):
             return None
         writer.add(tensor)
     table, buffers, keep = writer.finish()
-    return Encoded(Payload(table, plain, where), buffers, [keep], distinct)
+    return Encoded(Payload(table, plain, where), buffers, [keep], distinct, lease=writer.lease)
 
 
-def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bool) -> Encoded:
-    writer = TensorWriter()
+def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bool, link: Link | None) -> Encoded:
+    writer = TensorWriter(link)
     loose: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     parcels: list[Any] = []
@@ -155,28 +175,33 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
         table, buffers, keep = writer.finish()
     except Exception as error:
         if isinstance(error, BackhaulError) and not isinstance(error, SerializationError):  # what it refers to is lost
-            error.add_note(f"{_explain(values, names, main_shared, error).path} stands for that, and cannot be sent")
+            culprit = _explain(values, names, main_shared, link, error).path
+            error.add_note(f"{culprit} stands for that, and cannot be sent")
             raise
-        raise _explain(values, names, main_shared, error) from error
+        raise _explain(values, names, main_shared, link, error) from error
     body = out.getvalue()
     if len(body) > MAX_BODY - (1 << 16) or len(buffers) + len(loose) > MAX_BUFFERS:
+        _unsent(writer)
         raise SerializationError(
             f"too much for one message: {len(body)} bytes of pickle, {len(buffers)} buffers of tensors"
         )
     buffers.extend(buffer.raw() for buffer in loose)
-    return Encoded(Payload(table, pickle=body, loose=len(loose)), buffers, [keep, loose], writer.tensors, parcels)
+    form = Payload(table, pickle=body, loose=len(loose))
+    return Encoded(form, buffers, [keep, loose], writer.tensors, parcels, writer.lease)
 
 
-def decode(payload: Payload, buffers: Sequence[Buffer]) -> list[Any]:
-    """Make the values again. The tensors live on the memory of ``buffers``, which must be writable."""
-    return load(payload, buffers, tensors_of(payload, buffers))
+def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None) -> list[Any]:
+    """Make the values again. The tensors live on the memory of ``buffers``, which must be writable, and of the slots
+    of ``link``.
+    """
+    return load(payload, buffers, tensors_of(payload, buffers, link))
 
 
-def tensors_of(payload: Payload, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+def tensors_of(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None) -> list[torch.Tensor]:
     """The tensors of a payload, in the order of ``Encoded.tensors``."""
     if payload.loose > 0:
         buffers = buffers[: len(buffers) - payload.loose]
-    return read_tensors(payload.tensors, buffers)
+    return read_tensors(payload.tensors, buffers, link)
 
 
 def load(
@@ -338,9 +363,11 @@ def _in_main(value: Any) -> bool:
     return value.__module__ == "__main__" and name_of(value, main_shared=True) is not None
 
 
-def _explain(values: Sequence[Any], names: Sequence[str], main_shared: bool, error: Exception) -> SerializationError:
+def _explain(
+    values: Sequence[Any], names: Sequence[str], main_shared: bool, link: Link | None, error: Exception
+) -> SerializationError:
     """Find the innermost part that does not travel on its own, and say so."""
-    search = _Search(main_shared)
+    search = _Search(main_shared, None if link is None else Trial(link))
     for name, value in zip(names, values, strict=True):
         found = search.locate(name, value, frozenset((id(value),)), 0)
         if found is not None:
@@ -354,14 +381,15 @@ def _explain(values: Sequence[Any], names: Sequence[str], main_shared: bool, err
 class _Search:
     """Looks for what cannot travel, by trying part after part."""
 
-    def __init__(self, main_shared: bool) -> None:
+    def __init__(self, main_shared: bool, link: Link | None) -> None:
         self._main_shared = main_shared
+        self._link = link
         self._tries = 2000
 
     def locate(self, path: str, value: Any, above: frozenset[int], depth: int) -> tuple[str, Any, str] | None:
         """The culprit at or below ``value``, with its path and what is wrong with it."""
         self._tries -= 1
-        why = _trouble(value, self._main_shared)
+        why = _trouble(value, self._main_shared, self._link)
         if why is None:
             return None
         circular = False
@@ -377,10 +405,10 @@ class _Search:
         return None if circular and depth else (path, value, why)
 
 
-def _trouble(value: Any, main_shared: bool) -> str | None:
+def _trouble(value: Any, main_shared: bool, link: Link | None) -> str | None:
     """Why ``value`` does not travel. Text, not the exception: that would hold on to all it went through."""
     try:
-        writer = TensorWriter()
+        writer = TensorWriter(link)
         _Pickler(io.BytesIO(), writer, [], main_shared, []).dump(value)
         writer.finish()
     except Exception as error:

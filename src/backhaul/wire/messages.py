@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     LEAVE = 11  # shutdown: everyone is done
     JOIN = 12  # first frame of one that wants to become a member
     WELCOME = 13  # the answer: its place and all members, or who is to be asked
+    SEGMENTS = 14  # device memory is offered, accepted or withdrawn; see ``cuda.segments``
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):

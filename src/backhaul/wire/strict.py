@@ -11,11 +11,13 @@ import torch
 
 from backhaul.errors import ProtocolError
 from backhaul.wire.codec import tensors_of
+from backhaul.wire.devices import Grounded
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import TREE, Payload
 from backhaul.wire.plain import SCALARS
 from backhaul.wire.tensors import Ordinary, Part, TensorTable, dtype_named, read_record
 
+_grounded = Grounded()
 _LAYOUTS = frozenset(("", "coo", "csr", "csc", "bsr", "bsc"))
 
 
@@ -35,7 +37,7 @@ def check_payload(payload: Payload, buffers: Sequence[Buffer], limit: int) -> No
     table = payload.tensors
     if table.specs or table.parts or table.ordinary:
         _check_table(table, limit)
-        for tensor in tensors_of(payload, buffers):
+        for tensor in tensors_of(payload, buffers, _grounded):
             _check_bools(tensor)
 
 

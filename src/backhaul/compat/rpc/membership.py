@@ -16,6 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from backhaul.compat import errors
 from backhaul.compat.rpc.agent import TensorPipeAgent
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
+from backhaul.cuda.placement import check
 from backhaul.rpc.api import rpc_sync
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.roster import WorkerRecord
@@ -61,6 +62,11 @@ def join(name: str, rank: int, store: Store, given: TensorPipeRpcBackendOptions)
         if any(name == other.name or rank == other.id for other in others):
             endpoint.close()
             raise RuntimeError(f"Worker name {name} is not unique, or its rank {rank} is not.")
+        try:
+            check(own, others)
+        except ValueError:
+            endpoint.close()
+            raise
         node = start_node(own, [*others, own], endpoint, options)
         node.worker.attach(store)
         for other in others:

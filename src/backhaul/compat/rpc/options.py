@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 
 from backhaul.compat.rpc import constants
 from backhaul.types import Options
-
-log = logging.getLogger("backhaul")
 
 Device = int | str | torch.device
 
@@ -93,6 +90,4 @@ def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch
 
 def to_options(given: TensorPipeRpcBackendOptions) -> Options:
     """What Backhaul is to be told."""
-    if given.device_maps or given.devices:
-        log.warning("device_maps and devices have no effect yet: only CPU tensors travel")
-    return Options(timeout=given.rpc_timeout, threads=given.num_worker_threads)
+    return Options(timeout=given.rpc_timeout, threads=given.num_worker_threads, device_maps=given.device_maps or None)

@@ -1,0 +1,59 @@
+"""Device memory between workers of one process, which need not open what they have: a copy changes hands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from backhaul.cuda.segments import Ipc
+from backhaul.cuda.streams import Event, Frontier
+from backhaul.errors import ProtocolError
+from backhaul.wire.devices import Slot
+
+_numbers = itertools.count(1)
+_handed: dict[int, tuple[torch.Tensor, Event, int, int]] = {}
+"""What is on its way: memory, when it is there, on which device, and whose it was."""
+
+
+class Handover:
+    """Both ends, as ``lender`` and ``borrower`` are of shared memory. Thread-safe."""
+
+    def __init__(self, ipc: Ipc, frontier: Frontier) -> None:
+        self._ipc = ipc
+        self._frontier = frontier
+
+    def lend(self, flat: torch.Tensor, device: int) -> Slot | None:
+        """Copy bytes; whoever knows the slot may have them."""
+        memory = self._ipc.allocate(device, len(flat))
+        self._ipc.copy(memory, 0, flat)
+        ready = self._frontier.record_new(device)
+        number = next(_numbers)
+        _handed[number] = memory, ready, device, id(self)
+        return 0, number
+
+    def take_back(self, slots: Iterable[Slot]) -> None:
+        """Nobody has been told of these."""
+        for _, number in slots:
+            _handed.pop(number, None)
+
+    def borrow(self, slot: Slot, nbytes: int, device: int) -> torch.Tensor:
+        """Take bytes."""
+        segment, number = slot
+        found = _handed.pop(number, None)
+        if segment or found is None or found[2] != device or len(found[0]) < nbytes:
+            raise ProtocolError(f"there are no {nbytes} bytes on cuda:{device} in slot {slot}")
+        memory, ready, *_ = found
+        self._frontier.follow(device, (ready,))
+        self._frontier.adopt(memory)
+        return memory
+
+    def decline(self, slots: Iterable[Slot]) -> None:
+        """Nobody is going to take these."""
+        for _, number in slots:
+            _handed.pop(number, None)
+
+    def close(self) -> None:
+        """The channel is lost, with what is on its way."""
+        self.take_back([(0, number) for number, entry in list(_handed.items()) if entry[3] == id(self)])

@@ -1,0 +1,338 @@
+"""Which stream waits for what: work on devices follows the order of messages, and the host waits for nothing of it.
+
+What is done on the streams of one thread before a message leaves, or a value is handed to another thread, comes before
+what is done on the streams of those who got it. ``Backend`` is all that is needed of CUDA, so that tests can have
+streams of their own which find a wait that is missing. Knows no message and no worker.
+
+[Note: frontier] A thread that lets a message go records an event on each of its current streams that is not idle. The
+latest event of each stream is the process's *frontier*. A thread that goes on with a message lets its current streams
+wait for all of it, and for the default streams. That is more than the message depends on, and has to be: parameters
+that one handler has changed are seen by the next although no tensor of theirs travels.
+
+[Note: idle] Nobody has to wait for a stream that is idle, or for an event that has passed: what was done there is done.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+log = logging.getLogger("backhaul")
+
+_DEEP = 8  # how far into a value to look for tensors
+
+Key = tuple[int, int]
+"""Names a stream: its device and a number."""
+
+
+class Event(Protocol):
+    """A point on a stream. After the first, only streams of the same device may record it; any may wait for it."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it; also if it was never recorded."""
+
+    def synchronize(self) -> None:
+        """Wait until it has, on the host."""
+
+
+class Stream(Protocol):
+    """Work on one device that is done in order."""
+
+    def query(self) -> bool:
+        """Whether it is idle."""
+
+
+class Backend(Protocol):
+    """What CUDA does. All of it is cheap; raises ``RuntimeError`` where a device has failed."""
+
+    def devices(self) -> Sequence[int]:
+        """Those on which this process has done anything."""
+
+    def current(self, device: int) -> Stream:
+        """The calling thread's stream."""
+
+    def default(self, device: int) -> Stream:
+        """The one that threads begin with."""
+
+    def fresh(self, device: int) -> Stream:
+        """One of the pool."""
+
+    def use(self, stream: Stream) -> None:
+        """Make it the calling thread's; the thread's device stays as it is."""
+
+    def key(self, stream: Stream) -> Key:
+        """Its name."""
+
+    def lasting(self, stream: Stream) -> bool:
+        """Whether it is there as long as the process is."""
+
+    def event(self, device: int) -> Event:
+        """A new one."""
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """The event is at the end of what the stream has to do now."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What the stream is given from now on is done after the event."""
+
+    def capturing(self) -> bool:
+        """Whether what the calling thread does becomes part of a CUDA graph: then it is left alone."""
+
+
+class Mark:
+    """What was under way on a thread's streams when it handed a value on. Made by ``Frontier.mark``."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: list[tuple[Key, Event]]) -> None:
+        self._events = events
+
+    @property
+    def pending(self) -> list[tuple[Key, Event]]:
+        """What of it is still under way."""
+        if self._events:
+            self._events = [(key, event) for key, event in self._events if not event.query()]
+        return self._events
+
+
+class Frontier:
+    """The order of one process's streams. Thread-safe and without locks: destructors come here too, from anywhere.
+
+    Attributes:
+        trouble: What CUDA said when a device had failed, after which nothing can be done on it; empty: nothing.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.trouble = ""
+        self._backend = backend
+        self._departed: dict[Key, Event] = {}
+        self._known: dict[Key, Stream] = {}  # all streams that were ever used by those who call here
+        self._drains: dict[int, Stream] = {}
+        self._ended: collections.deque[tuple[Event, int, Callable[[], None]]] = collections.deque()  # to be drained
+        self._here = threading.local()  # .lanes: device -> stream, of a thread that has its own
+
+    # Threads.
+
+    def enter(self) -> None:
+        """The calling thread, one of the crew's, begins something new: it does so on streams of its own."""
+        self._try(self._enter)
+
+    def _enter(self) -> None:
+        backend, here = self._backend, self._here
+        lanes: dict[int, Stream] | None = getattr(here, "lanes", None)
+        if lanes is None:
+            lanes = here.lanes = {}
+        for device in backend.devices():
+            lane = lanes.get(device)
+            if lane is None:
+                lane = lanes[device] = backend.fresh(device)
+                self._known.setdefault(backend.key(lane), lane)
+            if backend.current(device) is not lane:
+                backend.use(lane)
+
+    # Messages.
+
+    def depart(self) -> None:
+        """A message is about to go out: who gets it comes after what this thread has begun."""
+        self._try(self._depart)
+
+    def _depart(self) -> None:
+        backend = self._backend
+        if backend.capturing():
+            return
+        for device in backend.devices():
+            stream = self._current(device)
+            if stream.query():
+                continue
+            key = backend.key(stream)
+            event = self._departed.get(key)
+            if event is None:
+                event = self._departed.setdefault(key, backend.event(device))
+            backend.record(event, stream)  # those who wait for what it was before have noted that
+
+    def arrive(self) -> None:
+        """A message has come, and this thread goes on with it: after all that has departed. See [Note: frontier]."""
+        self._try(self._arrive)
+
+    def _arrive(self) -> None:
+        backend = self._backend
+        if backend.capturing():
+            return
+        if self._ended:
+            self._drain()
+        pending = [(key, event) for key, event in list(self._departed.items()) if not event.query()]
+        for device in backend.devices():
+            self._follow(self._current(device), pending)
+            self._follow_stream(self._current(device), backend.default(device))
+
+    # Values that go from thread to thread.
+
+    def mark(self, earlier: Mark | None = None) -> Mark | None:
+        """What this thread has begun, for who gets a value that comes of it; and what there was before that others
+        have. None: no device is in use.
+        """
+        made: Mark | None = self._try(lambda: self._mark(earlier))
+        return made or earlier
+
+    def _mark(self, earlier: Mark | None) -> Mark | None:
+        backend = self._backend
+        if backend.capturing():
+            return None
+        events: list[tuple[Key, Event]] = []
+        for device in backend.devices():
+            stream = self._current(device)
+            if not stream.query():
+                event = backend.event(device)
+                backend.record(event, stream)
+                events.append((backend.key(stream), event))
+        if not backend.devices():
+            return None
+        if earlier is not None:
+            new = {key for key, _ in events}
+            events += [(key, event) for key, event in earlier.pending if key not in new]
+        return Mark(events)  # if there are none, the memory is another thread's all the same, see ``join``
+
+    def join(self, mark: Mark, value: Any = None) -> None:
+        """This thread goes on with a value that came with ``mark``: after what it came of. The memory of the tensors in
+        ``value`` is not used for anything else before this thread's streams are done with it.
+        """
+        self._try(lambda: self._join(mark, value))
+
+    def _join(self, mark: Mark, value: Any) -> None:
+        backend = self._backend
+        pending = mark.pending
+        if not backend.capturing():
+            for device in backend.devices() if pending else ():
+                self._follow(self._current(device), pending)
+            self.adopt(value)
+
+    def adopt(self, value: Any) -> None:
+        """Tensors of another thread are used on this thread's streams from now on: their memory is not to be given
+        away before that is done.
+        """
+        for tensor in tensors_in(value):
+            if tensor.device.type == "cuda" and tensor.layout is torch.strided:
+                stream = self._current(tensor.device.index)
+                tensor.record_stream(stream)  # type: ignore[arg-type]
+
+    # Memory that others may use again.
+
+    def drain(self, event: Event, device: int, then: Callable[[], None]) -> None:
+        """Record ``event`` behind all that this process has begun on any stream it is known to use, and call ``then``:
+        now, or soon, if the calling thread makes a CUDA graph, which this is not to be part of.
+
+        On a stream apart, which waits for those: none of them has to wait for another.
+        """
+        self._ended.append((event, device, then))
+        self._try(self._drain)
+
+    def _drain(self) -> None:
+        backend = self._backend
+        if backend.capturing():
+            return
+        while self._ended:
+            try:
+                event, device, then = self._ended.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                self._record_behind(event, device)
+            finally:
+                then()
+
+    def _record_behind(self, event: Event, device: int) -> None:
+        """Record an event behind all streams that are not idle; on one of them, if it is the only one. Where several
+        processes share a device, whatever one of them does costs a switch to it.
+        """
+        backend = self._backend
+        for used in backend.devices():
+            self._current(used)
+        streams = {backend.key(stream): stream for stream in map(backend.default, backend.devices())}
+        streams.update(self._known)
+        busy = [stream for stream in streams.values() if not stream.query()]
+        if not busy:
+            return  # see [Note: idle]: what the event was recorded for before has passed
+        if len(busy) == 1 and backend.key(busy[0])[0] == device:
+            backend.record(event, busy[0])
+            return
+        drain = self._drains.get(device)
+        if drain is None:
+            drain = self._drains.setdefault(device, backend.fresh(device))
+        for stream in busy:
+            self._follow_stream(drain, stream)
+        backend.record(event, drain)
+
+    def follow(self, device: int, events: Iterable[Event]) -> None:
+        """What this thread begins on ``device`` from now on is done after these events."""
+        stream = self._current(device)
+        for event in events:
+            if not event.query():
+                self._backend.wait(stream, event)
+
+    def record(self, event: Event, device: int) -> None:
+        """Record an event behind what this thread has begun on ``device``."""
+        self._backend.record(event, self._current(device))
+
+    def record_new(self, device: int) -> Event:
+        """The same, for a new event."""
+        event = self._backend.event(device)
+        self.record(event, device)
+        return event
+
+    def settle(self, devices: Iterable[int]) -> None:
+        """Wait, on the host, for what this thread has begun. Only for what must leave by another way."""
+        for event in [self.record_new(device) for device in devices]:
+            event.synchronize()
+
+    # Within.
+
+    def _current(self, device: int) -> Stream:
+        backend = self._backend
+        stream = backend.current(device)
+        key = backend.key(stream)
+        if key not in self._known and backend.lasting(stream):
+            self._known.setdefault(key, stream)
+        return stream
+
+    def _follow(self, stream: Stream, events: Iterable[tuple[Key, Event]]) -> None:
+        key = self._backend.key(stream)
+        for origin, event in events:
+            if origin != key:
+                self._backend.wait(stream, event)
+
+    def _follow_stream(self, stream: Stream, other: Stream) -> None:
+        backend = self._backend
+        key = backend.key(other)
+        if key == backend.key(stream) or other.query():
+            return
+        event = backend.event(key[0])
+        backend.record(event, other)
+        backend.wait(stream, event)
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        """A device that has failed is no reason for messages to fail: they are to say so."""
+        try:
+            return act()
+        except RuntimeError as error:
+            if not self.trouble:
+                self.trouble = str(error) or type(error).__name__
+                log.error("CUDA has failed in this process: %s", self.trouble)
+            return None
+
+
+def tensors_in(value: Any, depth: int = _DEEP) -> Iterable[torch.Tensor]:
+    """The tensors in lists, tuples, sets and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        if depth:
+            for item in value.values():
+                yield from tensors_in(item, depth - 1)
+    elif isinstance(value, (list, tuple, set, frozenset)) and depth:
+        for item in value:
+            yield from tensors_in(item, depth - 1)

@@ -1,0 +1,73 @@
+"""What workers tell each other about shared device memory, and when it is let go. See ``cuda.segments``."""
+
+from __future__ import annotations
+
+from backhaul.crew import Task
+from backhaul.cuda.links import Plane, Shared
+from backhaul.cuda.segments import News, Offer
+from backhaul.errors import ProtocolError
+from backhaul.rpc.peers import Peers
+from backhaul.transport.base import Channel, ChannelClosedError
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Kind, pack, unpack
+from backhaul.worker import Worker
+
+_TRIM = 10.0  # seconds between looks at what is not used
+
+
+class Devices:
+    """Of one worker that has devices. Thread-safe."""
+
+    def __init__(self, worker: Worker, peers: Peers, plane: Plane) -> None:
+        self._worker = worker
+        self._peers = peers
+        self._plane = plane
+        self._trimming = False
+        plane.tell = self._tell
+        worker.crew.prepare = plane.frontier.enter
+        worker.on_frame(Kind.SEGMENTS, self._on_news)
+        worker.on_close(self._close)
+        worker.counters["device_slot_bytes"] = lambda: plane.slot_bytes
+        worker.counters["cuda_usable"] = lambda: not plane.frontier.trouble
+
+    def _on_news(self, channel: Channel, frame: Frame) -> Task | None:
+        peer = self._peers.of(channel)
+        shared = None if peer is None or peer.link is None else peer.link.ends_of(channel)
+        if shared is None:
+            raise ProtocolError("device memory from a peer with which none is shared")
+        shared.hear(unpack(frame.body, News).items)
+        self._tell(channel, shared)
+        return None
+
+    def _tell(self, channel: Channel, shared: Shared) -> None:
+        items = []
+        while shared.news:
+            try:
+                items.append(shared.news.popleft())
+            except IndexError:  # another thread was faster
+                break
+        if not items:
+            return
+        try:
+            channel.send(Frame(Kind.SEGMENTS, 0, pack(News(tuple(items)))), timeout=0)
+        except ChannelClosedError:
+            return  # it is all forgotten with the channel
+        if not self._trimming and any(isinstance(item, Offer) for item in items):
+            self._trimming = True
+            self._worker.crew.call_at(self._worker.runtime.now() + _TRIM, self._trim)
+
+    def _trim(self) -> None:
+        again = False
+        for peer in self._peers:
+            for channel, shared in peer.link.shared() if peer.link is not None else ():
+                again |= shared.lender.trim()
+                self._tell(channel, shared)
+        self._trimming = again
+        if again:
+            self._worker.crew.call_at(self._worker.runtime.now() + _TRIM, self._trim)
+
+    def _close(self) -> None:
+        for peer in self._peers:
+            if peer.link is not None:
+                peer.link.close()
+        self._plane.close()

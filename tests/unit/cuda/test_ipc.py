@@ -1,0 +1,47 @@
+"""What of the real thing does not need a device: views of memory that is another's."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import torch
+
+from backhaul.cuda import driver, process
+from backhaul.cuda.ipc import CudaIpc
+
+
+def test_a_view_has_a_storage_of_its_own_whose_end_is_noticed() -> None:
+    memory = torch.arange(100, dtype=torch.uint8).untyped_storage()
+    tensor, owner = CudaIpc().view(memory, 10, 20)
+    gone: list[int] = []
+    lease = weakref.ref(owner, lambda _: gone.append(1))
+    del owner
+    assert tensor.tolist() == list(range(10, 30))
+    assert (tensor.untyped_storage().nbytes(), tensor.storage_offset()) == (20, 0)
+    part = torch.empty(0, dtype=torch.int16).set_(tensor.untyped_storage(), 1, (3,), (2,))
+    tensor[2] = 0
+    assert part[0] == 13 << 8
+    gc.collect()
+    del tensor
+    gc.collect()
+    assert not gone
+    (part.float().requires_grad_() * 2).sum().backward()
+    box = [part]
+    del part
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert gone == [1]
+    assert lease() is None
+    assert memory[12] == 0, "it was another's memory, and is there still"
+
+
+def test_without_cuda_there_is_nothing() -> None:
+    if torch.cuda.is_available():
+        return
+    assert not driver.available()
+    assert driver.identities() == process.identities() == ()
+    assert process.frontier is None

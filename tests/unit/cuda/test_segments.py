@@ -1,0 +1,378 @@
+"""Both ends of shared device memory within one process: tensors in, tensors out, in the right order on their streams,
+and what a peer must not do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from backhaul.cuda import segments
+from backhaul.cuda.borrower import Borrower
+from backhaul.cuda.lender import Lender
+from backhaul.cuda.segments import Answer, Handle, News, Offer, Retire
+from backhaul.cuda.streams import Frontier
+from backhaul.errors import ProtocolError
+from backhaul.transport.slots import Budget
+from backhaul.wire.devices import Slot
+from backhaul.wire.messages import pack, unpack
+
+from .clocks import FakeCuda, RaceError, Threads
+from .fake_ipc import FakeIpc
+
+MIB = 1 << 20
+DEVICES = ("X", "Y")
+
+
+class Line:
+    """A lender and a borrower, joined by what they tell each other. Each has a process's streams of its own."""
+
+    def __init__(self, limit: int = 256 * MIB, there: tuple[str, ...] = DEVICES) -> None:
+        self.time = 0.0
+        self.cuda = FakeCuda(2)
+        self.ipc = FakeIpc(self.cuda)
+        self.budgets = [Budget(limit), Budget(limit)]
+        self.sender, self.receiver = Frontier(self.cuda), Frontier(self.cuda)
+        self.lender = Lender(self.ipc, self.sender, DEVICES, self.budgets.__getitem__, lambda: self.time)
+        self.borrower = Borrower(self.ipc, self.receiver, there)
+        self.told: list[str] = []
+
+    def tell(self) -> None:
+        while self.lender.news:
+            self._tell(self.lender.news.popleft())
+
+    def _tell(self, item: segments.Item) -> None:
+        (item,) = unpack(pack(News((item,))), News).items
+        self.told.append(type(item).__name__)
+        if isinstance(item, Offer):
+            self._tell(self.borrower.offered(item))
+        elif isinstance(item, Answer):
+            self.lender.answered(item)
+        else:
+            self.borrower.retired(item.number)
+
+    def lend(self, nbytes: int, fill: int = 1, device: int = 0) -> Slot | None:
+        slot = self.lender.lend(torch.full((nbytes,), fill, dtype=torch.uint8), device)
+        self.tell()
+        return slot
+
+    def warm(self, nbytes: int, device: int = 0) -> None:
+        assert self.lend(nbytes, device=device) is None
+        assert self.lend(nbytes, device=device) is None
+        slot = self.lend(nbytes, device=device)
+        assert slot is not None
+        self.lender.take_back([slot])
+
+    def close(self) -> None:
+        self.lender.close()
+        self.borrower.close()
+        self.cuda.finish()
+        segments.visit_graves()
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.close()
+    assert not made.ipc.open_now, "everything is closed in the end"
+    assert [budget.used for budget in made.budgets] == [0, 0]
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    made = Threads()
+    yield made
+    made.close()
+
+
+class TestLending:
+    def test_after_the_second_miss_there_are_slots(self, line: Line) -> None:
+        assert line.lend(64) is None
+        assert line.told == []
+        assert line.lend(64) is None
+        assert line.told == ["Offer", "Answer"]
+        assert line.lend(64) == (1, 0)
+        assert line.lend(64) == (1, 1)
+        assert line.lender.lent == 2
+        assert line.lender.bytes_lent == 128
+        line.lender.take_back([(1, 0), (1, 1)])
+        assert line.lender.lent == 0
+
+    def test_bytes_arrive(self, line: Line) -> None:
+        line.warm(100)
+        slot = line.lend(100, 7)
+        assert slot is not None
+        made = line.borrower.borrow(slot, 100, 0)
+        assert made.tolist() == [7] * 100
+        assert made.untyped_storage().nbytes() == 100
+        assert line.lender.lent == 1
+        view = made[3:5]
+        del made
+        assert line.lender.lent == 1
+        del view
+        assert line.lender.lent == 0
+
+    def test_each_device_has_its_own(self, line: Line) -> None:
+        line.warm(100, device=0)
+        line.warm(100, device=1)
+        slot = line.lend(100, 7, device=1)
+        assert slot is not None
+        with pytest.raises(ProtocolError):
+            line.borrower.borrow(slot, 100, 0)
+        assert line.borrower.borrow(slot, 100, 1)[0] == 7
+
+    def test_large_and_small(self, line: Line) -> None:
+        for nbytes in (1, 5000, 12288, MIB, 9 * MIB):
+            line.warm(nbytes)
+            slot = line.lend(nbytes, 3)
+            assert slot is not None
+            assert line.borrower.borrow(slot, nbytes, 0).sum() == 3 * nbytes
+
+    def test_when_all_are_lent_there_is_another_segment(self, line: Line) -> None:
+        line.warm(MIB)
+        slots = [line.lend(MIB) for _ in range(20)]
+        assert None in slots
+        assert len({slot[0] for slot in slots if slot is not None}) > 1
+        line.lender.take_back([slot for slot in slots if slot is not None])
+
+    def test_no_more_than_the_budget(self) -> None:
+        line = Line(limit=MIB)
+        assert [line.lend(2 * MIB) for _ in range(5)] == [None] * 5
+        assert line.told == []
+        line.close()
+
+    def test_without_memory_it_is_staged(self, line: Line) -> None:
+        line.ipc.no_memory = True
+        assert [line.lend(64) for _ in range(4)] == [None] * 4
+        line.ipc.no_memory = False
+        assert line.lend(64) is None, "not asked again at once: that empties torch's cache"
+        line.lender.trim()
+        assert line.lend(64) is None
+        assert line.lend(64) is not None
+        line.lender.take_back([(1, 0)])
+
+    def test_a_copy_that_fails_gives_the_slot_back(self, line: Line) -> None:
+        line.warm(64)
+        line.ipc.breaks = True
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            line.lend(64)
+        assert line.lender.lent == 0
+
+
+class TestOrder:
+    def test_who_reads_comes_after_who_wrote(self, line: Line, threads: Threads) -> None:
+        line.warm(64)
+        threads.run("sender", line.sender.enter)
+        threads.run("receiver", line.receiver.enter)
+        slot = threads.run("sender", lambda: line.lend(64))
+        cell = line.ipc.cells[next(reversed(line.ipc.cells))]
+        with pytest.raises(RaceError):
+            threads.run("receiver", cell.read)
+        held = threads.run("receiver", lambda: line.borrower.borrow(slot, 64, 0))
+        threads.run("receiver", cell.read)
+        del held
+
+    def test_who_writes_again_comes_after_who_read(self, line: Line, threads: Threads) -> None:
+        line.warm(64)
+        for name in ("one", "two"):
+            threads.run(name, line.sender.enter)
+        for name in ("a", "b", "c"):
+            threads.run(name, line.receiver.enter)
+        for sender in ("one", "two", "one"):
+            slot = threads.run(sender, lambda: line.lend(64))
+            assert slot == (1, 0)
+            box = [threads.run("a", lambda slot=slot: line.borrower.borrow(slot, 64, 0))]
+            cell = line.ipc.cells[next(iter(line.ipc.cells))]
+            threads.run("a", cell.read)
+            mark = threads.run("a", line.receiver.mark)
+            threads.run("b", lambda mark=mark: line.receiver.join(mark))
+            threads.run("b", cell.read)
+            threads.run("c", box.clear)  # the last reference goes elsewhere
+            assert line.lender.lent == 0
+
+    def test_without_done_that_would_be_found(
+        self, line: Line, threads: Threads, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        line.warm(64)
+        threads.run("receiver", line.receiver.enter)
+        slot = line.lend(64)
+        assert slot is not None
+        monkeypatch.setattr(line.cuda, "record", lambda event, stream: None)
+        held = threads.run("receiver", lambda: line.borrower.borrow(slot, 64, 0))
+        threads.run("receiver", line.ipc.cells[next(iter(line.ipc.cells))].read)
+        del held
+        with pytest.raises(RaceError):
+            line.lend(64)
+
+    def test_what_was_taken_back_is_still_being_written(self, line: Line, threads: Threads) -> None:
+        line.warm(64)
+        for name in ("one", "two"):
+            threads.run(name, line.sender.enter)
+            slot = threads.run(name, lambda: line.lend(64))
+            line.lender.take_back([slot])
+
+    def test_the_host_waits_for_nothing(self, line: Line) -> None:
+        line.warm(64)
+        for _ in range(5):
+            slot = line.lend(64)
+            assert slot is not None
+            line.borrower.borrow(slot, 64, 0)
+        assert not line.cuda.done, "nothing was ever done"
+
+
+class TestEnds:
+    def test_a_lost_channel_forgets_everything(self, line: Line) -> None:
+        line.warm(64)
+        slot = line.lend(64, 5)
+        assert slot is not None
+        held = line.borrower.borrow(slot, 64, 0)
+        line.lender.close()
+        line.borrower.close()
+        assert [budget.used for budget in line.budgets] == [0, 0]
+        assert line.lend(64) is None
+        assert held.tolist() == [5] * 64
+        line.cuda.finish()
+        segments.visit_graves()
+        assert line.ipc.open_now == 1
+        with pytest.raises(ProtocolError):
+            line.borrower.borrow((1, 1), 64, 0)
+        del held
+        line.cuda.finish()
+        segments.visit_graves()
+        assert line.ipc.open_now == 0
+
+    def test_memory_stays_while_the_device_may_use_it(self, line: Line, threads: Threads) -> None:
+        line.warm(64)
+        threads.run("receiver", line.receiver.enter)
+        slot = line.lend(64)
+        assert slot is not None
+        held = threads.run("receiver", lambda: line.borrower.borrow(slot, 64, 0))
+        threads.run("receiver", line.ipc.cells[next(iter(line.ipc.cells))].read)
+        line.borrower.close()
+        del held
+        segments.visit_graves()
+        assert line.ipc.open_now == 1
+        line.cuda.finish()
+        segments.visit_graves()
+        assert line.ipc.open_now == 0
+
+    def test_unused_segments_are_retired(self, line: Line) -> None:
+        line.warm(32 * MIB)
+        assert line.lender.nbytes
+        line.time = 100.0
+        line.lender.trim()
+        line.tell()
+        assert line.told[-1] == "Retire"
+        assert line.lender.nbytes == 0
+        assert line.lend(64) is None
+
+    def test_a_segment_in_use_is_not(self, line: Line) -> None:
+        line.warm(32 * MIB)
+        slot = line.lend(32 * MIB)
+        assert slot is not None
+        held = line.borrower.borrow(slot, 1, 0)
+        line.time = 100.0
+        assert line.lender.trim()
+        assert not line.lender.news
+        del held
+        line.lender.trim()
+        assert line.lender.news
+
+    def test_no_descriptor_is_left(self, line: Line) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for nbytes in (64, MIB):
+            line.warm(nbytes)
+        assert len(os.listdir("/proc/self/fd")) == before
+        line.lender.lend(torch.zeros(9 * MIB, dtype=torch.uint8), 0)
+        line.lender.lend(torch.zeros(9 * MIB, dtype=torch.uint8), 0)
+        line.lender.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    @pytest.mark.parametrize("why", ["cannot open", "another device", "another process"])
+    def test_a_peer_that_refuses_is_not_asked_again(self, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        line = Line(there=("Z",) if why == "another device" else DEVICES)
+        line.ipc.refuse = why == "cannot open"
+        if why == "another process":
+            monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
+        assert [line.lend(64) for _ in range(4)] == [None] * 4
+        assert [line.lend(MIB) for _ in range(4)] == [None] * 4
+        assert line.told == ["Offer", "Answer"]
+        assert line.budgets[0].used == 0
+        line.close()
+
+
+def offer(**changes: object) -> Offer:
+    handle = Handle(b"memory", 8192, 0, b"", 0, b"", False)
+    made = Offer(1, "X", 4096, handle, (b"event", b"event"), os.getpid(), 0, bytes(16))
+    return msgspec.structs.replace(made, **changes)
+
+
+class TestWhatAPeerSays:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"number": 0},
+            {"number": 1 << 31},
+            {"slot_bytes": 0},
+            {"slot_bytes": -4096},
+            {"slot_bytes": 100},
+            {"slot_bytes": 1 << 40},
+            {"ready": ()},
+            {"ready": (b"",) * 65},
+            {"cookie": b""},
+            {"handle": Handle(b"memory", 8191, 0, b"", 0, b"", False)},
+        ],
+    )
+    def test_offers(self, line: Line, changes: dict[str, object]) -> None:
+        with pytest.raises(ProtocolError):
+            line.borrower.offered(offer(**changes))
+
+    @pytest.mark.parametrize("changes", [{"process": 0}, {"process": -1}, {"descriptor": -1}, {"descriptor": 0}])
+    def test_offers_that_are_refused(self, line: Line, changes: dict[str, object]) -> None:
+        assert line.borrower.offered(offer(**changes)) == Answer(1)
+
+    def test_answers(self, line: Line) -> None:
+        for answer in (Answer(1), Answer(7, (b"x",))):
+            with pytest.raises(ProtocolError):
+                line.lender.answered(answer)
+        line.lender.lend(torch.zeros(64, dtype=torch.uint8), 0)
+        line.lender.lend(torch.zeros(64, dtype=torch.uint8), 0)
+        with pytest.raises(ProtocolError):
+            line.lender.answered(Answer(1, (b"one",)))
+
+    def test_slots(self, line: Line) -> None:
+        line.warm(64)
+        slot = line.lend(64)
+        assert slot == (1, 0)
+        for number, index, nbytes in ((2, 0, 64), (1, 99, 64), (1, -1, 64), (1, 1, 64), (1, 0, 0), (1, 0, 4097)):
+            with pytest.raises(ProtocolError):
+                line.borrower.borrow((number, index), nbytes, 0)
+        held = line.borrower.borrow(slot, 64, 0)
+        with pytest.raises(ProtocolError):
+            line.borrower.borrow(slot, 64, 0)
+        with pytest.raises(ProtocolError):
+            line.borrower.decline([slot])
+        del held
+
+    def test_retired(self, line: Line) -> None:
+        with pytest.raises(ProtocolError):
+            line.borrower.retired(4)
+
+    def test_news(self) -> None:
+        with pytest.raises(ProtocolError):
+            unpack(msgspec.msgpack.encode([[["offer", 1]]]), News)
+        assert unpack(pack(News((Retire(3),))), News) == News((Retire(3),))
+
+    def test_a_message_that_nobody_reads(self, line: Line) -> None:
+        line.warm(64)
+        slot = line.lend(64)
+        assert slot is not None
+        line.borrower.decline([slot])
+        assert line.lender.lent == 0
+        assert line.lend(64) == slot, "after what was written there"
+        line.lender.take_back([slot])

@@ -1,0 +1,232 @@
+"""Workers whose tensors are all on a device: CPU memory with clocked streams in the place of CUDA. Calls and passes
+run, in slots, handed over or staged; a slot that is written too early is found, and none is lost.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import backhaul as bh
+from backhaul.autograd.functions import ContextId, MessageId
+from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
+from backhaul.cuda import handover, links, process, segments
+from backhaul.cuda.links import Member, PeerLink, Plane, Shared, hand_over
+from backhaul.cuda.streams import Frontier
+from backhaul.errors import SerializationError
+from backhaul.rpc.node import Node
+from backhaul.transport.sockets import SocketEndpoint
+from backhaul.wire.codec import Encoded, encode
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Kind, Reply, Request, pack
+from backhaul.worker import Worker
+
+from .clocks import FakeCuda
+from .fake_ipc import FakeIpc
+
+weight = torch.full((16,), 0.5, requires_grad=True)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+def relay(to: str, x: torch.Tensor) -> torch.Tensor:
+    return bh.rpc_sync(to, scale, args=(x,))
+
+
+def slow(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.3)
+    return x
+
+
+def fail(x: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def weight_grad(context: int) -> torch.Tensor:
+    return bh.get_gradients(context)[weight]
+
+
+class World:
+    """Workers over sockets that believe to be in different processes, or not."""
+
+    def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuda = FakeCuda()
+        self.ipc = FakeIpc(self.cuda)
+        self.frontier = Frontier(self.cuda)
+        self.planes: list[Plane] = []
+        monkeypatch.setattr(process, "frontier", self.frontier)
+        monkeypatch.setattr(process, "identities", lambda: ("X",))
+        monkeypatch.setattr(process, "start", self._start)
+        monkeypatch.setattr(links, "index_at", lambda device: 0 if device.type == "cpu" else None)
+        monkeypatch.setattr(links, "device_at", lambda index: torch.device("cpu"))
+        self._kind = kind
+        self.workers: list[Worker] = []
+
+    def _start(self, own: Member) -> Plane:
+        plane = Plane(own, self.ipc, self.frontier)
+        if self._kind != "handed over":
+            links._living.clear()
+        if self._kind == "staged":
+            self.ipc.refuse = True
+        self.planes.append(plane)
+        return plane
+
+    @property
+    def links(self) -> list[PeerLink]:
+        found = [peer.link for worker in self.workers for peer in worker.part(Node).peers]
+        return [link for link in found if link is not None]
+
+    @property
+    def shared(self) -> list[Shared]:
+        return [shared for link in self.links for _, shared in link.shared()]
+
+    @property
+    def lent(self) -> int:
+        gc.collect()
+        return sum(shared.lender.lent for shared in self.shared) + len(handover._handed)
+
+
+@pytest.fixture(params=["slots", "handed over", "staged"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(request.param, monkeypatch)
+    weight.grad = None
+    with bh.cluster(2, endpoints=lambda: SocketEndpoint(secret=b"secret")) as made.workers:
+        yield made
+        assert made.lent == 0, "no slot is left"
+        if request.param == "slots":
+            assert sum(shared.lender.bytes_lent for shared in made.shared) > 0
+        bytes_lent = sum(shared.lender.bytes_lent for shared in made.shared)
+        assert (bytes_lent > 0) == (request.param == "slots")
+        assert not made.frontier.trouble
+        assert bh.get_debug_info()["cuda_usable"]
+    made.cuda.finish()
+    segments.visit_graves()
+    assert made.ipc.open_now == 0
+    assert [plane.slot_bytes for plane in made.planes] == [0, 0]
+
+
+def test_calls(world: World) -> None:
+    for number in range(8):
+        x = torch.full((16,), float(number))
+        assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)
+        assert torch.equal(bh.rpc_async("worker1", torch.neg, args=(x,)).wait(), -x)
+
+
+def test_many_at_once(world: World) -> None:
+    for _ in range(3):
+        xs = [torch.full((16,), float(number)) for number in range(40)]
+        found = bh.wait_all([bh.rpc_async("worker1", torch.neg, args=(x,)) for x in xs])
+        assert all(torch.equal(value, -x) for value, x in zip(found, xs, strict=True))
+        del found
+
+
+def test_nested_values_and_itself(world: World) -> None:
+    for _ in range(4):
+        made: Any = bh.rpc_sync("worker1", dict, kwargs={"a": [torch.ones(3)], "b": torch.eye(2).to_sparse()})
+        assert torch.equal(made["a"][0], torch.ones(3))
+        assert torch.equal(made["b"].to_dense(), torch.eye(2))
+        assert torch.equal(bh.rpc_sync("worker0", torch.neg, args=(torch.ones(3),)), -torch.ones(3))
+
+
+def test_passes(world: World) -> None:
+    for _ in range(4):
+        x = torch.arange(16.0, requires_grad=True)
+        with bh.context() as context:
+            y = bh.rpc_sync("worker1", scale, args=(x,))
+            z = bh.rpc_sync("worker1", relay, args=("worker0", y))
+            bh.backward(context, [(y + z).sum()])
+            assert torch.equal(bh.get_gradients(context)[x], torch.full((16,), 0.75))
+            both = torch.arange(16.0) * 1.5
+            assert torch.equal(bh.rpc_sync("worker1", weight_grad, args=(context,)), both)
+        del y, z
+
+
+def test_references(world: World) -> None:
+    for _ in range(4):
+        value = bh.remote("worker1", torch.add, args=(torch.ones(16), 1))
+        assert torch.equal(value.to_here(), torch.full((16,), 2.0))
+        assert torch.equal(bh.rpc_sync("worker1", bh.RRef.local_value, args=(value,)), torch.full((16,), 2.0))
+        del value
+
+
+def test_errors(world: World) -> None:
+    for _ in range(4):
+        with pytest.raises(torch.OutOfMemoryError):
+            bh.rpc_sync("worker1", fail, args=(torch.ones(16),))
+        with pytest.raises(SerializationError):
+            bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16), (i for i in ())))
+
+
+def test_replies_that_come_too_late(world: World) -> None:
+    for _ in range(4):
+        with pytest.raises(bh.CallTimeoutError):
+            bh.rpc_sync("worker1", slow, args=(torch.ones(16),), timeout=0.02)
+    bh.rpc_sync("worker1", slow, args=(torch.ones(16),))
+    bh.rpc_sync("worker1", slow, args=(torch.ones(16),))
+
+
+def test_messages_that_nobody_reads(world: World) -> None:
+    for _ in range(3):
+        bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),))
+    for make in (late_reply, late_request, stray_gradient):
+        for sender, receiver in ((0, 1), (1, 0)):
+            peer = world.workers[sender].part(Node).peers.find(receiver)
+            assert peer.link is not None
+            assert peer.channel is not None
+            encoded = encode([torch.ones(16)], names=["x"], link=peer.link.answer(peer.channel))
+            if encoded.lease is not None:
+                hand_over(encoded.lease, peer.channel)
+            peer.channel.send(make(encoded))
+            del encoded
+    for _ in range(3):  # behind those
+        bh.rpc_sync("worker1", relay, args=("worker0", torch.ones(16)))
+
+
+def late_reply(encoded: Encoded) -> Frame:
+    return Frame(Kind.REPLY, 1 << 30, pack(Reply(encoded.payload)), encoded.buffers, encoded.keep)
+
+
+def late_request(encoded: Encoded) -> Frame:
+    request = Request("torch:neg", encoded.payload, left=1e-9)
+    return Frame(Kind.REQUEST, 1 << 30, pack(request), encoded.buffers, encoded.keep)
+
+
+def stray_gradient(encoded: Encoded) -> Frame:
+    gradient = Gradient(MessageId(77), encoded.payload, len(encoded.buffers), None)
+    body = pack(Gradients(PassSpec(ContextId(5), 1, 1), [gradient]))
+    return Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep)
+
+
+def test_a_tensor_without_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    World("staged", monkeypatch)
+    options = bh.Options(device_maps={"worker1": {"cpu": 0}})
+    with bh.cluster(2, options=options):
+        with pytest.raises(SerializationError, match=r"args\[1\].*cuda:0 has no place at worker 'worker1'") as caught:
+            bh.rpc_sync("worker1", torch.add, args=(1, torch.ones(2)))
+        assert caught.value.path == "args[1]"
+        assert torch.equal(bh.rpc_sync("worker1", torch.zeros, args=(2,)), torch.zeros(2))
+        assert bh.rpc_sync("worker1", max, args=(1, 2)) == 2
+
+
+def test_maps_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    World("staged", monkeypatch)
+    with (
+        pytest.raises(ValueError, match="names cuda:7 of worker 'worker0', which has cuda:0"),
+        bh.cluster(2, options=bh.Options(device_maps={"worker1": {7: 0}})),
+    ):
+        pass
+
+
+def test_everything_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("slots", monkeypatch)
+    with bh.cluster(2, options=bh.Options(devices="cpu")):
+        for _ in range(4):
+            assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),)), -torch.ones(16))
+    assert [plane.slot_bytes for plane in world.planes] == [0, 0]
