@@ -302,49 +302,13 @@ def test_nobody_takes_the_place(cluster: SimCluster) -> None:
     assert not cluster.leftovers()
 
 
-@pytest.mark.parametrize("passes_before", [0, 1, 2])
-def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster, passes_before: int) -> None:
-    """Nothing was under way there, so no call has failed; what it had computed is gone all the same, and so are its
-    gradients of passes before.
-    """
-
-    def program() -> Grads:
-        for name in NAMES:
-            bh.rpc_sync(name, restore)
-        with bh.context(replay=bh.Replay(restore=restore, timeout=30.0)) as ctx:
-            y = bh.rpc_sync("worker1", nested, args=(own_parameter(), ["worker2"]))
-            for _ in range(passes_before):
-                ctx.backward(y.sum(), deterministic=True)
-            replace("worker1")
-            y = bh.rpc_sync("worker1", nested, args=(y, []))
-            replace("worker2")
-            ctx.backward(y.sum(), deterministic=True)
-            with torch.no_grad():
-                return {name: bh.rpc_sync(name, collect, args=(ctx.id,)) for name in NAMES}
-
-    def replace(name: str) -> None:
-        if disturbed:
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(functools.partial(crash, name), "fate"))
-            bh.current_worker().runtime.gate().wait(2.0)
-
-    def crash(name: str) -> None:
-        cluster.crash(name)
-        cluster.sleep(0.5)
-        cluster.start(name)
-
-    disturbed = False
-    expected = cluster.run("worker0", program).result()
-    disturbed = True
-    same(cluster.run("worker0", program).result(), expected)
-
-
 Call = Callable[[str, torch.Tensor, list[str]], torch.Tensor]
+Replace = Callable[[str], None]
+GoBack = Callable[[torch.Tensor], None]
 
 
-def expect_the_same_if_replaced(
-    cluster: SimCluster, program: Callable[[Call, Callable[[str], None]], torch.Tensor]
-) -> None:
-    """``program`` gets what calls a worker, and what replaces one."""
+def expect_the_same_if_replaced(cluster: SimCluster, program: Callable[[Call, Replace, GoBack], torch.Tensor]) -> None:
+    """``program`` gets what calls a worker, what replaces one, and what runs a pass."""
 
     def call(name: str, x: torch.Tensor, path: list[str]) -> torch.Tensor:
         return bh.rpc_sync(name, nested, args=(x, path))
@@ -353,7 +317,11 @@ def expect_the_same_if_replaced(
         for name in NAMES:
             bh.rpc_sync(name, restore)
         with bh.context(replay=bh.Replay(restore=restore, timeout=30.0)) as ctx:
-            ctx.backward(program(call, replace).sum(), deterministic=True)
+
+            def go_back(y: torch.Tensor) -> None:
+                ctx.backward(y.sum(), deterministic=True)
+
+            go_back(program(call, replace, go_back))
             with torch.no_grad():
                 return {name: bh.rpc_sync(name, collect, args=(ctx.id,)) for name in NAMES}
 
@@ -373,10 +341,28 @@ def expect_the_same_if_replaced(
     same(cluster.run("worker0", run).result(), expected)
 
 
+@pytest.mark.parametrize("passes_before", [0, 1, 2])
+def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster, passes_before: int) -> None:
+    """Nothing was under way there, so no call has failed; what it had computed is gone all the same, and so are its
+    gradients of passes before.
+    """
+
+    def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
+        y = call("worker1", own_parameter(), ["worker2"])
+        for _ in range(passes_before):
+            go_back(y)
+        replace("worker1")
+        y = call("worker1", y, [])
+        replace("worker2")
+        return y
+
+    expect_the_same_if_replaced(cluster, program)
+
+
 def test_a_worker_that_was_replaced_before_it_was_called(cluster: SimCluster) -> None:
     """It had computed nothing, but it had a state, which the new one has not."""
 
-    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+    def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
         replace("worker1")
         replace("worker2")
         return call("worker1", own_parameter(), ["worker2"])
@@ -387,7 +373,7 @@ def test_a_worker_that_was_replaced_before_it_was_called(cluster: SimCluster) ->
 def test_what_is_run_again_calls_the_worker_it_is_run_for(cluster: SimCluster) -> None:
     """Through one whose own calls to that worker have not been made again yet: it waited for that, and that for it."""
 
-    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+    def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
         x = call("worker1", own_parameter(), ["worker2", "worker1"])
         x = call("worker2", x, ["worker1"])
         replace("worker1")
@@ -412,7 +398,7 @@ def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster
         cluster.crash("worker1")
         cluster.start("worker1")
 
-    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+    def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
         x = call("worker1", own_parameter(), [])
         replace("worker1")
         return call("worker1", x, [])
