@@ -567,9 +567,9 @@ class Agent:
         self._look_idle()
 
     def _look_idle(self) -> None:
-        if self._idle_callbacks and not self._pending and not self._busy and not self.under_way:
+        while self._idle_callbacks and not self._pending and not self._busy and not self.under_way:
             try:
-                callback = self._idle_callbacks.pop()
+                callback = self._idle_callbacks.pop(0)
             except IndexError:  # another thread took it
                 return
             callback()
