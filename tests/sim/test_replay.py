@@ -582,6 +582,31 @@ def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster
     assert again
 
 
+def fail_to_restore() -> None:
+    raise KeyError("no checkpoint")
+
+
+@pytest.mark.parametrize("what", ["call", "nested", "backward"])
+def test_a_restore_that_fails_says_what_it_was(cluster: SimCluster, what: str) -> None:
+    """The error is the user's own, out of a call of something else."""
+
+    def program() -> None:
+        x = torch.ones(2, requires_grad=True)
+        with bh.context(replay=bh.Replay(restore=fail_to_restore, timeout=30.0)) as ctx:
+            y = bh.rpc_sync("worker1", torch.mul, args=(x, 2))
+            lose(cluster, "worker1")
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "fate"))
+            pause(1.0)
+            if what == "backward":
+                ctx.backward(y.sum())
+            else:
+                TRIED[what](20.0)
+
+    with pytest.raises(KeyError, match="no checkpoint") as caught:
+        cluster.run("worker0", program).result()
+    assert "in the restore of a replay on worker 'worker1'" in "\n".join(caught.value.__notes__)
+
+
 def test_references_are_refused(cluster: SimCluster) -> None:
     """Values that lived on the lost worker are not made again."""
 

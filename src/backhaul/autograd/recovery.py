@@ -322,7 +322,7 @@ class Recovery:
                     raise ContextError(obstacle, worker=peer.info.name, context=context.id)
         if fresh not in log.restored:
             if log.replay.restore is not None and peer.info.name in log.members:
-                self._call(lost, log.replay.restore, timeout=0)
+                self._restore(log.replay.restore, peer)
             log.restored.add(fresh)
         stale = [
             (place, sender)
@@ -335,6 +335,13 @@ class Recovery:
             self._call(sender, forget_below, context.id, [place for place, _ in due])
         for place, sender in due:
             self._call(sender, repeat, context.id, place, lost, fresh, timeout=0)
+
+    def _restore(self, restore: Callable[[], Any], peer: Peer) -> None:
+        try:
+            self._call(peer.record.id, restore, timeout=0)
+        except Exception as error:
+            error.add_note(f"in the restore of a replay on worker '{peer.info.name}', which took a lost one's place")
+            raise
 
     def _shares(
         self, context: Context, lost: int, timeout: float
