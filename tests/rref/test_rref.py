@@ -499,3 +499,23 @@ def test_what_goes_to_a_function_that_is_not_there_is_let_go(
             bh.rpc_sync(2, torch.add, args=(reference, 1))
     del reference
     eventually(lambda: counts(workers) == [(0, 0)] * len(workers))
+
+
+def test_an_error_does_not_keep_what_its_caller_held(workers: Any) -> None:
+    """Until the next collection: so long another worker would keep a value for it."""
+    gates["forgotten"] = threading.Event()
+
+    def give_up() -> weakref.ref[bh.RRef[int]]:
+        made = bh.remote("worker1", wait_and_make, args=("forgotten",))
+        try:
+            made.to_here(timeout=0.02)
+        except bh.CallTimeoutError:
+            return weakref.ref(made)
+        raise AssertionError
+
+    gc.disable()
+    try:
+        assert give_up()() is None
+    finally:
+        gc.enable()
+        gates["forgotten"].set()
