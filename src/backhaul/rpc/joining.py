@@ -22,8 +22,12 @@ from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 
 _PAUSE = 0.2  # seconds before asking again
 _DOUBT = 5.0  # seconds until a member that has not heard of us should have
-_AT_ONCE = 16  # members to which we show ourselves at the same time
+_AT_ONCE = 32  # members to which we show ourselves at the same time
 _STEPS = 8  # from one that is not the leader to the next
+
+
+class _UnansweredError(Exception):
+    """A member has not said whether we may join."""
 
 
 def join(
@@ -58,7 +62,11 @@ def enrol(
     problems: dict[str, str] = {}
     while True:
         for address in addresses:
-            answer = _ask_around(endpoint, own, address, deadline, runtime)
+            try:
+                answer = _ask_around(endpoint, own, address, deadline, runtime)
+            except _UnansweredError as error:
+                problems.setdefault(address, str(error))  # what a member has said before tells more
+                continue
             if isinstance(answer, tuple):
                 return answer
             problems[address] = answer.reason
@@ -81,11 +89,11 @@ def _ask_around(
         except AuthenticationError as error:
             raise AuthenticationError(f"cannot join at {address}: {error}") from None
         except ConnectionError as error:
-            return Refuse(str(error), later=True)
+            raise _UnansweredError(str(error)) from None
         try:
             answer = _ask(endpoint, channel, own, deadline, runtime)
         except (ChannelClosedError, TimeoutError) as error:
-            return Refuse(str(error), later=True)
+            raise _UnansweredError(str(error)) from None
         finally:
             channel.abort("asked")
         if isinstance(answer, Refuse):
@@ -130,6 +138,7 @@ def introduce(node: Node, timeout: float) -> None:
     refused: dict[str, str] = {}
     left = iter(peers)  # each takes the next; those who do not answer hold up none of the others
     taking = threading.Lock()
+    deadline = node.worker.runtime.now() + timeout
 
     def show() -> None:
         while True:
@@ -137,7 +146,8 @@ def introduce(node: Node, timeout: float) -> None:
                 peer = next(left, None)
             if peer is None:
                 return
-            if (reason := node.worker.run(_show_to, node, peer, timeout)) is not None:
+            time_left = max(deadline - node.worker.runtime.now(), 0.01)
+            if (reason := node.worker.run(_show_to, node, peer, time_left)) is not None:
                 refused[peer.info.name] = reason
 
     runtime = node.worker.runtime

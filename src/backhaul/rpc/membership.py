@@ -17,7 +17,7 @@ from typing import Literal
 
 from backhaul import limits
 from backhaul.crew import Task
-from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, UnknownWorkerError
+from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, ProtocolError, UnknownWorkerError
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Answer, never_dropped
 from backhaul.rpc.farewell import Farewell
@@ -33,6 +33,8 @@ from backhaul.worker import Worker, current_worker
 log = logging.getLogger("backhaul")
 
 _TOLD = 3.0  # seconds that the members have to hear of a newcomer
+_PROBE = 2.0  # seconds in which a worker that is thought lost may show that it is not
+_MAX_JOINING = 16  # newcomers whose questions are dealt with at the same time
 _MAX_ASKING = 8  # newcomers that this worker asks the leader about at the same time
 
 
@@ -68,6 +70,7 @@ class Membership:
         self._lock = threading.Lock()  # guards _events, _telling, _asking and _joining
         self._events: collections.deque[MembershipEvent] = collections.deque()
         self._telling = False
+        self._joining: set[Channel] = set()  # over which newcomers ask; each has one question under way
         self._asking: set[str] = set()  # incarnations
         self._peers.inquire = self._inquire
         worker.attach(self)
@@ -118,19 +121,38 @@ class Membership:
 
     # Joining.
 
-    def _on_join(self, channel: Channel, frame: Frame) -> Task:
+    def _on_join(self, channel: Channel, frame: Frame) -> Task | None:
         record = unpack(unpack(frame.body, Join).record, WorkerRecord)
-        return functools.partial(self._answer, channel, record)
+        with self._lock:
+            if channel in self._joining:
+                raise ProtocolError("another question to join before the first was answered")
+            if busy := len(self._joining) >= _MAX_JOINING:
+                log.debug("too many want to join at the same time")
+            else:
+                self._joining.add(channel)
+        if not busy:
+            return functools.partial(self._answer, channel, record)
+        self._send(channel, Refuse("too many want to join at the same time", later=True))
+        channel.close()  # or one that does not read what we say could let it pile up
+        return None
 
     def _answer(self, channel: Channel, record: WorkerRecord) -> None:
-        answer = (
-            self._consider(record)
-            if self._peers.may_be(channel, record.name)
-            else Refuse(self._peers.not_for(channel, record.name))
-        )
-        kind = Kind.REFUSE if isinstance(answer, Refuse) else Kind.WELCOME
+        try:
+            answer = (
+                self._consider(record)
+                if self._peers.may_be(channel, record.name)
+                else Refuse(self._peers.not_for(channel, record.name))
+            )
+        finally:
+            with self._lock:
+                self._joining.discard(channel)
         if isinstance(answer, Refuse):
-            log.warning("refused to let %s join: %s", record.name, answer.reason)
+            log.warning("refused to let %.130r join: %s", record.name, answer.reason)
+        self._send(channel, answer)
+
+    @staticmethod
+    def _send(channel: Channel, answer: Welcome | Refuse) -> None:
+        kind = Kind.REFUSE if isinstance(answer, Refuse) else Kind.WELCOME
         with contextlib.suppress(ChannelClosedError):  # it has given up, or is gone
             channel.send(Frame(kind, 0, pack(answer)), timeout=0)
 
@@ -232,11 +254,15 @@ class Membership:
         """None if a worker is gone, which may not have been noticed yet; else what to say of it."""
         if rival is self._peers.own:
             return ""
+        lost = bool(rival.lost)
+        timeout = min(self._peers.patience, _PROBE) if lost else self._peers.patience
         try:
-            self._agent.call(rival.info, greet, None, None, self._peers.patience, mode="internal")
+            self._agent.call(rival.info, greet, None, None, timeout, mode="internal")
         except (PeerLostError, UnknownWorkerError):
             return None
         except CallTimeoutError:
+            if lost:
+                return None  # it hangs, or is cut off; who comes back after it was replaced is refused
             return "; it may be lost, since it does not answer"
         except BackhaulError:  # it does not let us
             pass

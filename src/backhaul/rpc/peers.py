@@ -25,7 +25,7 @@ from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
 
-_MAX_EXPECTED = 256  # newcomers that have not shown themselves
+_MAX_EXPECTED = 64  # newcomers that have not shown themselves
 
 
 def main_identity() -> str:
@@ -154,6 +154,8 @@ class Peers:
     def _admit_by_hello(self, channel: Channel, record: WorkerRecord) -> str:
         """Add a worker that says itself who it is."""
         with self._changing:
+            if self._roster.fate_in(record.incarnation) is not None:
+                return self._admit(record, heard=False)  # which says what has become of it
             expected, until = self._expected.get(record.incarnation, (None, 0.0))
             rivals = [self._by_id[rival.id] for rival in self._roster.rivals(record.name, record.id)]
             rivals = [rival for rival in rivals if rival.record.incarnation != record.incarnation]
@@ -409,7 +411,7 @@ class Peers:
             problem = f"this channel is that of worker '{known.info.name}'"
         else:
             problem = self._admit_by_hello(channel, record)
-            inquiry = self.inquire(record) if problem else None
+            inquiry = self.inquire(record) if problem and not self._roster.fate_in(record.incarnation) else None
         peer = self._by_id.get(record.id)
         if not problem and (peer is None or peer.record.incarnation != record.incarnation):
             problem = f"worker '{record.name}' is gone"  # just now
