@@ -15,6 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
+from backhaul.rpc.joining import introduce
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport.base import EndpointFactory
@@ -408,3 +409,29 @@ def remote_name() -> str:
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_worker_that_hangs_can_be_replaced(store_port: int, trusted: bool) -> None:
     assert run_processes(hang, 4, store_port, trusted) == ["w2", "w2", "gone", ["w0", "w1"]]
+
+
+def test_members_that_do_not_answer_hold_up_no_newcomer(endpoints: EndpointFactory) -> None:
+    """It shows itself to all at the same time."""
+    first = start("first", 0, [], endpoints)
+    silent = [endpoints() for _ in range(8)]  # they listen, and nobody polls them
+    try:
+        records = [describe(f"s{n}", n + 1, end, bh.Options(), host="here") for n, end in enumerate(silent)]
+        endpoint = endpoints()
+        own = describe("late", 20, endpoint, bh.Options(), host="here")
+        late = start_node(own, [*records, first.peers.own.record], endpoint, bh.Options())
+        meeting = threading.Barrier(len(records) + 1)
+        asked = late.agent.call
+
+        def call(*args: Any, **more: Any) -> Any:
+            meeting.wait(PATIENCE)  # all are asked before any has answered
+            return asked(args[0], args[1], None, None, 0.5, mode="internal")
+
+        late.agent.call = call  # type: ignore[method-assign]
+        late.worker.run(introduce, late, PATIENCE)
+        assert [peer.info.name for peer in first.peers] == ["first", "late"]
+        late.shutdown(graceful=False, timeout=5)
+    finally:
+        first.shutdown(graceful=False, timeout=5)
+        for end in silent:
+            end.close()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from backhaul.testing.transport_kit import PATIENCE
 from backhaul.transport.shm import OFFER
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.wire.frames import Frame, FrameReader, control_frame
-from backhaul.wire.messages import TREE, Cancel, Fault, Hello, Kind, Payload, Reply, Request, pack, unpack
+from backhaul.wire.messages import TREE, Cancel, Fault, Hello, Join, Kind, Payload, Reply, Request, pack, unpack
 from backhaul.wire.tensors import Ordinary, Part, TensorSpec, TensorTable
 
 from .attackers import (
@@ -393,6 +394,31 @@ def test_nobody_takes_anothers_place_on_its_own_word() -> None:
             bh.rpc_sync("attacked", expect, args=(pack(record),))
         show(workers, id=honest.info.id, incarnation="enrolled", epoch=7)
         assert attacked.part(Node).peers.records == members
+
+
+def test_floods_of_joins() -> None:
+    """They make neither members nor threads, and those who come honestly get in."""
+    with strict_worker() as workers:
+        leader = workers[0]
+        own = workers[2].part(Node).peers.own.record
+        threads = threading.active_count()
+
+        def ask(number: int) -> Frame:
+            changes = {"id": -1, "name": f"ghost{number}", "incarnation": f"{number}"}
+            return Frame(Kind.JOIN, 0, pack(Join(pack(msgspec.structs.replace(own, **changes)))))
+
+        with dial(leader.endpoint.addresses[1]) as sock:  # many questions at once
+            prove(sock)
+            say_and_leave(sock, wire(*map(ask, range(300))))
+        for number in range(300, 400):  # and many that ask once
+            with dial(leader.endpoint.addresses[1]) as sock:
+                prove(sock)
+                sock.sendall(wire(ask(number)))
+                assert answers(sock)[0].kind == Kind.WELCOME
+        peers = leader.part(Node).peers
+        assert [record.name for record in peers.records] == ["honest", "attacked", "evil"]
+        assert len(peers.expected) <= 64
+        assert threading.active_count() < threads + 20
 
 
 def test_connections_that_prove_nothing_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
