@@ -369,13 +369,13 @@ def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_na
 
 def hang(rank: int, port: int, trusted: bool) -> Any:
     """w2 hangs until it is lost; another takes its name, which all members accept; then w2 wakes, and is refused."""
-    soon = {"heartbeat_interval": 0.1, "suspect_after": 0.4, "lost_after": 1.2}
+    soon: dict[str, Any] = {"heartbeat_interval": 0.1, "suspect_after": 0.4, "lost_after": 1.2}
     quick = bh.Options(secret=SECRET, timeout=PATIENCE, trusted=trusted, **soon)
     store = TCPStore("127.0.0.1", port, is_master=False)
     if rank == 3:
         store.get("lost")
         bh.init("w2", join=store.get("address").decode(), options=quick)
-        found = [bh.rpc_sync(name, remote_name) for name in ("w0", "w1")]
+        found: Any = [bh.rpc_sync(name, remote_name) for name in ("w0", "w1")]
         store.set("back", "")
     else:
         bh.init(f"w{rank}", rank=rank, world_size=3, store=store, options=quick)
