@@ -103,7 +103,10 @@ class Recovery:
         """See ``Guard``. All of it has no more time than the call had."""
         entry = _entry(pending)
         if entry is None or entry.frame is None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame from now on
         limit = self._limit_of(pending)
         token = limits.current.set(limit)
         try:
