@@ -15,6 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
+from backhaul.rpc.joining import introduce
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport.base import EndpointFactory
@@ -364,3 +365,73 @@ def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_na
         with pytest.raises(bh.UnknownWorkerError, match="has left"):
             bh.rpc_sync("b", remote.whoami)
         assert bh.rpc_sync("c", remote.whoami) == "c"
+
+
+def hang(rank: int, port: int, trusted: bool) -> Any:
+    """w2 hangs until it is lost; another takes its name, which all members accept; then w2 wakes, and is refused."""
+    soon: dict[str, Any] = {"heartbeat_interval": 0.1, "suspect_after": 0.4, "lost_after": 1.2}
+    quick = bh.Options(secret=SECRET, timeout=PATIENCE, trusted=trusted, **soon)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    if rank == 3:
+        store.get("lost")
+        bh.init("w2", join=store.get("address").decode(), options=quick)
+        found: Any = [bh.rpc_sync(name, remote_name) for name in ("w0", "w1")]
+        store.set("back", "")
+    else:
+        bh.init(f"w{rank}", rank=rank, world_size=3, store=store, options=quick)
+        if rank == 2:
+            store.set("pid", str(os.getpid()))
+            try:
+                bh.shutdown(timeout=PATIENCE)
+            finally:
+                store.set("woken and gone", "")
+            return "gone"
+        if rank == 0:
+            store.set("address", bh.get_address())
+            assert bh.rpc_sync("w2", remote_name) == "w2"
+            os.kill(int(store.get("pid")), signal.SIGSTOP)
+            until(lambda: names() == ["w0", "w1"])
+            store.set("lost", "")
+        store.get("back")
+        found = bh.rpc_sync("w2", remote_name)
+        if rank == 0:
+            os.kill(int(store.get("pid")), signal.SIGCONT)
+        store.get("woken and gone")
+    bh.shutdown(timeout=PATIENCE)
+    return found
+
+
+@bh.expose
+def remote_name() -> str:
+    return bh.get_worker_info().name
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_worker_that_hangs_can_be_replaced(store_port: int, trusted: bool) -> None:
+    assert run_processes(hang, 4, store_port, trusted) == ["w2", "w2", "gone", ["w0", "w1"]]
+
+
+def test_members_that_do_not_answer_hold_up_no_newcomer(endpoints: EndpointFactory) -> None:
+    """It shows itself to all at the same time."""
+    first = start("first", 0, [], endpoints)
+    silent = [endpoints() for _ in range(8)]  # they listen, and nobody polls them
+    try:
+        records = [describe(f"s{n}", n + 1, end, bh.Options(), host="here") for n, end in enumerate(silent)]
+        endpoint = endpoints()
+        own = describe("late", 20, endpoint, bh.Options(), host="here")
+        late = start_node(own, [*records, first.peers.own.record], endpoint, bh.Options())
+        meeting = threading.Barrier(len(records) + 1)
+        asked = late.agent.call
+
+        def call(*args: Any, **more: Any) -> Any:
+            meeting.wait(PATIENCE)  # all are asked before any has answered
+            return asked(args[0], args[1], None, None, 0.5, mode="internal")
+
+        late.agent.call = call  # type: ignore[method-assign]
+        late.worker.run(introduce, late, PATIENCE)
+        assert [peer.info.name for peer in first.peers] == ["first", "late"]
+        late.shutdown(graceful=False, timeout=5)
+    finally:
+        first.shutdown(graceful=False, timeout=5)
+        for end in silent:
+            end.close()

@@ -6,8 +6,10 @@ import contextlib
 import os
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,15 +18,29 @@ import torch
 import backhaul as bh
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Gradients, Know, Note, PassSpec, Release, Report
+from backhaul.rpc.membership import expect
 from backhaul.rpc.node import Node
+from backhaul.rpc.roster import WorkerRecord
 from backhaul.testing.transport_kit import PATIENCE
 from backhaul.transport.shm import OFFER
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.wire.frames import Frame, FrameReader, control_frame
-from backhaul.wire.messages import TREE, Cancel, Fault, Hello, Kind, Payload, Reply, Request, pack, unpack
+from backhaul.wire.messages import TREE, Cancel, Fault, Hello, Join, Kind, Payload, Reply, Request, pack, unpack
 from backhaul.wire.tensors import Ordinary, Part, TensorSpec, TensorTable
 
-from .attackers import LIMIT, SECRET, dial, make_endpoint, own_name, prove, read_to_end, say, warnings_about, wire
+from .attackers import (
+    LIMIT,
+    SECRET,
+    dial,
+    make_endpoint,
+    own_name,
+    prove,
+    read_to_end,
+    say,
+    say_and_leave,
+    warnings_about,
+    wire,
+)
 
 
 class Bomb:
@@ -350,6 +366,59 @@ def test_frames_before_a_hello_are_not_taken(workers: list[bh.Worker]) -> None:
             say(sock, wire(frame))
             assert read_to_end(sock) == b""
     check(workers)
+
+
+def show(workers: list[bh.Worker], **changes: Any) -> WorkerRecord:
+    """The evil one shows the attacked a record that is not quite its own, and waits for what comes of it."""
+    attacked, evil = workers[1:]
+    record = msgspec.structs.replace(evil.part(Node).peers.own.record, **changes)
+    with dial(attacked.endpoint.addresses[1]) as sock:
+        prove(sock)
+        hello = Hello(attacked.name, attacked.incarnation, pack(record))
+        say_and_leave(sock, wire(Frame(Kind.HELLO, 0, pack(hello))))
+    return record
+
+
+def test_nobody_takes_anothers_place_on_its_own_word() -> None:
+    with strict_worker() as workers:
+        honest, attacked, evil = workers
+        members = attacked.part(Node).peers.records
+        for epoch in (1, 10**6, 2**64 - 1):
+            show(workers, id=honest.info.id, incarnation=f"new {epoch}", epoch=epoch)
+            show(workers, name="honest", incarnation=f"newer {epoch}", epoch=epoch)
+        show(workers, id=honest.info.id, incarnation=honest.incarnation)
+        assert attacked.part(Node).peers.records == members
+        # Nor because it says that it has enrolled itself: it is not the leader.
+        record = show(workers, id=honest.info.id, incarnation="enrolled", epoch=7)
+        with evil:
+            bh.rpc_sync("attacked", expect, args=(pack(record),))
+        show(workers, id=honest.info.id, incarnation="enrolled", epoch=7)
+        assert attacked.part(Node).peers.records == members
+
+
+def test_floods_of_joins() -> None:
+    """They make neither members nor threads, and those who come honestly get in."""
+    with strict_worker() as workers:
+        leader = workers[0]
+        own = workers[2].part(Node).peers.own.record
+        threads = threading.active_count()
+
+        def ask(number: int) -> Frame:
+            changes = {"id": -1, "name": f"ghost{number}", "incarnation": f"{number}"}
+            return Frame(Kind.JOIN, 0, pack(Join(pack(msgspec.structs.replace(own, **changes)))))
+
+        with dial(leader.endpoint.addresses[1]) as sock:  # many questions at once
+            prove(sock)
+            say_and_leave(sock, wire(*map(ask, range(300))))
+        for number in range(300, 400):  # and many that ask once
+            with dial(leader.endpoint.addresses[1]) as sock:
+                prove(sock)
+                sock.sendall(wire(ask(number)))
+                assert answers(sock)[0].kind == Kind.WELCOME
+        peers = leader.part(Node).peers
+        assert [record.name for record in peers.records] == ["honest", "attacked", "evil"]
+        assert len(peers.expected) <= 64
+        assert threading.active_count() < threads + 20
 
 
 def test_connections_that_prove_nothing_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

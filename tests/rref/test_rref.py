@@ -499,3 +499,32 @@ def test_what_goes_to_a_function_that_is_not_there_is_let_go(
             bh.rpc_sync(2, torch.add, args=(reference, 1))
     del reference
     eventually(lambda: counts(workers) == [(0, 0)] * len(workers))
+
+
+@pytest.mark.parametrize("reason", [bh.CallTimeoutError, bh.PeerLostError])
+def test_an_error_does_not_keep_what_its_caller_held(workers: Any, reason: type[bh.BackhaulError]) -> None:
+    """Until the next collection: so long another worker would keep a value for it."""
+    gates["forgotten"] = threading.Event()
+    with bh.context(replay=True):  # from now on somebody looks at calls that were lost
+        bh.rpc_sync("worker1", torch.add, args=(torch.ones(1, requires_grad=True), 1))
+
+    def lose() -> None:
+        for channel in workers[0].part(Node).peers.find("worker1").channels:
+            channel.close()
+
+    def give_up() -> weakref.ref[bh.RRef[int]]:
+        made = bh.remote("worker1", wait_and_make, args=("forgotten",))
+        try:
+            if reason is bh.PeerLostError:
+                threading.Timer(0.1, lose).start()
+            made.to_here(timeout=0.02 if reason is bh.CallTimeoutError else 0)
+        except reason:
+            return weakref.ref(made)
+        raise AssertionError
+
+    gc.disable()
+    try:
+        assert give_up()() is None
+    finally:
+        gc.enable()
+        gates["forgotten"].set()

@@ -302,35 +302,156 @@ def test_nobody_takes_the_place(cluster: SimCluster) -> None:
     assert not cluster.leftovers()
 
 
-@pytest.mark.parametrize("passes_before", [0, 1, 2])
-def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster, passes_before: int) -> None:
-    """Nothing was under way there, so no call has failed; what it had computed is gone all the same, and so are its
-    gradients of passes before.
-    """
+# Time.
+
+
+def pause(seconds: float) -> None:
+    bh.current_worker().runtime.gate().wait(seconds)
+
+
+def lose(cluster: SimCluster, name: str) -> None:
+    """From within a program."""
+    cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.crash(name), "fate"))
+    pause(0.5)
+
+
+def call_with(timeout: float | None) -> None:
+    bh.rpc_sync("worker1", torch.mul, args=(torch.ones(2, requires_grad=True), 2), timeout=timeout)
+
+
+def wait_with(timeout: float | None) -> None:
+    bh.rpc_async("worker1", torch.mul, args=(torch.ones(2, requires_grad=True), 2), timeout=timeout).wait()
+
+
+def nested_with(timeout: float | None) -> None:
+    """By a worker that did not make the context."""
+    x = torch.ones(2, requires_grad=True)
+    bh.rpc_sync("worker2", pass_on, args=(x, timeout), timeout=0)
+
+
+def pass_on(x: torch.Tensor, timeout: float | None) -> torch.Tensor:
+    return bh.rpc_sync("worker1", torch.mul, args=(x, 2), timeout=timeout)
+
+
+TRIED = {"call": call_with, "wait": wait_with, "nested": nested_with}
+
+
+@pytest.mark.parametrize("how", ["timeout", "deadline"])
+@pytest.mark.parametrize("what", [*TRIED, "backward"])
+def test_nobody_waits_longer_than_it_may(cluster: SimCluster, what: str, how: str) -> None:
+    """For another worker, when a call, a pass or the block around has less time than replay has."""
+
+    def program() -> float:
+        now = bh.current_worker().runtime.now
+        with bh.context(replay=bh.Replay(timeout=300.0)) as ctx:
+            y = bh.rpc_sync("worker1", torch.mul, args=(torch.ones(2, requires_grad=True), 2))
+            lose(cluster, "worker1")
+            begun = now()
+            expected = bh.BackwardTimeoutError if what == "backward" else bh.CallTimeoutError
+            timeout = 3.0 if how == "timeout" else 0.0
+            try_it = TRIED.get(what) or functools.partial(bh.backward, ctx, [y.sum()], timeout=timeout)
+            arguments = (timeout,) if what in TRIED else ()
+            with bh.deadline(3.0 if how == "deadline" else 100.0), pytest.raises(expected) as caught:
+                try_it(*arguments)
+            assert how != "deadline" or caught.value.cut_by == "bh.deadline"
+            assert how == "deadline" or (caught.value.cut_by is None and "3 s" in str(caught.value))
+            assert what == "nested" or "to take the place" in "\n".join(caught.value.__notes__)
+            return now() - begun
+
+    assert 2.9 <= cluster.run("worker0", program).result() <= 3.1
+    cluster.sleep(1.0)  # the context is over: nobody waits for the worker any more
+    cluster.collect()
+    assert not cluster.leftovers()
+
+
+def test_a_call_that_is_rescued_can_be_cancelled(cluster: SimCluster) -> None:
+    def program() -> float:
+        now = bh.current_worker().runtime.now
+        x = torch.ones(2, requires_grad=True)
+        with bh.context(replay=bh.Replay(timeout=300.0)):
+            under_way = bh.rpc_async("worker1", slow, args=(x,), timeout=0)
+            pause(0.5)
+            lose(cluster, "worker1")
+            later = bh.rpc_async("worker1", slow, args=(x,), timeout=0)
+            begun = now()
+            for future in (under_way, later):
+                pause(0.5)
+                assert not future.done()
+                assert future.cancel()
+                assert future.done()
+                assert not future.cancel()
+                with pytest.raises(bh.CallCancelledError):
+                    future.wait()
+        return now() - begun
+
+    assert cluster.run("worker0", program).result() < 1.5
+    cluster.sleep(1.0)
+    cluster.collect()
+    assert not cluster.leftovers()
+
+
+def slow(x: torch.Tensor) -> torch.Tensor:
+    pause(5.0)
+    return x * 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rescue_ends_with_the_handler_that_it_is_for(cluster: SimCluster, asynchronous: bool) -> None:
+    """Which was cancelled."""
+    ended.clear()
+
+    def program() -> None:
+        x = torch.ones(2, requires_grad=True)
+        with bh.context(replay=bh.Replay(timeout=300.0)):
+            lose(cluster, "worker1")
+            future = bh.rpc_async("worker2", give_up, args=(x, asynchronous), timeout=0)
+            pause(3.0)
+            assert future.cancel()
+            pause(0.5)
+
+    cluster.run("worker0", program).result()
+    assert len(ended) == 1
+    assert 2.5 < ended[0] < 3.5
+
+
+ended: list[float] = []  # after how many seconds what was cancelled ended
+
+
+def give_up(x: torch.Tensor, asynchronous: bool) -> None:
+    now = bh.current_worker().runtime.now
+    begun = now()
+    try:
+        wait_with(0) if asynchronous else call_with(0)
+    except bh.CallCancelledError:
+        ended.append(now() - begun)
+
+
+@pytest.mark.parametrize("passes_before", [0, 1])
+@pytest.mark.parametrize("what", ["call", "backward"])
+def test_what_was_given_up_can_be_tried_again(cluster: SimCluster, what: str, passes_before: int) -> None:
+    """Its worker came too late for it, or just when its time was over: nothing is half done, and nothing is lost."""
 
     def program() -> Grads:
         for name in NAMES:
             bh.rpc_sync(name, restore)
-        with bh.context(replay=bh.Replay(restore=restore, timeout=30.0)) as ctx:
+        with bh.context(replay=bh.Replay(restore=restore, timeout=300.0)) as ctx:
             y = bh.rpc_sync("worker1", nested, args=(own_parameter(), ["worker2"]))
             for _ in range(passes_before):
                 ctx.backward(y.sum(), deterministic=True)
-            replace("worker1")
+            if disturbed:
+                lose(cluster, "worker1")
+                if what == "call":
+                    with pytest.raises(bh.CallTimeoutError):
+                        bh.rpc_sync("worker1", nested, args=(y, []), timeout=2.0)
+                else:
+                    with pytest.raises(bh.BackwardTimeoutError):
+                        ctx.backward(y.sum(), timeout=2.0)
+                cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "fate"))
+                pause(1.0)
             y = bh.rpc_sync("worker1", nested, args=(y, []))
-            replace("worker2")
             ctx.backward(y.sum(), deterministic=True)
             with torch.no_grad():
                 return {name: bh.rpc_sync(name, collect, args=(ctx.id,)) for name in NAMES}
-
-    def replace(name: str) -> None:
-        if disturbed:
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(functools.partial(crash, name), "fate"))
-            bh.current_worker().runtime.gate().wait(2.0)
-
-    def crash(name: str) -> None:
-        cluster.crash(name)
-        cluster.sleep(0.5)
-        cluster.start(name)
 
     disturbed = False
     expected = cluster.run("worker0", program).result()
@@ -339,12 +460,12 @@ def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster, passes_be
 
 
 Call = Callable[[str, torch.Tensor, list[str]], torch.Tensor]
+Replace = Callable[[str], None]
+GoBack = Callable[[torch.Tensor], None]
 
 
-def expect_the_same_if_replaced(
-    cluster: SimCluster, program: Callable[[Call, Callable[[str], None]], torch.Tensor]
-) -> None:
-    """``program`` gets what calls a worker, and what replaces one."""
+def expect_the_same_if_replaced(cluster: SimCluster, program: Callable[[Call, Replace, GoBack], torch.Tensor]) -> None:
+    """``program`` gets what calls a worker, what replaces one, and what runs a pass."""
 
     def call(name: str, x: torch.Tensor, path: list[str]) -> torch.Tensor:
         return bh.rpc_sync(name, nested, args=(x, path))
@@ -353,7 +474,11 @@ def expect_the_same_if_replaced(
         for name in NAMES:
             bh.rpc_sync(name, restore)
         with bh.context(replay=bh.Replay(restore=restore, timeout=30.0)) as ctx:
-            ctx.backward(program(call, replace).sum(), deterministic=True)
+
+            def go_back(y: torch.Tensor) -> None:
+                ctx.backward(y.sum(), deterministic=True)
+
+            go_back(program(call, replace, go_back))
             with torch.no_grad():
                 return {name: bh.rpc_sync(name, collect, args=(ctx.id,)) for name in NAMES}
 
@@ -373,10 +498,28 @@ def expect_the_same_if_replaced(
     same(cluster.run("worker0", run).result(), expected)
 
 
+@pytest.mark.parametrize("passes_before", [0, 1, 2])
+def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster, passes_before: int) -> None:
+    """Nothing was under way there, so no call has failed; what it had computed is gone all the same, and so are its
+    gradients of passes before.
+    """
+
+    def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
+        y = call("worker1", own_parameter(), ["worker2"])
+        for _ in range(passes_before):
+            go_back(y)
+        replace("worker1")
+        y = call("worker1", y, [])
+        replace("worker2")
+        return y
+
+    expect_the_same_if_replaced(cluster, program)
+
+
 def test_a_worker_that_was_replaced_before_it_was_called(cluster: SimCluster) -> None:
     """It had computed nothing, but it had a state, which the new one has not."""
 
-    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+    def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
         replace("worker1")
         replace("worker2")
         return call("worker1", own_parameter(), ["worker2"])
@@ -387,7 +530,7 @@ def test_a_worker_that_was_replaced_before_it_was_called(cluster: SimCluster) ->
 def test_what_is_run_again_calls_the_worker_it_is_run_for(cluster: SimCluster) -> None:
     """Through one whose own calls to that worker have not been made again yet: it waited for that, and that for it."""
 
-    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+    def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
         x = call("worker1", own_parameter(), ["worker2", "worker1"])
         x = call("worker2", x, ["worker1"])
         replace("worker1")
@@ -412,7 +555,7 @@ def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster
         cluster.crash("worker1")
         cluster.start("worker1")
 
-    def program(call: Call, replace: Callable[[str], None]) -> torch.Tensor:
+    def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
         x = call("worker1", own_parameter(), [])
         replace("worker1")
         return call("worker1", x, [])
@@ -423,6 +566,31 @@ def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster
     finally:
         recovery.Recovery.repeat = repeat  # type: ignore[method-assign]
     assert again
+
+
+def fail_to_restore() -> None:
+    raise KeyError("no checkpoint")
+
+
+@pytest.mark.parametrize("what", ["call", "nested", "backward"])
+def test_a_restore_that_fails_says_what_it_was(cluster: SimCluster, what: str) -> None:
+    """The error is the user's own, out of a call of something else."""
+
+    def program() -> None:
+        x = torch.ones(2, requires_grad=True)
+        with bh.context(replay=bh.Replay(restore=fail_to_restore, timeout=30.0)) as ctx:
+            y = bh.rpc_sync("worker1", torch.mul, args=(x, 2))
+            lose(cluster, "worker1")
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "fate"))
+            pause(1.0)
+            if what == "backward":
+                ctx.backward(y.sum())
+            else:
+                TRIED[what](20.0)
+
+    with pytest.raises(KeyError, match="no checkpoint") as caught:
+        cluster.run("worker0", program).result()
+    assert "in the restore of a replay on worker 'worker1'" in "\n".join(caught.value.__notes__)
 
 
 def test_references_are_refused(cluster: SimCluster) -> None:

@@ -116,8 +116,11 @@ class Engine:
         into_grad: bool,
         deterministic: bool,
         number: int = 0,
+        until: float = FOREVER,
     ) -> None:
-        """Run one pass over all workers; return when it is over, raise if it failed. It may have a number already."""
+        """Run one pass over all workers; return when it is over, raise if it failed. It may have a number already, and
+        have to end at some time because its ``timeout`` began before.
+        """
         number, observer = number or self.new_number(), self.worker.observer
         oldest = number
         if self.drives:
@@ -142,7 +145,9 @@ class Engine:
             with context.lock:
                 context.runs[self.id, number] = run
             self.drives[context.id, number] = drive
-            if timeout:
+            if until != FOREVER:
+                run.deadline = until
+            elif timeout:
                 run.deadline = self.worker.runtime.now() + timeout
             if observer is None:
                 self._start(run, seeds)

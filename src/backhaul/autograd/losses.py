@@ -59,9 +59,11 @@ class Losses:
         self._worker.crew.submit(functools.partial(self._spread, peer.record.id, reason))
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        if not peer.gone:  # else that has been dealt with
+        if not peer.gone:
             self._lose(peer, reason)
             self._spread(peer.record.id, reason)
+        elif not self._worker.closed:  # that has been dealt with, but for what it has brought since
+            self._ask_makers(peer.record.id)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         lost = peer.record.id

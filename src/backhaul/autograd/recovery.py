@@ -1,5 +1,10 @@
 """Brings a lost worker's share of a context back: the shell around ``replay``. The worker that made the context leads;
 the others keep their requests, send them again when they are told to, and undo what a pass has added to gradients.
+
+[Note: time] A share that is half made again is of no use to anybody. So a recovery has a thread of its own, which waits
+for another worker as long as ``Replay.timeout`` says, or until the context is over, and then goes through with it.
+Whoever needs it (a call that was lost, a pass) waits for it within the limit that it has itself: its own timeout, the
+deadline around it, until it is cancelled. If it gives up, the next that needs the worker finds what was done meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ from backhaul.autograd.replay import Entry, Log, Pass, Place, Replay, order
 from backhaul.errors import (
     BackhaulError,
     BackwardTimeoutError,
+    CallTimeoutError,
     ContextError,
     PeerLostError,
     UnknownWorkerError,
 )
+from backhaul.limits import FOREVER, Block, Limit
 from backhaul.rpc.calls import Pending, SyncCall
-from backhaul.rpc.dispatch import never_dropped
 from backhaul.rpc.futures import Future
 from backhaul.rpc.peers import Peer
 from backhaul.runtime import Lock
@@ -94,9 +100,26 @@ class Recovery:
     # Calls that lost their worker.
 
     def rescue(self, pending: Pending, error: PeerLostError) -> Any:
-        """See ``Guard``."""
+        """See ``Guard``. All of it has no more time than the call had."""
         entry = _entry(pending)
-        while entry is not None and entry.frame is not None and error.worker == pending.peer.info.name:
+        if entry is None or entry.frame is None:
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame from now on
+        limit = self._limit_of(pending)
+        token = limits.current.set(limit)
+        try:
+            return self._rescue(pending, entry, error)
+        except BackhaulError as problem:
+            if limit.left:
+                raise
+            raise _given_up(pending, limit, error) from problem
+        finally:
+            limits.current.reset(token)
+
+    def _rescue(self, pending: Pending, entry: Entry, error: PeerLostError) -> Any:
+        while error.worker == pending.peer.info.name:
             if not self._recover_by_maker(entry, error):
                 break
             again = SyncCall(self._agent.peers.find(entry.to), pending.timeout, pending.label)
@@ -105,6 +128,7 @@ class Recovery:
             if (log := entry.context.replay) is not None:
                 log.restored.add(entry.incarnation)
             try:
+                assert entry.frame is not None
                 value = self._agent.repeat(again, entry.frame)
             except PeerLostError as another:
                 error = another
@@ -113,30 +137,88 @@ class Recovery:
                 return value
         raise error
 
+    def _limit_of(self, pending: Pending) -> Limit:
+        """What is left to a call."""
+        now = self._worker.runtime.now
+        if pending.cut or not pending.timeout:
+            left = FOREVER  # then it has what the limit around it has
+        elif pending.deadline == FOREVER:
+            left = pending.timeout  # it was not sent
+        else:
+            left = pending.deadline - now()
+        return Block(pending.label, left, now, limits.current.get())
+
     def rescue_later(self, pending: Pending, error: PeerLostError, future: Future[Any]) -> bool:
         """See ``Guard``."""
         if _entry(pending) is None or self._worker.closed:
             return False
-        paused = self._agent.paused
+        outer, now = pending.limit, self._worker.runtime.now
+        left = FOREVER if outer is None else outer.until - now()
+        own = Block(pending.label if outer is None else outer.label, left, now, None)  # can be cancelled by itself
+
+        def cancel(why: str = "") -> Any:
+            if not self._claim(future):
+                return False
+            self._agent.count_cancel()
+            own.cancelled = True  # in this order: nothing new may begin
+            self._agent.cancel_within(frozenset([own]))
+            own.cancel()
+            future.set_exception(_waited(pending.cancelled(why), error))
+            return True
 
         def run() -> None:
-            limits.current.set(pending.limit)
+            limits.current.set(own)
             try:
                 value = self.rescue(pending, error)
             except BaseException as failure:
-                if future in paused:  # else this worker was shut down
+                if self._claim(future):
                     future.set_exception(failure)
             else:
-                if future in paused:
+                if self._claim(future):
                     future.set_result(value)
             finally:
-                paused.discard(future)
+                self._agent.rescues.pop(pending.number, None)
+                if outer is not None:
+                    outer.forget(waker)
                 self._agent.end()
 
         self._agent.begin()
-        paused.add(future)
+        self._agent.paused.add(future)
+        self._agent.rescues[pending.number] = cancel
+        if outer is not None:
+            waker = outer.wake_with(functools.partial(cancel, f", as was {outer.root.label}, for which it was"))
         self._worker.crew.submit(functools.partial(self._worker.run, run))
         return True
+
+    def _claim(self, future: Future[Any]) -> bool:
+        """Whether it is for the caller to complete a future that waits; False if another has, or a shutdown."""
+        try:
+            self._agent.paused.remove(future)
+        except KeyError:
+            return False
+        return True
+
+    def _apart(self, work: Callable[[], T]) -> T:
+        """Do something on a thread of its own, and wait within the limit that holds here; see [Note: time]."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            limits.current.set(None)
+            try:
+                value = work()
+            except BaseException as error:
+                if self._claim(done):
+                    done.set_exception(error)
+            else:
+                if self._claim(done):
+                    done.set_result(value)
+            finally:
+                self._agent.end()
+
+        self._agent.begin()
+        self._agent.paused.add(done)
+        self._worker.crew.submit(functools.partial(self._worker.run, run))
+        return done.wait()
 
     def _recover_by_maker(self, entry: Entry, error: PeerLostError) -> bool:
         """Let the maker of the context recover a worker; whether it had to. Raises ``error`` if it cannot."""
@@ -155,15 +237,15 @@ class Recovery:
             made: T = self._agent.call(worker, function, args, None, timeout, mode="internal")
             return made
 
-    def _ask(self, worker: int, timeout: float, function: Callable[..., T], *args: Any) -> T:
+    def _ask(self, context: Context, worker: int, timeout: float, function: Callable[..., T], *args: Any) -> T:
         """Call a function on a worker that may have lost a channel, or be lost and replaced."""
         for tries in reversed(range(_TRIES)):
             try:
-                return self._call(worker, function, *args)
+                return self._call(worker, function, context.id, *args)
             except (PeerLostError, UnknownWorkerError):  # the latter just before another takes its place
                 if not tries:
                     raise
-                self._await(worker, timeout)
+                self._await(context, worker, timeout)
         raise AssertionError
 
     # At the maker of the context.
@@ -176,21 +258,10 @@ class Recovery:
         calls here. Calls that are not part of that have no order among what is run again, as they had none before.
         """
         renewed = self._recover(context, lost, incarnation, patient=False)
-        if not renewed:
-            return renewed is None
-        found = self._container.get(context)
-        log = found.replay
-        if log is not None and log.passes:
-            log.outdated = True
-            if (passing := self._passing(log)).acquire(blocking=False):  # else whoever runs passes sees to it
-                try:
-                    self._run_passes(found, log, [])
-                finally:
-                    passing.release()
-        return True
+        return renewed is not False
 
     def _recover(self, context: int, lost: int, incarnation: str, *, patient: bool) -> bool | None:
-        """See ``recover``. None, unless ``patient``: another thread is at it."""
+        """See ``recover``. None, unless ``patient``: another thread is at it. If patient, passes are for the caller."""
         found = self._container.get(context)
         log = found.replay
         if log is None or log.replay is None:
@@ -201,13 +272,28 @@ class Recovery:
         turn = log.turns.setdefault(lost, self._worker.runtime.lock())
         with self._worker.blocking():
             while not turn.acquire(timeout=_PAUSE):
+                limits.check(f"worker {lost} was not recovered")
                 if not patient and self._incarnation_of(lost) in log.restored - {incarnation}:
                     return None
+        return self._apart(functools.partial(self._take_turn, found, lost, incarnation, catch_up=not patient))
+
+    def _take_turn(self, context: Context, lost: int, incarnation: str, *, catch_up: bool) -> bool:
+        """The turn is taken already, by who waits for this."""
+        log = context.replay
+        assert log is not None
         try:
             with _outside():
-                return self._renew(found, log, lost, incarnation)
+                renewed = self._renew(context, log, lost, incarnation)
         finally:
-            turn.release()
+            log.turns[lost].release()
+        if renewed and log.passes:
+            log.outdated = True
+            if catch_up and (passing := self._passing(log)).acquire(blocking=False):
+                try:  # else whoever runs passes sees to it
+                    self._run_passes(context, log, [])
+                finally:
+                    passing.release()
+        return renewed
 
     def _renew(self, context: Context, log: Log, lost: int, incarnation: str) -> bool:
         """Bring up whoever takes the place, and who takes the place of that one. Others that are lost meanwhile take
@@ -216,7 +302,7 @@ class Recovery:
         assert log.replay is not None
         tries, fresh = _TRIES, ""
         while True:
-            peer = self._await(lost, log.replay.timeout)
+            peer = self._await(context, lost, log.replay.timeout)
             if peer.record.incarnation == incarnation:
                 return False
             if fresh != peer.record.incarnation:
@@ -239,7 +325,7 @@ class Recovery:
                     raise ContextError(obstacle, worker=peer.info.name, context=context.id)
         if fresh not in log.restored:
             if log.replay.restore is not None and peer.info.name in log.members:
-                self._call(lost, log.replay.restore, timeout=0)
+                self._restore(log.replay.restore, peer)
             log.restored.add(fresh)
         stale = [
             (place, sender)
@@ -253,6 +339,13 @@ class Recovery:
         for place, sender in due:
             self._call(sender, repeat, context.id, place, lost, fresh, timeout=0)
 
+    def _restore(self, restore: Callable[[], Any], peer: Peer) -> None:
+        try:
+            self._call(peer.record.id, restore, timeout=0)
+        except Exception as error:
+            error.add_note(f"in the restore of a replay on worker '{peer.info.name}', which took a lost one's place")
+            raise
+
     def _shares(
         self, context: Context, lost: int, timeout: float
     ) -> dict[int, tuple[set[int], list[tuple[Place, str, str | None]]]]:
@@ -264,13 +357,13 @@ class Recovery:
             if worker in seen:
                 continue
             seen.add(worker)
-            found[worker] = self._ask(worker, timeout, share_of, context.id, lost)
+            found[worker] = self._ask(context, worker, timeout, share_of, lost)
             todo.extend(found[worker][0])
         return found
 
-    def _await(self, worker: int, timeout: float) -> Peer:
+    def _await(self, context: Context, worker: int, timeout: float) -> Peer:
         """The seam to membership: wait until a worker answers, be it another incarnation or, where only a channel was
-        lost, the same. Raises ``PeerLostError``.
+        lost, the same. Raises ``PeerLostError``; and as ``limits.wait`` does.
         """
         runtime = self._worker.runtime
         deadline = runtime.now() + timeout
@@ -286,8 +379,10 @@ class Recovery:
             left = deadline - runtime.now()
             if left <= 0:
                 raise PeerLostError(f"nobody took the place of {name} within {timeout:g} s", worker=name)
+            if context.released:
+                raise ContextError(f"context {context.id} was over before anybody took the place of {name}")
             with self._worker.blocking():
-                runtime.gate().wait(min(_PAUSE, left))
+                limits.wait(runtime.gate(), min(_PAUSE, left), f"nobody had taken the place of {name}")
 
     # At every worker.
 
@@ -308,11 +403,11 @@ class Recovery:
 
     def repeat(self, context: int, place: Place, to: int, incarnation: str) -> None:
         """Send a request again that a lost worker had answered, to the one that has its state."""
-        log = self._container.get(context).replay
+        log = (found := self._container.get(context)).replay
         entry = log.find(place, to) if log is not None else None
         if entry is None:
             raise ContextError(f"the request at place {place} was not kept", context=context)
-        peer = self._await(to, _ASKING)
+        peer = self._await(found, to, _ASKING)
         if peer.record.incarnation != incarnation:
             name = peer.info.name
             raise PeerLostError(f"lost worker '{name}' while its share was made again", worker=name)
@@ -361,45 +456,77 @@ class Recovery:
                 context=context.id,
             )
         log.begin_passes(context)
-        with self._passing(log):
-            log.passes.append((args, options))
+        limit = Block(_label(context), options["timeout"] or FOREVER, self._worker.runtime.now, limits.current.get())
+        token = limits.current.set(limit)
+        passing = self._passing(log)
+        try:
+            with self._worker.blocking():
+                while not passing.acquire(timeout=_PAUSE):
+                    limits.check("another pass was not done")
             try:
-                self._run_passes(context, log, log.passes[-1:])
+                log.passes.append((args, options))
+                self._run_passes(context, log, log.passes[-1:], limit)
             except BaseException:
                 log.passes.pop()
                 raise
+            finally:
+                passing.release()
+        except BackhaulError as error:
+            if limit.left or isinstance(error, BackwardTimeoutError):
+                raise
+            raise self._too_late(context, limit, options["timeout"], error) from error
+        finally:
+            limits.current.reset(token)
+
+    def _too_late(self, context: Context, limit: Limit, timeout: float, error: BackhaulError) -> BackhaulError:
+        """What a pass fails with whose time was over, or that was cancelled, while it was not running."""
+        label = _label(context)
+        if limit.root.cancelled:
+            return _waited(limit.unwanted(f"{label} was not done"), error)
+        cut_by = None if limit.label == label else limit.label
+        when = f"within {timeout:g} s" if cut_by is None else f"when the deadline of {cut_by} was over"
+        name = self._worker.name
+        made = BackwardTimeoutError(f"{label} was not done {when}", worker=name, context=context.id, cut_by=cut_by)
+        return made if isinstance(error, CallTimeoutError) else _waited(made, error)
 
     def _passing(self, log: Log) -> Lock:
         """Held by whoever runs passes: one at a time."""
         return log.turns.setdefault(self._worker.info.id, self._worker.runtime.lock())
 
-    def _run_passes(self, context: Context, log: Log, todo: list[Pass]) -> None:
+    def _run_passes(self, context: Context, log: Log, todo: list[Pass], limit: Limit | None = None) -> None:
         """Run passes. If a worker is lost, its gradients of earlier ones are lost too: then run all."""
         assert log.replay is not None
-        tries = _TRIES
-        while todo or log.outdated:
-            if log.outdated:
-                log.outdated = False
-                self._undo_everywhere(context, self._engine.new_number(), log.replay.timeout)
-                todo = list(log.passes)
-            (args, options), number = todo[0], self._engine.new_number()
-            try:
-                self._engine.backward(context, *args, **{**options, "retain": True, "number": number})
-                todo = todo[1:]
-            except (PeerLostError, ContextError) as error:
-                if context.released or isinstance(error, BackwardTimeoutError):
-                    raise
+        until = limit.until if limit is not None and limit.label == _label(context) else FOREVER
+        tries, undone = _TRIES, False
+        try:
+            while todo or log.outdated:
+                if log.outdated:
+                    log.outdated, undone = False, True
+                    self._undo_everywhere(context, self._engine.new_number(), log.replay.timeout)
+                    todo = list(log.passes)
+                (args, options), number = todo[0], self._engine.new_number()
+                again = {**options, "retain": True, "number": number, "until": until}
                 try:
-                    self._undo_everywhere(context, number, log.replay.timeout)
-                    lost = self._recover_from(context, log, error, log.replay.timeout)
-                except BackhaulError as problem:
-                    error.add_note(f"replay was not possible: {problem}")
-                    raise error from problem
-                tries = _TRIES if lost else tries - 1
-                if not tries or (not lost and not isinstance(error, PeerLostError)):
-                    raise
-                log.outdated = False
-                todo = list(log.passes)
+                    self._engine.backward(context, *args, **again)
+                    todo = todo[1:]
+                except (PeerLostError, ContextError) as error:
+                    if context.released or isinstance(error, BackwardTimeoutError):
+                        raise
+                    undone = True
+                    try:
+                        self._undo_everywhere(context, number, log.replay.timeout)
+                        lost = self._recover_from(context, log, error, log.replay.timeout)
+                    except BackhaulError as problem:
+                        error.add_note(f"replay was not possible: {problem}")
+                        raise error from problem
+                    tries = _TRIES if lost else tries - 1
+                    if not tries or (not lost and not isinstance(error, PeerLostError)):
+                        raise
+                    log.outdated = False
+                    todo = list(log.passes)
+        except BaseException:
+            log.outdated = log.outdated or undone  # whoever runs passes next makes those before again
+            raise
 
     def _undo_everywhere(self, context: Context, number: int, timeout: float) -> None:
         """On every worker: what one did not undo would be counted twice."""
@@ -409,7 +536,7 @@ class Recovery:
             worker = todo.pop()
             if worker not in seen:
                 seen.add(worker)
-                todo.extend(self._ask(worker, timeout, undo, context.id, own, number))
+                todo.extend(self._ask(context, worker, timeout, undo, own, number))
 
     def _recover_from(self, context: Context, log: Log, error: BackhaulError, timeout: float) -> bool:
         """Recover all workers whose share is gone; whether there was one."""
@@ -436,7 +563,7 @@ class Recovery:
             worker = todo.pop()
             if worker not in seen:
                 seen.add(worker)
-                known, targets = self._ask(worker, timeout, targets_of, context.id)
+                known, targets = self._ask(context, worker, timeout, targets_of)
                 todo.extend(known)
                 found |= targets
         return found
@@ -456,6 +583,22 @@ def _entry(pending: Pending) -> Entry | None:
         if type(kept) is Entry:
             return kept
     return None
+
+
+def _label(context: Context) -> str:
+    return f"backward of context {context.id}"
+
+
+def _given_up(pending: Pending, limit: Limit, error: PeerLostError) -> BackhaulError:
+    """What a call fails with that was being rescued for as long as it had time, or until it was cancelled."""
+    if limit.root.cancelled:
+        return _waited(pending.cancelled(f", as was {limit.root.label}, for which it was"), error)
+    return _waited(pending.timed_out(), error)
+
+
+def _waited(made: BackhaulError, error: BackhaulError) -> BackhaulError:
+    made.add_note(f"a worker to take the place of a lost one was waited for: {error}")
+    return made
 
 
 @contextlib.contextmanager
@@ -479,7 +622,6 @@ def is_there() -> None:
     """Answers."""
 
 
-@never_dropped  # half of it would be worse: gradients undone and not made again
 def recover(context: int, lost: int, incarnation: str) -> bool:
     """See ``Recovery.recover``."""
     return _own().recover(context, lost, incarnation)

@@ -45,7 +45,9 @@ class Replay:
     Attributes:
         restore: Called without arguments on the worker that takes a lost one's place, before any function is run there
             again: has to bring that worker's state (modules, tables) to what it was when the context was entered.
-        timeout: Seconds to wait for that worker.
+        timeout: Seconds to wait for that worker, counted from when its loss is noticed. It gives no call or pass more
+            time than that has: who waits for the worker gives up when its own timeout, or the deadline around it, is
+            over.
     """
 
     restore: Callable[[], Any] | None = None

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from backhaul import limits
 from backhaul.crew import Task
 from backhaul.cuda.links import PeerLink, hand_over
@@ -76,6 +78,7 @@ class Agent:
         self.cancels = 0  # calls that were cancelled here, for people
         self.retries = 0  # calls that were made again, likewise
         self.paused: set[Future[Any]] = set()  # of calls that are going to be made again
+        self.rescues: dict[int, Callable[[], bool]] = {}  # by the number of a call that is being rescued: cancels that
         worker.on_frame(Kind.REPLY, self._on_reply)
         worker.on_frame(Kind.FAULT, self._on_reply)
         peers.on_lost(self._on_lost)
@@ -123,10 +126,12 @@ class Agent:
         """Send a request that was kept, as a call of its own, and wait for its value."""
         self.sent = pending.number = next(self._numbers)
         pending.limit = limits.current.get()
+        body = frame.body
         if pending.limit is not None:
             self._shorten(pending, pending.limit)
+            body = pack(msgspec.structs.replace(unpack(body, Request), left=pending.timeout))
         try:
-            self._launch(pending, Frame(frame.kind, pending.number, frame.body, frame.buffers, frame.keep))
+            self._launch(pending, Frame(frame.kind, pending.number, body, frame.buffers, frame.keep))
             return self._await_value(pending)
         except BaseException:
             self._forsake(pending)
@@ -222,6 +227,7 @@ class Agent:
             if pending.deadline < self._check_at:
                 self._watch(pending.deadline)
         except (PeerLostError, CallTimeoutError, CallCancelledError) as error:
+            pending.future._call = self._itself, pending.number
             self._fail(pending, error)
             return pending.future
         except BaseException:
@@ -506,7 +512,8 @@ class Agent:
         pending = self._pending.get(number)
         task = None if pending is None else self._settle(pending, pending.cancelled())
         if pending is None or task is None:
-            return False
+            rescue = self.rescues.get(number)
+            return rescue is not None and rescue()
         with self._lock:
             self.cancels += 1
         self._tell_cancelled([pending])
@@ -529,6 +536,11 @@ class Agent:
         with self._lock:
             self.cancels += len(over)
         self._tell_cancelled(over)
+
+    def count_cancel(self) -> None:
+        """A call that was being rescued is cancelled."""
+        with self._lock:
+            self.cancels += 1
 
     def count_retry(self) -> None:
         """A call is made again."""
@@ -590,9 +602,9 @@ class Agent:
         self._look_idle()
 
     def _look_idle(self) -> None:
-        if self._idle_callbacks and not self._pending and not self._busy and not self.under_way:
+        while self._idle_callbacks and not self._pending and not self._busy and not self.under_way:
             try:
-                callback = self._idle_callbacks.pop()
+                callback = self._idle_callbacks.pop(0)
             except IndexError:  # another thread took it
                 return
             callback()

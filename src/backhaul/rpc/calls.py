@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -87,7 +88,9 @@ class Pending:
             return self._read_observed(outcome, worker, interceptors)
         if not isinstance(outcome, Frame):
             tell_failed(self.peer, interceptors, self.notes)
-            raise outcome
+            # Not itself: it would refer to the frames that it goes through, and they to it and to this call. What the
+            # caller holds, a reference to a value say, would stay until the next collection.
+            raise copy.copy(outcome) from outcome.__cause__
         if outcome.kind == Kind.FAULT:
             if self.peer.link is not None:
                 self.peer.link.arrive(self.channel)

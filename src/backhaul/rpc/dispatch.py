@@ -191,6 +191,7 @@ class Dispatcher:
             if answer.trace is not None:
                 answer.trace.decoded(answer.label)
             result = function(*args, **kwargs)
+            del args, kwargs  # so that memory which came with the request goes back before the reply does
             if answer.trace is not None:
                 answer.trace.ran()
             if answers_later(function, result):

@@ -21,6 +21,7 @@ from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
 
+_PAUSE = 0.1  # seconds before a leader to which a channel was lost is told again
 _PARTING = 2.0  # seconds the leader gives the others to hear that it is over
 
 
@@ -176,10 +177,13 @@ class Farewell:
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         if peer.gone:
             return
-        if self._leader == peer.record.id and not self._dismissed.opened:
-            # Perhaps only the channel is gone: see whether the leader is still there.
-            deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
-            self._worker.crew.submit(functools.partial(self._send, peer, Frame(Kind.READY), deadline))
+        refused = reason.startswith("refused: ")  # it is there and does not listen to us, nor will it
+        if self._leader == peer.record.id and not self._dismissed.opened and not refused:
+            # Perhaps only the channel is gone: see whether the leader is still there. If one after the other is, not
+            # without a pause.
+            now = self._worker.runtime.now()
+            again = functools.partial(self._send, peer, Frame(Kind.READY), now + self._worker.options.connect_timeout)
+            self._worker.crew.call_at(now + _PAUSE, functools.partial(self._worker.crew.submit, again))
             return
         self._gone(peer.record.id, reason)
 

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections.abc import Sequence
 
 from backhaul.cuda.placement import check
 from backhaul.errors import AuthenticationError, BackhaulError, PeerLostError, RendezvousError, UnknownWorkerError
 from backhaul.rpc.membership import greet
 from backhaul.rpc.node import Node, start_node
+from backhaul.rpc.peers import Peer
 from backhaul.rpc.roster import WorkerRecord, choose
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Channel, ChannelClosedError, Endpoint, Lost
@@ -21,7 +22,13 @@ from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 
 _PAUSE = 0.2  # seconds before asking again
+_DOUBT = 5.0  # seconds until a member that has not heard of us should have
+_AT_ONCE = 32  # members to which we show ourselves at the same time
 _STEPS = 8  # from one that is not the leader to the next
+
+
+class _UnansweredError(Exception):
+    """A member has not said whether we may join."""
 
 
 def join(
@@ -57,7 +64,11 @@ def enrol(
     problems: dict[str, str] = {}
     while True:
         for address in addresses:
-            answer = _ask_around(endpoint, own, address, deadline, runtime)
+            try:
+                answer = _ask_around(endpoint, own, address, deadline, runtime)
+            except _UnansweredError as error:
+                problems.setdefault(address, str(error))  # what a member has said before tells more
+                continue
             if isinstance(answer, tuple):
                 return answer
             problems[address] = answer.reason
@@ -80,11 +91,11 @@ def _ask_around(
         except AuthenticationError as error:
             raise AuthenticationError(f"cannot join at {address}: {error}") from None
         except ConnectionError as error:
-            return Refuse(str(error), later=True)
+            raise _UnansweredError(str(error)) from None
         try:
             answer = _ask(endpoint, channel, own, deadline, runtime)
         except (ChannelClosedError, TimeoutError) as error:
-            return Refuse(str(error), later=True)
+            raise _UnansweredError(str(error)) from None
         finally:
             channel.abort("asked")
         if isinstance(answer, Refuse):
@@ -125,17 +136,46 @@ def _ask(
 
 def introduce(node: Node, timeout: float) -> None:
     """Show our record to all members. Raises ``RendezvousError`` if one of them does not accept it."""
-    calls = {}
-    for peer in node.peers:
-        if peer is not node.peers.own:
-            with contextlib.suppress(UnknownWorkerError):  # another takes its place just now, and shows itself to us
-                calls[peer.info.name] = node.agent.call_async(peer.info, greet, None, None, timeout, mode="internal")
-    for name, call in calls.items():
+    peers = [peer for peer in node.peers if peer is not node.peers.own]
+    refused: dict[str, str] = {}
+    left = iter(peers)  # each takes the next; those who do not answer hold up none of the others
+    taking = threading.Lock()
+    deadline = node.worker.runtime.now() + timeout
+
+    def show() -> None:
+        while True:
+            with taking:
+                peer = next(left, None)
+            if peer is None:
+                return
+            time_left = max(deadline - node.worker.runtime.now(), 0.01)
+            if (reason := node.worker.run(_show_to, node, peer, time_left)) is not None:
+                refused[peer.info.name] = reason
+
+    runtime = node.worker.runtime
+    threads = [runtime.spawn(show, name=f"introduce-{number}") for number in range(min(len(peers), _AT_ONCE))]
+    for thread in threads:
+        runtime.join(thread)
+    for name, reason in refused.items():
+        why = f"worker '{node.worker.name}' cannot join: worker '{name}' {reason}"
+        raise RendezvousError(why, worker=node.worker.name)
+
+
+def _show_to(node: Node, peer: Peer, timeout: float) -> str | None:
+    """Show our record to a member; returns why that does not accept it, if it does not."""
+    now = node.worker.runtime.now
+    deadline = now() + min(timeout, _DOUBT)
+    while True:
         try:
-            call.wait()
+            node.agent.call(peer.info, greet, None, None, timeout, mode="internal")
+        except UnknownWorkerError:  # another takes its place just now, and shows itself to us
+            pass
         except PeerLostError as error:
-            if (error.reason or "").startswith("refused: "):
-                why = f"worker '{node.worker.name}' cannot join: worker '{name}' {error.reason}"
-                raise RendezvousError(why, worker=node.worker.name) from None
+            if (error.reason or "").startswith("refused: ") and not peer.gone:
+                if now() > deadline:
+                    return error.reason
+                node.worker.runtime.gate().wait(_PAUSE)  # it asks the leader about us
+                continue
         except BackhaulError:  # it does not answer in time, and may yet be lost
             pass
+        return None

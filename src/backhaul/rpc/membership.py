@@ -17,7 +17,7 @@ from typing import Literal
 
 from backhaul import limits
 from backhaul.crew import Task
-from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, UnknownWorkerError
+from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, ProtocolError, UnknownWorkerError
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.dispatch import Answer, never_dropped
 from backhaul.rpc.farewell import Farewell
@@ -31,6 +31,11 @@ from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 from backhaul.worker import Worker, current_worker
 
 log = logging.getLogger("backhaul")
+
+_TOLD = 3.0  # seconds that the members have to hear of a newcomer
+_PROBE = 2.0  # seconds in which a worker that is thought lost may show that it is not
+_MAX_JOINING = 16  # newcomers whose questions are dealt with at the same time
+_MAX_ASKING = 8  # newcomers that this worker asks the leader about at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,13 @@ class Membership:
         self._farewell = farewell
         self._enrolling = worker.runtime.lock()  # held while a newcomer is enrolled: one at a time
         self._callbacks: list[Callback] = []
-        self._lock = threading.Lock()  # guards _events and _telling
+        self._lock = threading.Lock()  # guards _events, _telling, _asking and _joining
         self._events: collections.deque[MembershipEvent] = collections.deque()
         self._telling = False
+        self._joining: set[Channel] = set()  # over which newcomers ask; each has one question under way
+        self._asking: set[str] = set()  # incarnations
+        self._peers.inquire = self._inquire
+        worker.attach(self)
         worker.on_frame(Kind.JOIN, self._on_join)
         self._peers.on_change(self._on_change)
 
@@ -112,19 +121,38 @@ class Membership:
 
     # Joining.
 
-    def _on_join(self, channel: Channel, frame: Frame) -> Task:
+    def _on_join(self, channel: Channel, frame: Frame) -> Task | None:
         record = unpack(unpack(frame.body, Join).record, WorkerRecord)
-        return functools.partial(self._answer, channel, record)
+        with self._lock:
+            if channel in self._joining:
+                raise ProtocolError("another question to join before the first was answered")
+            if busy := len(self._joining) >= _MAX_JOINING:
+                log.debug("too many want to join at the same time")
+            else:
+                self._joining.add(channel)
+        if not busy:
+            return functools.partial(self._answer, channel, record)
+        self._send(channel, Refuse("too many want to join at the same time", later=True))
+        channel.close()  # or one that does not read what we say could let it pile up
+        return None
 
     def _answer(self, channel: Channel, record: WorkerRecord) -> None:
-        answer = (
-            self._consider(record)
-            if self._peers.may_be(channel, record.name)
-            else Refuse(self._peers.not_for(channel, record.name))
-        )
-        kind = Kind.REFUSE if isinstance(answer, Refuse) else Kind.WELCOME
+        try:
+            answer = (
+                self._consider(record)
+                if self._peers.may_be(channel, record.name)
+                else Refuse(self._peers.not_for(channel, record.name))
+            )
+        finally:
+            with self._lock:
+                self._joining.discard(channel)
         if isinstance(answer, Refuse):
-            log.warning("refused to let %s join: %s", record.name, answer.reason)
+            log.warning("refused to let %.130r join: %s", record.name, answer.reason)
+        self._send(channel, answer)
+
+    @staticmethod
+    def _send(channel: Channel, answer: Welcome | Refuse) -> None:
+        kind = Kind.REFUSE if isinstance(answer, Refuse) else Kind.WELCOME
         with contextlib.suppress(ChannelClosedError):  # it has given up, or is gone
             channel.send(Frame(kind, 0, pack(answer)), timeout=0)
 
@@ -132,21 +160,89 @@ class Membership:
         leader = self._leader()
         if leader is not self._peers.own:
             return Welcome(pack(leader.record))
-        with self._worker.crew.blocking(), self._enrolling:
-            if self._farewell.started:
-                return Refuse("the cluster is being shut down")
-            for rival in self._peers.rivals(record.name, record.id):
+        with self._worker.crew.blocking():
+            rivals = self._peers.rivals(record.name, record.id)
+            for rival in rivals:  # not while we hold a lock: it may take a while
                 what = f"there is a worker '{rival.info.name}' (id {rival.info.id}) already"
                 if rival.suspicion and rival.channel is not None:
                     return Refuse(f"{what}; it may be lost: {rival.suspicion}", later=True)
                 if (answer := self._sign_of(rival)) is not None:
                     return Refuse(f"{what}{answer}", later=bool(answer))
-            enrolled = self._peers.enrol(record)
-            problem = "all ids are taken" if enrolled is None else self._peers.admit(enrolled)
-            if enrolled is None or problem:
-                return Refuse(problem)
-            others = tuple(pack(other) for other in self._peers.records if other.id != enrolled.id)
-            return Welcome(pack(enrolled), others)
+            with self._enrolling:
+                enrolled = self._enrol(record, rivals)
+            if isinstance(enrolled, Refuse):
+                return enrolled
+            others = [other for other in (*self._peers.records, *self._peers.expected) if _apart(other, enrolled)]
+            self._worker.run(self._tell_of, enrolled, {other.id for other in others})
+            return Welcome(pack(enrolled), tuple(map(pack, others)))
+
+    def _enrol(self, record: WorkerRecord, rivals: list[Peer]) -> WorkerRecord | Refuse:
+        if self._farewell.started:
+            return Refuse("the cluster is being shut down")
+        for other in self._peers.expected:
+            if other.incarnation == record.incarnation:
+                return other  # it asks again
+            if not _apart(other, record):
+                return Refuse(f"a worker '{other.name}' (id {other.id}) is just joining", later=True)
+        if self._peers.rivals(record.name, record.id) != rivals:
+            return Refuse("another has come meanwhile", later=True)
+        enrolled = self._peers.enrol(record)
+        return Refuse(enrolled) if isinstance(enrolled, str) else enrolled
+
+    def _tell_of(self, enrolled: WorkerRecord, others: set[int]) -> None:
+        """Tell the members of a newcomer: some of them take it for somebody else's place only on our word."""
+        calls, now = [], self._worker.runtime.now
+        deadline, told = now() + _TOLD, (pack(enrolled),)
+        for peer in self._peers:
+            if peer.record.id in others and peer is not self._peers.own and not peer.lost and not peer.suspicion:
+                left = max(deadline - now(), 0.01)
+                with contextlib.suppress(BackhaulError):
+                    calls.append(self._agent.call_async(peer.info, expect, told, None, left, mode="internal"))
+        for call in calls:
+            with contextlib.suppress(BackhaulError):
+                call.wait()
+
+    def expect(self, caller: Peer, record: WorkerRecord) -> None:
+        """A member says that it has enrolled a newcomer."""
+        with self._worker.crew.blocking():
+            if not self._peers.credulous and self._leader() is not caller:
+                log.warning("worker '%s' speaks for a newcomer, and is not the leader", caller.info.name)
+                return
+        if flaw := self._peers.expect(record):
+            log.warning("worker '%s' speaks for what cannot be a worker: %s", caller.info.name, flaw)
+
+    def enrolment_of(self, incarnation: str) -> WorkerRecord | None:
+        """What this worker knows of a newcomer."""
+        return self._peers.enrolment_of(incarnation)
+
+    def _inquire(self, record: WorkerRecord) -> Task | None:
+        """One that this worker has not heard of wants to take the place of another: find out whether it may."""
+        if not self._peers.rivals(record.name, record.id):
+            return None
+        with self._lock:
+            if record.incarnation in self._asking or len(self._asking) >= _MAX_ASKING:
+                return None
+            self._asking.add(record.incarnation)
+        return functools.partial(self._find_out, record)
+
+    def _find_out(self, record: WorkerRecord) -> None:
+        try:
+            with self._worker.crew.blocking():
+                leader = self._leader()
+                if leader is not self._peers.own:
+                    args = (record.incarnation,)
+                    with contextlib.suppress(BackhaulError):
+                        if self._agent.call(leader.info, enrolment_of, args, None, _TOLD, mode="internal") == pack(
+                            record
+                        ):
+                            self._peers.expect(record)
+                            return
+                if self._peers.credulous:
+                    for rival in self._peers.rivals(record.name, record.id):
+                        self._sign_of(rival)  # if it is gone it is known as lost then
+        finally:
+            with self._lock:
+                self._asking.discard(record.incarnation)
 
     def _leader(self) -> Peer:
         for peer in self._peers:
@@ -158,11 +254,15 @@ class Membership:
         """None if a worker is gone, which may not have been noticed yet; else what to say of it."""
         if rival is self._peers.own:
             return ""
+        lost = bool(rival.lost)
+        timeout = min(self._peers.patience, _PROBE) if lost else self._peers.patience
         try:
-            self._agent.call(rival.info, greet, None, None, self._peers.patience, mode="internal")
+            self._agent.call(rival.info, greet, None, None, timeout, mode="internal")
         except (PeerLostError, UnknownWorkerError):
             return None
         except CallTimeoutError:
+            if lost:
+                return None  # it hangs, or is cut off; who comes back after it was replaced is refused
             return "; it may be lost, since it does not answer"
         except BackhaulError:  # it does not let us
             pass
@@ -200,6 +300,11 @@ class Membership:
             idle.wait(max(deadline - self._worker.runtime.now(), 0.0))
 
 
+def _apart(one: WorkerRecord, other: WorkerRecord) -> bool:
+    """Whether both can be members."""
+    return one.name != other.name and one.id != other.id
+
+
 class _Forgetful:
     """Attached to each worker: finds what ``forget`` acts on."""
 
@@ -219,6 +324,21 @@ def forget() -> None:
     answer, peers = limits.current.get(), current_worker().part(_Forgetful).peers
     if isinstance(answer, Answer) and answer.peer is not peers.own:
         peers.dismiss(answer.peer)
+
+
+@internal(bytes)
+def expect(record: bytes) -> None:
+    """Called by the leader, before it lets a newcomer in."""
+    answer = limits.current.get()
+    if isinstance(answer, Answer):
+        current_worker().part(Membership).expect(answer.peer, unpack(record, WorkerRecord))
+
+
+@internal(str)
+def enrolment_of(incarnation: str) -> bytes:
+    """Called by a member to which a worker has shown itself that it had not heard of."""
+    record = current_worker().part(Membership).enrolment_of(incarnation)
+    return b"" if record is None else pack(record)
 
 
 @internal()

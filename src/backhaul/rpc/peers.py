@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import logging
 import sys
@@ -24,6 +25,8 @@ from backhaul.wire.messages import Hello, Kind, Refuse, pack, unpack
 from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
+
+_MAX_EXPECTED = 64  # newcomers that have not shown themselves
 
 
 def main_identity() -> str:
@@ -80,6 +83,7 @@ class Peer:
 
 
 LossListener = Callable[[Peer, Channel, str], None]
+Inquiry = Callable[[WorkerRecord], Task | None]
 ChangeListener = Callable[[str, Peer, str], None]
 """Hears what has happened to a worker: ``joined``, ``left``, ``lost`` or ``replaced``, and why."""
 
@@ -88,7 +92,8 @@ class Peers:
     """The members of the cluster as one worker knows them. Thread-safe.
 
     One that is not known yet is admitted when it says who it is, see ``roster``: whoever gets as far as that knows the
-    cluster's secret.
+    cluster's secret. But it takes the place of another only if the leader has told of it, see ``expect``, or if there
+    is no doubt that it may, see ``_may_follow``.
 
     Attributes:
         plain: The ids of those with whom nothing may be pickled, see ``Peer.plain``.
@@ -109,6 +114,8 @@ class Peers:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
+        self._expected: collections.OrderedDict[str, tuple[WorkerRecord, float]] = collections.OrderedDict()
+        self.inquire: Inquiry = lambda record: None  # what to do about one that was not believed; it may come again
         self._sent_before = 0  # bytes that went over channels that are gone
         self.own = self._by_id[own.id] = self._by_name[own.name] = Peer(own, own, worker.runtime.lock())
         self._link(self.own)
@@ -125,31 +132,88 @@ class Peers:
     def admit(self, record: WorkerRecord) -> str:
         """Add a worker; returns why not, if it cannot be. One whose place it takes is gone."""
         with self._changing:
-            verdict = self._roster.admit(record)
-            if isinstance(verdict, roster.Refuse):
-                return verdict.reason
-            if verdict is None:
-                return ""
-            replaced = [self._by_id[old.id] for old in verdict.instead_of]
-            for old in replaced:
-                old.gone = "was restarted"
-            # In this order: nothing that belongs to the new one has begun when what waited for the old one ends.
-            for old in replaced:
-                self._tell_change("replaced", old, f"worker '{old.info.name}' was restarted")
-                self.close_channels(old)
-            peer = Peer(record, self._own, self._worker.runtime.lock())
-            self._link(peer)
-            with self._lock:
-                # So that there is somebody of that name throughout, be it one that cannot be reached any more.
-                self._by_id[record.id] = self._by_name[record.name] = peer
-                for old in replaced:
-                    self._strike(old)
-                if peer.plain:
-                    self.plain.add(record.id)
-                if peer.link is not None:
-                    self.linked[record.id] = peer
-            self._tell_change("joined", peer, "")
+            return self._admit(record, heard=True)
+
+    def _admit(self, record: WorkerRecord, *, heard: bool) -> str:
+        verdict = self._roster.admit(record, heard=heard)
+        if isinstance(verdict, roster.Refuse):
+            return verdict.reason
+        if verdict is None:
             return ""
+        self._expected.pop(record.incarnation, None)
+        replaced = [self._by_id[old.id] for old in verdict.instead_of]
+        for old in replaced:
+            old.gone = "was restarted"
+        # In this order: nothing that belongs to the new one has begun when what waited for the old one ends.
+        for old in replaced:
+            self._tell_change("replaced", old, f"worker '{old.info.name}' was restarted")
+            self.close_channels(old)
+        peer = Peer(record, self._own, self._worker.runtime.lock())
+        self._link(peer)
+        with self._lock:
+            # So that there is somebody of that name throughout, be it one that cannot be reached any more.
+            self._by_id[record.id] = self._by_name[record.name] = peer
+            for old in replaced:
+                self._strike(old)
+            if peer.plain:
+                self.plain.add(record.id)
+            if peer.link is not None:
+                self.linked[record.id] = peer
+        self._tell_change("joined", peer, "")
+        return ""
+
+    def _admit_by_hello(self, channel: Channel, record: WorkerRecord) -> str:
+        """Add a worker that says itself who it is."""
+        with self._changing:
+            if self._roster.fate_in(record.incarnation) is not None:
+                return self._admit(record, heard=False)  # which says what has become of it
+            expected, until = self._expected.get(record.incarnation, (None, 0.0))
+            rivals = [self._by_id[rival.id] for rival in self._roster.rivals(record.name, record.id)]
+            rivals = [rival for rival in rivals if rival.record.incarnation != record.incarnation]
+            # What the leader has said of others that were lost does not hold for ever.
+            heard = expected == record and (self._worker.runtime.now() < until or all(rival.lost for rival in rivals))
+            for rival in rivals:
+                if not heard and not self._may_follow(channel, record, rival):
+                    return f"there is a worker '{rival.info.name}' (id {rival.info.id}) already"
+            return self._admit(record, heard=heard)
+
+    def _may_follow(self, channel: Channel, record: WorkerRecord, rival: Peer) -> bool:
+        """Whether a worker may take the place of another on its own word."""
+        same = record.name == rival.info.name
+        if same and self._bound and channel.names is not None:
+            return True  # its certificate says that it is that one
+        return bool(rival.lost) and (same or self.credulous)
+
+    @property
+    def _bound(self) -> bool:
+        """Whether a certificate is for the worker of its name alone."""
+        tls = self._worker.options.tls
+        return tls.names if isinstance(tls, Tls) else tls is not None
+
+    @property
+    def credulous(self) -> bool:
+        """Whether any member's word is as good as the leader's: each could do here what it likes anyway."""
+        return self._worker.options.trusted and not self._bound
+
+    def expect(self, record: WorkerRecord) -> str:
+        """The leader has enrolled a worker, which will show itself. Returns what is wrong with that, if anything."""
+        with self._changing:
+            flaw = self._roster.flaw_in(record)
+            if not flaw:
+                self._expect(record)
+            return flaw
+
+    def _expect(self, record: WorkerRecord) -> None:
+        self._expected[record.incarnation] = record, self._worker.runtime.now() + self.patience
+        while len(self._expected) > _MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+    @property
+    def expected(self) -> tuple[WorkerRecord, ...]:
+        """Those who have been enrolled of late and have not shown themselves yet."""
+        with self._changing:
+            now = self._worker.runtime.now()
+            return tuple(record for record, until in self._expected.values() if now < until)
 
     def _link(self, peer: Peer) -> None:
         peer.link = link_to(self._own, peer.record, self._worker.plane, open=not peer.plain)
@@ -197,11 +261,24 @@ class Peers:
         with self._changing:
             return [self._by_id[record.id] for record in self._roster.rivals(name, number)]
 
-    def enrol(self, record: WorkerRecord) -> WorkerRecord | None:
-        """The record of a newcomer with its id and epoch; None: all ids are taken."""
+    def enrolment_of(self, incarnation: str) -> WorkerRecord | None:
+        """The record of a worker that is a member, or has been enrolled."""
         with self._changing:
-            place = self._roster.enrol(record.name, record.id)
-            return None if place is None else msgspec.structs.replace(record, id=place[0], epoch=place[1])
+            found = self._expected.get(incarnation)
+            return found[0] if found is not None else self._roster.alive(incarnation)
+
+    def enrol(self, record: WorkerRecord) -> WorkerRecord | str:
+        """The record of a newcomer with its id and epoch, which is expected from now on; or why there is none."""
+        taken = {other.id for other in self.expected}
+        with self._changing:
+            place = self._roster.enrol(record.name, record.id, taken)
+            if place is None:
+                return "all ids are taken" if record.id < 0 else f"{record.id} is not the id of a worker"
+            enrolled = msgspec.structs.replace(record, id=place[0], epoch=place[1])
+            flaw = self._roster.flaw_in(enrolled)
+            if not flaw:
+                self._expect(enrolled)
+            return flaw or enrolled
 
     @property
     def epoch(self) -> int:
@@ -341,20 +418,24 @@ class Peers:
         )
 
     def _on_hello(self, channel: Channel, frame: Frame) -> Task | None:
+        inquiry = None
         hello = unpack(frame.body, Hello)
         record = unpack(hello.record, WorkerRecord)
         if (hello.to, hello.to_incarnation) != (self._own.name, self._own.incarnation):
             problem = f"this is worker '{self._own.name}', not the '{hello.to}' that was meant"
         elif not self.may_be(channel, record.name):
             problem = self.not_for(channel, record.name)
+        elif (known := self.of(channel)) is not None and known.record.incarnation != record.incarnation:
+            problem = f"this channel is that of worker '{known.info.name}'"
         else:
-            problem = self.admit(record)
+            problem = self._admit_by_hello(channel, record)
+            inquiry = self.inquire(record) if problem and not self._roster.fate_in(record.incarnation) else None
         peer = self._by_id.get(record.id)
         if not problem and (peer is None or peer.record.incarnation != record.incarnation):
             problem = f"worker '{record.name}' is gone"  # just now
         if problem or peer is None:
             self.refuse(channel, record.name, problem)
-            return None
+            return inquiry
         self._belongs(channel, peer)
         # It opens another only if it has lost the one before.
         if peer.channel is None or peer.channel is peer.incoming:
@@ -366,9 +447,7 @@ class Peers:
 
     def may_be(self, channel: Channel, name: str) -> bool:
         """Whether the certificate at the other end, where there is one, is of the worker of that name."""
-        tls = self._worker.options.tls
-        bound = tls.names if isinstance(tls, Tls) else tls is not None
-        return not bound or channel.names is None or name in channel.names
+        return not self._bound or channel.names is None or name in channel.names
 
     @staticmethod
     def not_for(channel: Channel, name: str) -> str:
@@ -378,7 +457,7 @@ class Peers:
     @staticmethod
     def refuse(channel: Channel, name: str, problem: str) -> None:
         """Tell a worker that it is not listened to, and why."""
-        log.warning("refused %s at %s: %s", name, channel.peer, problem)
+        log.warning("refused %.130r at %s: %s", name, channel.peer, problem)
         try:
             channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
         except ChannelClosedError:

@@ -8,14 +8,18 @@ other worker is gone for good. Those that met at the start have epoch 0.
 from __future__ import annotations
 
 import collections
+from collections.abc import Container
 from dataclasses import dataclass
 
 import msgspec
 
-from backhaul.types import MAX_WORKERS, WorkerId, WorkerInfo
+from backhaul.types import MAX_WORKERS, WorkerId, WorkerInfo, check_name
 from backhaul.wire.messages import prepare
 
 _REMEMBERED = 1024  # workers that are gone
+_AHEAD = 1024  # newcomers that a worker may have missed when another shows it its own epoch
+_LAST = 1 << 53  # of all epochs: nobody comes near it by joining
+_LONGEST = 64  # characters of an incarnation
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -87,6 +91,7 @@ class Roster:
         self._own = own
         self._members: dict[int, WorkerRecord] = {own.id: own}
         self._by_name = {own.name: own}
+        self._lives = {own.incarnation: own}
         self._gone: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()  # -> name, why
         self.epoch = own.epoch  # the latest of all that were ever members
 
@@ -95,19 +100,37 @@ class Roster:
         found = {member.id: member for member in (self._members.get(number), self._by_name.get(name)) if member}
         return list(found.values())
 
-    def admit(self, record: WorkerRecord) -> Admit | Refuse | None:
-        """A worker has shown its record. None: it is known."""
+    def flaw_in(self, record: WorkerRecord, *, heard: bool = True) -> str:
+        """What no record can be like. ``heard``: the leader has told of it, so its epoch may be any."""
+        try:
+            check_name(record.name)
+        except ValueError as error:
+            return str(error)
+        if not 0 <= record.id < MAX_WORKERS:
+            return f"{record.id} is not the id of a worker"
+        if not 0 < len(record.incarnation) <= _LONGEST:
+            return "that is not an incarnation"
+        if not 0 <= record.epoch <= (_LAST if heard else min(self.epoch + _AHEAD, _LAST)):
+            return f"epoch {record.epoch} is too far from the last known, {self.epoch}"
+        return ""
+
+    def admit(self, record: WorkerRecord, *, heard: bool = True) -> Admit | Refuse | None:
+        """A worker has shown its record. None: it is known. ``heard``: see ``flaw_in``."""
+        if flaw := self.flaw_in(record, heard=heard):
+            return Refuse(flaw)
         if record.incarnation in self._gone:
             return Refuse(f"worker '{record.name}' {self._gone[record.incarnation][1]}")
+        if (known := self._lives.get(record.incarnation)) is not None:
+            if known.info == record.info:
+                return None
+            return Refuse(f"worker '{known.name}' (id {known.id}) is of that incarnation")
         rivals = self.rivals(record.name, record.id)
-        if any(rival.incarnation == record.incarnation for rival in rivals):
-            return None
         for rival in rivals:
             if rival is self._own or not record.follows(rival):
                 return Refuse(f"there is a worker '{rival.name}' (id {rival.id}) already")
         for rival in rivals:
             self.dismiss(rival, "was restarted")
-        self._members[record.id] = self._by_name[record.name] = record
+        self._members[record.id] = self._by_name[record.name] = self._lives[record.incarnation] = record
         self.epoch = max(self.epoch, record.epoch)
         return Admit(tuple(rivals))
 
@@ -115,11 +138,15 @@ class Roster:
         """A member is gone for good; whether it was one."""
         if self._members.get(record.id) is not record:
             return False
-        del self._members[record.id], self._by_name[record.name]
+        del self._members[record.id], self._by_name[record.name], self._lives[record.incarnation]
         self._gone[record.incarnation] = record.name, why
         while len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
         return True
+
+    def alive(self, incarnation: str) -> WorkerRecord | None:
+        """The member of that incarnation."""
+        return self._lives.get(incarnation)
 
     def fate_of(self, name: str) -> str | None:
         """Why there is no worker of that name any more, if there was one."""
@@ -129,10 +156,15 @@ class Roster:
         """The name of a worker that is gone for good, and why it is; None: it is not known to be."""
         return self._gone.get(incarnation)
 
-    def enrol(self, name: str, wanted: int) -> tuple[int, int] | None:
-        """Id (-1: any) and epoch for a newcomer, which takes the place of whoever has its name. None: no id is free."""
+    def enrol(self, name: str, wanted: int, taken: Container[int] = ()) -> tuple[int, int] | None:
+        """Id (-1: any that is not taken) and epoch for a newcomer, which takes the place of whoever has its name. None:
+        no id is free.
+        """
         if wanted < 0:
             former = [member.id for member in self._members.values() if member.name == name]
-            free = (number for number in range(MAX_WORKERS) if number not in self._members)
+            free = (number for number in range(MAX_WORKERS) if number not in self._members and number not in taken)
             wanted = former[0] if former else next(free, -1)
-        return (wanted, self.epoch + 1) if wanted >= 0 else None
+        if not 0 <= wanted < MAX_WORKERS:
+            return None
+        self.epoch += 1
+        return wanted, self.epoch

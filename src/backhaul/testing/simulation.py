@@ -36,6 +36,7 @@ from backhaul.worker import current_worker
 
 _STEP_LIMIT = 150.0  # seconds of virtual time: more than all timeouts of a step together
 _SETTLING = 60.0  # seconds of virtual time after the last fault until nothing may be left
+_ROUNDS = 12  # of collecting garbage, while something is left
 _LEEWAY = 0.5  # seconds before the end of its time from which on one that comes may not be noticed
 _REFERENCES = "num_owner_rrefs", "num_forks", "num_user_rrefs"
 _STUCK = 60.0  # seconds of real time after which a seed must be stuck outside of the scheduler
@@ -242,8 +243,9 @@ class _Run:
         cluster, names = self._cluster, {peer.record.id: peer.info.name for peer in current_worker().part(Node).peers}
         places = [names[place] for place in trial.places if place in names]
         before, since = stages["preparing"], stages["running"]
+        within = min(trial.replay, current_worker().options.timeout) - _LEEWAY  # no call waits longer than it may
         return all(
-            cluster.longest_absence(name, since) < trial.replay - _LEEWAY
+            cluster.longest_absence(name, since) < within
             and not any(who == name and before <= when <= since for when, who, _ in cluster.history)
             for name in places
         )
@@ -259,9 +261,11 @@ class _Run:
     def _settle(self) -> None:
         """Nothing may be left."""
         cluster, faults, checks = self._cluster, self._verdict.faults, self._setting.checks
-        for _ in range(4):  # what is freed on one worker may free something on another
+        for _ in range(_ROUNDS):  # what is freed on one worker may free something on another
             cluster.sleep(_SETTLING / 4)
             cluster.collect()
+            if not cluster.leftovers():
+                break
         cluster.sleep(1.0)
         ignored: list[str] = []
         if not checks.left_by_lost and not UNREACHABLE.isdisjoint(faults):

@@ -6,9 +6,10 @@ import contextlib
 import os
 import select
 import threading
+import time
 
 from backhaul.transport.base import Channel
-from backhaul.transport.luck import LOOKS, Luck, offer
+from backhaul.transport.luck import LONGEST, LOOKS, Luck, offer
 
 _LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
 
@@ -47,11 +48,15 @@ class Bell:
         self._luck.begin()
         ready: list[tuple[int, int]] = []
         if look and self._luck.expecting:
+            now = time.perf_counter
+            until = now() + LONGEST
             for _ in range(LOOKS):
                 ready = poll(0)
                 if ready:
                     break
                 offer()
+                if now() > until:
+                    break
             self._luck.looked()
         if not ready:
             ready = poll(None if timeout is None else min(timeout, _LONGEST) * 1000)

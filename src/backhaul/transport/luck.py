@@ -14,6 +14,9 @@ import time
 LOOKS = 300 if len(os.sched_getaffinity(0)) > 1 else 0
 """How many times to look; each takes about a microsecond."""
 
+LONGEST = 0.002
+"""Seconds after which one stops to look in any case: others have the processor."""
+
 offer = os.sched_yield
 """Called between two looks."""
 

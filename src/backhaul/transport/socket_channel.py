@@ -20,7 +20,7 @@ from typing import Protocol
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost, Received
-from backhaul.transport.luck import LOOKS, Luck, offer
+from backhaul.transport.luck import LONGEST, LOOKS, Luck, offer
 from backhaul.transport.slots import Budget
 from backhaul.wire.frames import Frame, FrameReader
 from backhaul.wire.memory import Buffer, Recycler
@@ -181,7 +181,8 @@ class SocketChannel(Channel):
     def _look(self) -> Event | None:
         """What comes within a moment, see [Note: looking]."""
         poll, endpoint = self._poller.poll, self._endpoint
-        wakes = endpoint.wakes
+        wakes, now = endpoint.wakes, time.perf_counter
+        until = now() + LONGEST
         event = None
         for _ in range(LOOKS):
             if not endpoint.quiet or endpoint.wakes != wakes or self._wanted:
@@ -189,6 +190,8 @@ class SocketChannel(Channel):
             if poll(0) and (event := self._read()) is not None:
                 break
             offer()
+            if now() > until:
+                break
         self._luck.looked()
         return event
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul.rpc.roster import Admit, Refuse, Roster, WorkerRecord
+from backhaul.types import MAX_WORKERS
 
 
 def record(number: int, name: str, incarnation: str, epoch: int) -> WorkerRecord:
@@ -64,3 +66,39 @@ def test_those_who_are_gone_stay_away() -> None:
     assert roster.enrol("c", -1) == (1, 1)
     assert roster.admit(record(1, "c", "new", 1)) == Admit()
     assert isinstance(roster.admit(record(0, "a", "thief", 7)), Refuse)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        record(-7, "b", "i", 0),
+        record(MAX_WORKERS, "b", "i", 0),
+        record(1, "b\n\x1b[31m", "i", 0),
+        record(1, "", "i", 0),
+        record(1, "b", "", 0),
+        record(1, "b", "i" * 1000, 0),
+        record(1, "b", "i", -1),
+        record(1, "b", "i", 2**64 - 1),
+    ],
+)
+def test_records_that_cannot_be(bad: WorkerRecord) -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    assert isinstance(roster.admit(bad), Refuse)
+    assert roster.enrol("c", -1) == (1, 1)
+    assert roster.enrol("d", MAX_WORKERS) is None
+
+
+def test_epochs_are_not_taken_from_anybody() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    assert isinstance(roster.admit(record(1, "b", "i", 10**6), heard=False), Refuse)
+    assert isinstance(roster.admit(record(1, "b", "i", 10**6)), Admit)
+    assert isinstance(roster.admit(record(2, "c", "j", 10**6 + 1), heard=False), Admit)
+
+
+def test_nobody_lives_anothers_life() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    roster.admit(record(1, "b", "i", 0))
+    roster.admit(record(2, "evil", "j", 0))
+    for number, name in ((1, "evil"), (2, "b"), (3, "evil2"), (2, "evil")):
+        assert isinstance(roster.admit(record(number, name, "i", 1)), Refuse)
+    assert roster.admit(record(1, "b", "i", 0)) is None

@@ -12,7 +12,7 @@ from backhaul.transport import luck as module
 from backhaul.transport import socket_channel
 from backhaul.transport.base import Event, Lost, Received
 from backhaul.transport.bell import Bell
-from backhaul.transport.luck import Luck
+from backhaul.transport.luck import LONGEST, Luck
 from backhaul.transport.socket_channel import SocketChannel
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.wire.frames import Frame
@@ -228,6 +228,26 @@ def comes(end: SocketEndpoint) -> Event:
         event = end.poll(0.1)
     assert event is not None
     return event
+
+
+def test_looking_ends_when_others_keep_the_processor(
+    ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often one may look: a call with a timeout of 20 ms had waited for 300 on a busy machine."""
+    mine, _ = connect(*ends)
+    offered: list[None] = []
+
+    def lose_the_processor() -> None:
+        offered.append(None)
+        time.sleep(2 * LONGEST)
+
+    monkeypatch.setattr(socket_channel, "offer", lose_the_processor)
+    monkeypatch.setattr(socket_channel, "LOOKS", 300)
+    mine._endpoint.quiet = True
+    assert mine.hold(offered)
+    assert mine.receive(0.0) is None
+    mine.resume()
+    assert len(offered) == 1
 
 
 def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
