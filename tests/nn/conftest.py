@@ -17,7 +17,6 @@ PATIENCE = 30.0  # seconds after which what must come is taken not to come
 def workers() -> Iterator[list[bh.Worker]]:
     with bh.cluster(3) as made:
         yield made
-        gc.collect()  # pytest.raises keeps frames in a circle
         await_references(0)
 
 
@@ -26,6 +25,7 @@ def await_references(wanted: int) -> None:
     deadline = time.monotonic() + PATIENCE
     while (found := references()) != wanted:
         assert time.monotonic() < deadline, f"expected {wanted} references, found {found}"
+        gc.collect()  # errors keep frames in circles, those of handlers too, which may have been at work a moment ago
 
 
 def references() -> int:

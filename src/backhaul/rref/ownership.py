@@ -92,10 +92,11 @@ class Owned(Generic[V]):
 
     Example:
         >>> owned, alice, bob = Owned(list, (0, "a")), (1, "b"), (2, "c")
-        >>> owned.hear(alice, [("made", RRefId(1), ForkId(7), bob)])  # alice has passed a reference to bob
+        >>> value, first, second = RRefId(1), ForkId(6), ForkId(7)
+        >>> owned.hear(alice, [("born", value, first, alice), ("made", value, second, bob)])  # she passed one to bob
         []
-        >>> owned.hear(bob, [("gone", RRefId(1), ForkId(7), bob)])
-        [Entry(1)]
+        >>> owned.hear(alice, [("gone", value, first, alice)]), owned.hear(bob, [("gone", value, second, bob)])
+        ([], [Entry(1)])
     """
 
     def __init__(
@@ -166,9 +167,8 @@ class Owned(Generic[V]):
         return self._free(touched.values())
 
     def _add(self, number: RRefId, fork: ForkId, holder: Life, *, first: bool) -> Entry[V] | None:
-        if (
-            not first and number not in self.entries and not self.expects(number)
-        ):  # it was given up with the worker that has passed it on
+        if not first and number not in self.entries and not self.expects(number):
+            # It was given up with the worker that has passed it on.
             if fork in self._early:
                 self._early.discard(fork)
             else:
