@@ -150,16 +150,20 @@ class Attempts:
         """Make the call, as often as it takes, and wait."""
         token = limits.current.set(self._limit)
         try:
+            pause = 0.0
             while True:
-                self._number += 1
                 try:
+                    if pause:
+                        with self._agent.worker.blocking():
+                            gate = self._agent.worker.runtime.gate()
+                            limits.wait(gate, pause, f"{self._label} was to be tried again")
+                    self._number += 1
                     return self._agent.call(*self._call, **self._options)
                 except BackhaulError as error:
-                    pause = self._next(error)
-                    if pause is None:
+                    again = self._next(error)
+                    if again is None:
                         raise
-                with self._agent.worker.blocking():
-                    limits.wait(self._agent.worker.runtime.gate(), pause, f"{self._label} was to be tried again")
+                    pause = again
         finally:
             limits.current.reset(token)
 

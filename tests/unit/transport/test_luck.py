@@ -157,25 +157,13 @@ def test_who_waits_gets_the_channel_from_who_lingers(ends: tuple[SocketEndpoint,
             if isinstance(event, Received):
                 event.channel.resume()
 
-    accepted: list[Received] = []
-
-    def let_in() -> None:
-        while not accepted:
-            event = there.poll(0.01)
-            if isinstance(event, Received):
-                accepted.append(event)
-
-    host = threading.Thread(target=let_in)
-    host.start()
-    channel = here.connect(there.addresses[0], timeout=5.0)
-    channel.send(Frame(40, 1, b"hello"))
-    host.join()
+    channel, back = connect(here, there)
     poller = threading.Thread(target=poll)
     poller.start()
 
     def send() -> None:
         for number in range(count):
-            accepted[0].channel.send(Frame(41, number, b""))
+            back.send(Frame(41, number, b""))
 
     sender = threading.Thread(target=send)
     sender.start()
