@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -10,40 +11,63 @@ from typing import Any
 
 import torch
 
-from backhaul.cuda.segments import SMALLEST, Answer, Ipc, Offer, bury, visit_graves
-from backhaul.cuda.streams import Event, Frontier
+from backhaul.cuda.segments import (
+    HANDLE,
+    HEAD,
+    SMALLEST,
+    TAKEN,
+    Answer,
+    Ipc,
+    Offer,
+    Pages,
+    Stretch,
+    bury,
+    has_ended,
+    pages_size,
+    visit_graves,
+)
+from backhaul.cuda.streams import Frontier
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.slots import FREE, LENT, MAX_SLOTS
 from backhaul.wire.devices import Slot
 
 _MAX_SEGMENTS = 1 << 12  # that a receiver has opened at once
+_MAX_SEGMENT = 1 << 48
+
+log = logging.getLogger("backhaul")
 
 
 class _Borrowed:
     """A segment as its receiver knows it."""
 
-    __slots__ = ("device", "done", "frontier", "gone", "memory", "page", "ready", "slot_bytes", "states", "taken")
+    __slots__ = ("device", "frontier", "memory", "pages", "sender", "slot_bytes", "start", "taken")
 
-    def __init__(self, frontier: Frontier, device: int, offer: Offer, page: shm.Mapping, memory: Any) -> None:
+    def __init__(self, frontier: Frontier, device: int, offer: Offer, pages: Pages, memory: Stretch) -> None:
         self.frontier = frontier
         self.device = device
         self.memory = memory
-        self.page = page
+        self.start = HEAD if memory is pages.pinned else 0
+        self.pages = pages
+        self.sender = offer.process
         self.slot_bytes = offer.slot_bytes
-        self.ready: list[Event | bytes] = list(offer.ready)  # opened at the first use
-        self.done: list[Event] = []
-        self.states = shm.states_of(page, len(offer.ready))
-        self.taken = bytearray(len(offer.ready))  # which slots are in use here, whatever the states say
-        self.gone = False
+        self.taken = bytearray(offer.count)  # which slots are in use here, whatever the states say
 
     def free(self, index: int) -> None:
         """Nothing here uses a slot any more, or will when ``done`` has passed."""
-        if self.gone:
-            bury((self.done[index],), self.memory)
         # In this order: after the second, the sender may lend the slot again.
         self.taken[index] = 0
-        self.states[index] = FREE
+        self.pages.states[index] = FREE
+
+    def over(self) -> bool:
+        if has_ended(self.sender):
+            waiting = [index for index, flag in enumerate(self.pages.ready) if not flag.query()]
+            for index in waiting:
+                self.pages.ready[index].force()
+            lost = sum(self.taken[index] for index in waiting)
+            if lost:
+                log.error("a worker ended before %d tensors that it had sent were computed: they hold nothing", lost)
+        return not any(self.taken) and all(flag.query() for flag in self.pages.done)
 
 
 class _Lease(weakref.ref[Any]):
@@ -63,7 +87,7 @@ def _end(lease: _Lease) -> None:
     """Called wherever the last reference happens to go: takes no lock."""
     if _leases.pop(id(lease), None) is not None:
         segment, index = lease.segment, lease.index
-        segment.frontier.drain(segment.done[index], segment.device, functools.partial(segment.free, index))
+        segment.frontier.drain(segment.pages.done[index], segment.device, functools.partial(segment.free, index))
 
 
 class Borrower:
@@ -83,41 +107,39 @@ class Borrower:
 
     def offered(self, offer: Offer) -> Answer:
         """The sender offers a segment: open it, and return the answer."""
-        count, nbytes = len(offer.ready), len(offer.ready) * offer.slot_bytes
-        if not 0 < count <= MAX_SLOTS or offer.slot_bytes < 1 or offer.slot_bytes % SMALLEST:
+        count, nbytes = offer.count, offer.count * offer.slot_bytes
+        if not 0 < count <= MAX_SLOTS or offer.slot_bytes < 1 or offer.slot_bytes % SMALLEST or nbytes > _MAX_SEGMENT:
             raise ProtocolError(f"impossible segment: {count} slots of {offer.slot_bytes} bytes")
-        if offer.handle.nbytes < nbytes or len(offer.cookie) != shm.COOKIE:
-            raise ProtocolError(f"impossible segment: {nbytes} bytes of {offer.handle.nbytes}")
+        if len(offer.memory) not in (0, HANDLE) or len(offer.cookie) != shm.COOKIE:
+            raise ProtocolError("impossible segment")
         if offer.number in self._segments or not 0 < offer.number < 1 << 31:
             raise ProtocolError(f"impossible segment number {offer.number}")
         if len(self._segments) >= _MAX_SEGMENTS or offer.device not in self._identities or offer.process <= 0:
             return Answer(offer.number)
         device = self._identities.index(offer.device)
+        total = pages_size(offer.slot_bytes, count, slots=not offer.memory)
         try:
-            page = shm.attach(offer.process, offer.descriptor, shm.PAGE, offer.cookie)
-            events = [self._ipc.event(device) for _ in range(count)]
-            segment = _Borrowed(self._frontier, device, offer, page, self._ipc.open(offer.handle, device))
+            mapping = shm.attach(offer.process, offer.descriptor, total, offer.cookie)
+            pages = Pages(self._ipc, mapping, count, device)
+            memory = self._ipc.open(offer.memory, device, nbytes) if offer.memory else pages.pinned
         except (RuntimeError, OSError):
             return Answer(offer.number)
-        segment.done = [event for event, _ in events]
-        self._segments[offer.number] = segment
-        return Answer(offer.number, tuple(name for _, name in events))
+        self._segments[offer.number] = _Borrowed(self._frontier, device, offer, pages, memory)
+        return Answer(offer.number, True, os.getpid())
 
     def retired(self, number: int) -> None:
         """The sender has let go of a segment."""
         segment = self._segments.pop(number, None)
         if segment is None:
             raise ProtocolError(f"there is no segment {number}")
-        self._forget(segment)
+        bury(segment)
 
     def close(self) -> None:
         """The channel is lost. Slots in use stay so."""
         while self._segments:
-            self._forget(self._segments.popitem()[1])
-
-    def _forget(self, segment: _Borrowed) -> None:
-        segment.gone = True
-        bury(segment.done, segment.memory)
+            segment = self._segments.popitem()[1]
+            segment.pages.close()
+            bury(segment)
 
     def borrow(self, slot: Slot, nbytes: int, device: int) -> torch.Tensor:
         """The bytes in a slot; it goes back when nothing refers to their storage any more."""
@@ -125,13 +147,11 @@ class Borrower:
         if segment.device != device or not 0 < nbytes <= segment.slot_bytes:
             raise ProtocolError(f"there are no {nbytes} bytes on cuda:{device} in slot {slot}")
         visit_graves()
-        segment.taken[index] = 1
+        segment.taken[index], segment.pages.states[index] = 1, TAKEN
         try:
-            ready = segment.ready[index]
-            if isinstance(ready, bytes):
-                ready = segment.ready[index] = self._ipc.open_event(ready, device)
-            self._frontier.follow(device, (ready,))
-            tensor, owner = self._ipc.view(segment.memory, index * segment.slot_bytes, nbytes)
+            self._frontier.follow(device, (segment.pages.ready[index],))
+            place = segment.start + index * segment.slot_bytes
+            tensor, owner = self._ipc.view(segment.memory, place, nbytes, device)
         except BaseException:
             segment.free(index)
             raise
@@ -151,6 +171,6 @@ class Borrower:
         segment = self._segments.get(number)
         if segment is None or not 0 <= index < len(segment.taken):
             raise ProtocolError(f"there is no slot {slot}")
-        if segment.taken[index] or segment.states[index] != LENT:
+        if segment.taken[index] or segment.pages.states[index] != LENT:
             raise ProtocolError(f"slot {slot} was not lent")
         return segment, index

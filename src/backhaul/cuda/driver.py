@@ -1,4 +1,4 @@
-"""torch.cuda as ``streams`` wants it. The only module, with ``ipc``, that calls it; imported where there is CUDA."""
+"""torch.cuda as ``streams`` wants it. Imported where there is CUDA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from backhaul.cuda.library import Library
 from backhaul.cuda.streams import Key
 
 _raw_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -35,6 +36,11 @@ class Driver:
         self._used: list[int] = []
         self._streams: dict[Key, torch.cuda.Stream] = {}  # by device and address; they are few, and never end
         self._defaults: dict[int, torch.cuda.Stream] = {}
+        self._library: Library | None
+        try:
+            self._library = Library()
+        except (OSError, AttributeError):  # not NVIDIA's
+            self._library = None
 
     def devices(self) -> Sequence[int]:
         used = self._used
@@ -88,6 +94,10 @@ class Driver:
 
     def wait(self, stream: Any, event: Any) -> None:
         event.wait(stream)
+
+    def relax(self) -> None:
+        if self._library is not None:
+            self._library.relax()
 
     def capturing(self) -> bool:
         return bool(self._used) and torch.cuda.is_current_stream_capturing()

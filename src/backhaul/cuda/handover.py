@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
-from backhaul.cuda.segments import Ipc
 from backhaul.cuda.streams import Event, Frontier
 from backhaul.errors import ProtocolError
 from backhaul.wire.devices import Slot
+
+if TYPE_CHECKING:
+    from backhaul.cuda.links import Memory
 
 _numbers = itertools.count(1)
 _handed: dict[int, tuple[torch.Tensor, Event, int, int]] = {}
@@ -20,14 +23,14 @@ _handed: dict[int, tuple[torch.Tensor, Event, int, int]] = {}
 class Handover:
     """Both ends, as ``lender`` and ``borrower`` are of shared memory. Thread-safe."""
 
-    def __init__(self, ipc: Ipc, frontier: Frontier) -> None:
-        self._ipc = ipc
+    def __init__(self, memory: Memory, frontier: Frontier) -> None:
+        self._memory = memory
         self._frontier = frontier
 
-    def lend(self, flat: torch.Tensor, device: int) -> Slot | None:
+    def lend(self, flat: torch.Tensor, device: int, source: int) -> Slot | None:
         """Copy bytes; whoever knows the slot may have them."""
-        memory = self._ipc.allocate(device, len(flat))
-        self._ipc.copy(memory, 0, flat)
+        memory = self._memory.empty(device, len(flat))
+        self._memory.copy(memory, flat)
         ready = self._frontier.record_new(device)
         number = next(_numbers)
         _handed[number] = memory, ready, device, id(self)

@@ -1,65 +1,142 @@
-"""CUDA memory and events between processes, as ``segments`` wants them. The only module, with ``driver``, that calls
-torch.cuda; imported where there is CUDA.
-"""
+"""Memory and flags between processes, as ``segments`` wants them. Imported where there is CUDA."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 
-from backhaul.cuda.segments import Handle
+from backhaul.cuda.library import Library
+from backhaul.transport import shm
 
 _storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+_raw_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Own:
+    """Device memory that this process has made, or opened."""
+
+    __slots__ = ("_let_go", "address", "device")
+
+    def __init__(self, address: int, device: int, let_go: Any) -> None:
+        self.address = address
+        self.device = device
+        self._let_go = let_go
+
+    def __del__(self) -> None:
+        try:
+            self._let_go(self.device, self.address)
+        except RuntimeError:
+            pass  # the device has failed, or CUDA has ended before this
+
+
+class Pinned:
+    """Host memory for devices."""
+
+    __slots__ = ("_ipc", "address", "device", "mapping")
+
+    def __init__(self, ipc: CudaIpc, mapping: shm.Mapping, device: int) -> None:
+        self.device = device
+        self.mapping = mapping
+        self._ipc: CudaIpc | None = None
+        self.address = ipc.library.pin(device, mapping.address, mapping.size)
+        self._ipc = ipc
+        ipc.pinned[self.address] = mapping.address, mapping.size
+
+    def __del__(self) -> None:
+        ipc = self._ipc
+        if ipc is None:
+            return
+        ipc.pinned.pop(self.address, None)
+        try:
+            ipc.library.unpin(self.device, self.mapping.address)
+        except RuntimeError:
+            pass  # as above
+
+
+class HostFlag:
+    """A ``segments.Flag``: two numbers in pinned memory, the one that is going to be reached and the one that is."""
+
+    __slots__ = ("_address", "_library", "_memory", "_reached", "_target")
+
+    def __init__(self, library: Library, memory: Pinned, offset: int) -> None:
+        place = memory.mapping.address + offset
+        self._target = ctypes.c_uint32.from_address(place)
+        self._reached = ctypes.c_uint32.from_address(place + 4)
+        self._address = memory.address + offset + 4
+        self._memory = memory
+        self._library = library
+
+    def query(self) -> bool:
+        return bool(self._reached.value == self._target.value)
+
+    def record(self, stream: Any) -> None:
+        """At the end of what a stream has to do."""
+        before = self._target.value
+        self._target.value = before + 1
+        try:
+            self._library.write(stream.device_index, self._address, (before + 1) & 0xFFFFFFFF, stream.cuda_stream)
+        except BaseException:
+            self._target.value = before
+            raise
+
+    def wait(self, stream: Any) -> None:
+        """What a stream is given from now on comes after it."""
+        self._library.wait(stream.device_index, self._address, self._target.value, stream.cuda_stream)
+
+    def force(self) -> None:
+        self._reached.value = self._target.value
+
+    def synchronize(self) -> None:
+        raise NotImplementedError("nobody waits for another process on the host")
 
 
 class CudaIpc:
-    """A ``segments.Ipc``, by torch's own: what has been exported stays until those who opened it have closed it."""
+    """A ``segments.Ipc``."""
 
-    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+    def __init__(self) -> None:
+        self.library = Library()
+        self.pinned: dict[int, tuple[int, int]] = {}  # address for devices -> for the host, and size
 
-    def export(self, memory: torch.Tensor) -> Handle:
-        shared: tuple[Any, ...] = memory.untyped_storage()._share_cuda_()
-        _device, handle, nbytes, offset, counter, counter_offset, event, synchronize = shared
-        return Handle(handle, nbytes, offset, counter, counter_offset, event, synchronize)
+    def allocate(self, device: int, nbytes: int) -> Own:
+        try:
+            address = self.library.allocate(device, nbytes)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # torch may have it, for nobody
+            address = self.library.allocate(device, nbytes)
+        return Own(address, device, self.library.free)
 
-    def open(self, handle: Handle, device: int) -> torch.UntypedStorage:
-        with torch.cuda.device(device):
-            opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
-                device,
-                handle.memory,
-                handle.nbytes,
-                handle.offset,
-                handle.counter,
-                handle.counter_offset,
-                handle.event,
-                handle.synchronize,
-            )
-            return opened
+    def export(self, memory: Own) -> bytes:
+        return self.library.handle(memory.device, memory.address)
 
-    def view(self, memory: torch.UntypedStorage, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        # Of memory that is another's. torch keeps a storage's Python object as long as the storage, so that one tells
-        # when the last tensor on it is gone; who borrows keeps ``memory`` until then.
-        storage = _storage_at(memory.data_ptr() + offset, memory.device, nbytes)
-        tensor = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)
-        return tensor, tensor.untyped_storage()
+    def open(self, handle: bytes, device: int, nbytes: int) -> Own:
+        return Own(self.library.open(device, handle, nbytes), device, self.library.close)
 
-    def copy(self, memory: torch.Tensor, offset: int, flat: torch.Tensor) -> None:
-        memory[offset : offset + len(flat)].copy_(flat, non_blocking=True)
+    def pin(self, mapping: shm.Mapping, device: int) -> Pinned:
+        return Pinned(self, mapping, device)
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    def flag(self, pinned: Pinned, offset: int) -> HostFlag:
+        return HostFlag(self.library, pinned, offset)
 
-    def total(self, device: int) -> int:
-        nbytes: int = torch.cuda.get_device_properties(device).total_memory
-        return nbytes
+    def view(self, memory: Own | Pinned, offset: int, nbytes: int, device: int) -> tuple[torch.Tensor, object]:
+        return view_at(memory.address + offset, nbytes, torch.device("cuda", device))
 
-    def event(self, device: int) -> tuple[torch.cuda.Event, bytes]:
-        with torch.cuda.device(device):
-            event = torch.cuda.Event(interprocess=True)
-            return event, event.ipc_handle()
+    def copy(self, memory: Own | Pinned, offset: int, flat: torch.Tensor, device: int) -> None:
+        self.library.copy(device, memory.address + offset, flat.data_ptr(), len(flat), _raw_current(device))
 
-    def open_event(self, handle: bytes, device: int) -> torch.cuda.Event:
-        opened: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)
-        return opened
+    def copy_on_host(self, pinned: Pinned, offset: int, flat: torch.Tensor) -> bool:
+        address = flat.data_ptr()
+        for start, (host, size) in list(self.pinned.items()):
+            if start <= address < start + size:
+                ctypes.memmove(pinned.mapping.address + offset, address - start + host, len(flat))
+                return True
+        return False
+
+
+def view_at(address: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, object]:
+    """A tensor of memory that is another's. torch keeps a storage's Python object as long as the storage, so that one
+    tells when the last tensor on it is gone.
+    """
+    tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(_storage_at(address, device, nbytes))
+    return tensor, tensor.untyped_storage()

@@ -11,34 +11,64 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from backhaul.cuda.segments import SMALLEST, Answer, Ipc, Item, Offer, Retire, bury, visit_graves
-from backhaul.cuda.streams import Event, Frontier
+from backhaul.cuda.segments import (
+    HEAD,
+    SMALL,
+    SMALLEST,
+    Answer,
+    Ipc,
+    Item,
+    Offer,
+    Pages,
+    Retire,
+    Stretch,
+    bury,
+    has_ended,
+    pages_size,
+    visit_graves,
+)
+from backhaul.cuda.streams import Frontier
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.slots import FREE, RESERVE, Budget, Pool, Segment
 from backhaul.wire.devices import Slot
 
-_MOST = 16  # slots of a segment: each has two events, which cost more than memory does
 _PATIENCE = 0.01  # seconds to wait for another thread in the pool; then the tensor is staged
+HOST = -1
+"""Stands for the host among devices that have a budget."""
 
 
 class _Lent:
-    """A segment's memory and events, as its owner has them."""
+    """A segment's memory, as its owner has it."""
 
-    __slots__ = ("descriptor", "device", "done", "memory", "page", "ready")
+    __slots__ = ("budget", "descriptor", "memory", "pages", "pool", "receiver", "start")
 
-    def __init__(self, device: int, memory: torch.Tensor, page: shm.Mapping, descriptor: int) -> None:
-        self.device = device
+    def __init__(self, pages: Pages, memory: Stretch, descriptor: int, budget: Budget, pool: Pool) -> None:
+        self.pages = pages
         self.memory = memory
-        self.page = page
+        self.start = HEAD if memory is pages.pinned else 0
         self.descriptor = descriptor  # until it is answered
-        self.ready: list[Event] = []
-        self.done: list[Event | bytes] = []  # opened at the first use
+        self.budget = budget
+        self.pool = pool
+        self.receiver = 0  # its process, once it has answered
+
+    @property
+    def on_host(self) -> bool:
+        return self.memory is self.pages.pinned
 
     def close_descriptor(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+    def over(self) -> bool:
+        pages = self.pages
+        if self.receiver and has_ended(self.receiver):
+            for flag in pages.done:
+                flag.force()
+        elif pages.in_use:
+            return False
+        return pages.passed
 
 
 class Lender:
@@ -73,7 +103,7 @@ class Lender:
         self._now = now
         self._lock = threading.Lock()  # guards all below; never waited for long, as in ``shm``
         self._numbers = itertools.count(1)
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[tuple[int, bool], Pool] = {}  # of each device, for large slots and for small ones
         self._segments: dict[int, Segment] = {}
         self._full: set[int] = set()  # devices that had no memory left, until the next trim
         self._refused = False  # the receiver could not open a segment, and is not asked again
@@ -89,25 +119,31 @@ class Lender:
         """How much memory there is."""
         return sum(segment.nbytes for segment in list(self._segments.values()))
 
-    def lend(self, flat: torch.Tensor, device: int) -> Slot | None:
-        """Copy bytes into a slot on ``device``, where the receiver is to have them; None if there is none."""
+    def lend(self, flat: torch.Tensor, device: int, source: int | None = None) -> Slot | None:
+        """Copy bytes, of the device ``source``, into a slot for ``device``, where the receiver is to have them; None if
+        there is none.
+        """
         slot = self._take(len(flat), device)
         if slot is None:
             return None
         segment, index = slot
         lent: _Lent = segment.memory
         try:
-            done = lent.done[index]
-            if isinstance(done, bytes):
-                done = lent.done[index] = self._ipc.open_event(done, device)
-            self._frontier.follow(device, (lent.ready[index], done))
-            self._ipc.copy(lent.memory, index * segment.slot_bytes, flat)
-            self._frontier.record(lent.ready[index], device)
+            self._copy(lent, index, lent.start + index * segment.slot_bytes, flat, device if source is None else source)
         except BaseException:
             segment.states[index] = FREE
             raise
         self.bytes_lent += len(flat)
         return segment.number, index
+
+    def _copy(self, lent: _Lent, index: int, offset: int, flat: torch.Tensor, source: int) -> None:
+        frontier, ready, done = self._frontier, lent.pages.ready[index], lent.pages.done[index]
+        settled = lent.on_host and ready.query() and done.query() and frontier.idle(source)
+        if settled and self._ipc.copy_on_host(lent.memory, offset, flat):
+            return  # and ``ready`` is passed as it was
+        frontier.follow(source, (ready, done))
+        self._ipc.copy(lent.memory, offset, flat, source)
+        frontier.record(ready, source)
 
     def take_back(self, slots: Iterable[Slot]) -> None:
         """Slots that were not named to the receiver are free again. Takes no lock."""
@@ -123,43 +159,48 @@ class Lender:
         try:
             if self._closed:
                 return None
-            pool = self._pools.setdefault(device, Pool())
+            small = size <= SMALL
+            pool = self._pools.get((device, small))
+            if pool is None:
+                pool = self._pools[device, small] = Pool()
             slot = pool.take(size, self._now())
             if slot is None and not self._refused and device not in self._full:
-                self._grow(pool, size, device)
+                self._grow(size, device, small)
             return slot
         finally:
             self._lock.release()
 
-    def _grow(self, pool: Pool, size: int, device: int) -> None:
-        wish = pool.wish(size)
+    def _grow(self, size: int, device: int, small: bool) -> None:
+        wish = self._pools[device, small].wish(size)
         if wish is None:
             return
-        slot_bytes, count = wish[0], min(wish[1], _MOST)
-        budget = self._budgets(device)
+        slot_bytes, count = wish
+        budget = self._budgets(HOST if small else device)
         if not budget.take(slot_bytes * count):
             return
         try:
-            self._offer(pool, device, slot_bytes, count)
+            self._offer(device, small, slot_bytes, count)
         except (RuntimeError, OSError):  # no memory left, or none that can be shared
             budget.give_back(slot_bytes * count)
             self._full.add(device)
 
-    def _offer(self, pool: Pool, device: int, slot_bytes: int, count: int) -> None:
-        memory = self._ipc.allocate(device, slot_bytes * count)
-        events = [self._ipc.event(device) for _ in range(count)]
-        handle = self._ipc.export(memory)
-        descriptor, page, cookie = shm.create(shm.PAGE)
-        lent = _Lent(device, memory, page, descriptor)
-        lent.ready = [event for event, _ in events]
+    def _offer(self, device: int, small: bool, slot_bytes: int, count: int) -> None:
+        descriptor, mapping, cookie = shm.create(pages_size(slot_bytes, count, slots=small))
+        try:
+            pages = Pages(self._ipc, mapping, count, device)
+            memory = pages.pinned if small else self._ipc.allocate(device, slot_bytes * count)
+            name = b"" if small else self._ipc.export(memory)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        pool = self._pools[device, small]
+        lent = _Lent(pages, memory, descriptor, self._budgets(HOST if small else device), pool)
         number = next(self._numbers)
-        segment = Segment(number, slot_bytes, shm.states_of(page, count), self._now(), lent)
+        segment = Segment(number, slot_bytes, pages.states, self._now(), lent)
         pool.add(segment)
         self._segments[number] = segment
-        ready = tuple(name for _, name in events)
-        self.news.append(
-            Offer(number, self._identities[device], slot_bytes, handle, ready, os.getpid(), descriptor, cookie)
-        )
+        identity = self._identities[device]
+        self.news.append(Offer(number, identity, slot_bytes, count, name, os.getpid(), descriptor, cookie))
 
     def answered(self, answer: Answer) -> None:
         """The receiver says whether it has opened a segment."""
@@ -167,11 +208,11 @@ class Lender:
             segment = self._segments.get(answer.number)
             if self._closed:
                 return
-            if segment is None or segment.ready or len(answer.done) not in (0, len(segment.states)):
+            if segment is None or segment.ready or (answer.accepted and answer.process <= 0):
                 raise ProtocolError(f"an answer to no offer: segment {answer.number}")
             segment.memory.close_descriptor()
-            if answer.done:
-                segment.memory.done = list(answer.done)
+            if answer.accepted:
+                segment.memory.receiver = answer.process
                 segment.ready = True
             else:
                 self._refused = True
@@ -184,8 +225,8 @@ class Lender:
             return True
         try:
             self._full.clear()
-            for device, pool in self._pools.items():
-                budget = self._budgets(device)
+            for (device, small), pool in self._pools.items():
+                budget = self._budgets(HOST if small else device)
                 reserve = RESERVE if budget.used < budget.limit // 2 else 0  # others may need it
                 for segment in pool.drop_unused(self._now(), reserve=reserve):
                     self.news.append(Retire(segment.number))
@@ -202,13 +243,18 @@ class Lender:
                 self._drop(segment)
 
     def _drop(self, segment: Segment) -> None:
-        self._pools[segment.memory.device].drop(segment)
+        segment.memory.pool.drop(segment)
         self._forget(segment)
 
     def _forget(self, segment: Segment) -> None:
         lent: _Lent = segment.memory
         lent.close_descriptor()
         del self._segments[segment.number]
-        self._budgets(lent.device).give_back(segment.nbytes)
-        events = [*lent.ready, *(done for done in lent.done if not isinstance(done, bytes))]
-        bury(events, lent.memory)
+        lent.budget.give_back(segment.nbytes)
+        bury(lent)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that was copied into slots is there."""
+        segments = list(self._segments.values())
+        return all(flag.query() for segment in segments for flag in segment.memory.pages.ready)

@@ -15,9 +15,9 @@ import torch
 
 from backhaul.cuda.borrower import Borrower
 from backhaul.cuda.handover import Handover
-from backhaul.cuda.lender import Lender
+from backhaul.cuda.lender import HOST, Lender
 from backhaul.cuda.placement import CPU, Party, Route, backward, index_of, onward, same_device
-from backhaul.cuda.segments import Answer, Ipc, Item, Offer
+from backhaul.cuda.segments import Answer, Ipc, Item, Offer, visit_graves
 from backhaul.cuda.streams import Frontier
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
@@ -26,6 +26,7 @@ from backhaul.transport.slots import Budget
 from backhaul.wire.devices import Lease, Slot
 
 _SHARE = 8  # of a device's memory, so many parts make one that slots may take
+_HOST_SLOTS = 64 << 20  # bytes of host memory for small ones
 
 
 _HOST = torch.device(CPU)
@@ -51,11 +52,17 @@ class Member(Party, Protocol):
     def incarnation(self) -> str: ...
 
 
-class Memory(Ipc, Protocol):
+class Memory(Protocol):
     """Memory of devices, and of the host for what goes there."""
+
+    def empty(self, device: int, nbytes: int) -> torch.Tensor:
+        """Bytes on a device."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Host memory that a device can copy to and from while others go on."""
+
+    def copy(self, to: torch.Tensor, flat: torch.Tensor) -> None:
+        """Copy bytes, on the current streams."""
 
     def total(self, device: int) -> int:
         """How much a device has."""
@@ -67,32 +74,37 @@ class Plane:
     Args:
         own: The worker.
         memory: Of its devices.
+        ipc: What of it others can open; None where nothing can be shared.
         frontier: The order of its process's streams.
 
     Attributes:
         tell: Sends what the peer at the other end of a channel is to be told.
+        mourn: Looks after shared memory that has been given up.
     """
 
     tell: Callable[[Channel, Shared], None]
+    mourn: Callable[[], object] = staticmethod(visit_graves)
 
-    def __init__(self, own: Member, memory: Memory, frontier: Frontier) -> None:
+    def __init__(self, own: Member, memory: Memory, ipc: Ipc | None, frontier: Frontier) -> None:
         self.own = own
         self.memory = memory
+        self.ipc = ipc
         self.frontier = frontier
         self._budgets: dict[int, Budget] = {}
         _living[own.incarnation] = os.getpid()
 
     def budget(self, device: int) -> Budget:
-        """How much of a device's memory may be used for slots."""
+        """How much of a device's memory may be used for slots, or of the host's."""
         found = self._budgets.get(device)
         if found is None:
-            found = self._budgets.setdefault(device, Budget(self.memory.total(device) // _SHARE))
+            limit = _HOST_SLOTS if device == HOST else self.memory.total(device) // _SHARE
+            found = self._budgets.setdefault(device, Budget(limit))
         return found
 
     @property
     def slot_bytes(self) -> int:
         """How much device memory is used for slots."""
-        return sum(budget.used for budget in list(self._budgets.values()))
+        return sum(budget.used for device, budget in list(self._budgets.items()) if device != HOST)
 
     def close(self) -> None:
         """The worker ends."""
@@ -105,9 +117,9 @@ _living: dict[str, int] = {}  # incarnations of workers in this process, and the
 class Shared:
     """Both ends of the memory that two processes share over one channel."""
 
-    def __init__(self, plane: Plane) -> None:
-        self.lender = Lender(plane.memory, plane.frontier, plane.own.devices, plane.budget)
-        self.borrower = Borrower(plane.memory, plane.frontier, plane.own.devices)
+    def __init__(self, plane: Plane, ipc: Ipc) -> None:
+        self.lender = Lender(ipc, plane.frontier, plane.own.devices, plane.budget)
+        self.borrower = Borrower(ipc, plane.frontier, plane.own.devices)
         self.lend = self.lender.lend
         self.take_back = self.lender.take_back
         self.borrow = self.borrower.borrow
@@ -168,7 +180,8 @@ class ChannelLink:
         return device_at(index_of(name))
 
     def lend(self, flat: torch.Tensor) -> Slot | None:
-        if self._ends is None or index_at(flat.device) is None:
+        source = index_at(flat.device)
+        if self._ends is None or source is None:
             return None
         place = self._slots.get(flat.device, -1)
         if place == -1:
@@ -176,7 +189,7 @@ class ChannelLink:
             # On the very device where it is to be: then the receiver works on what is in the slot.
             place = same_device(self._plane.own, self._peer, self.name(flat.device))
             self._slots[flat.device] = place
-        return None if place is None else self._ends.lend(flat, place)
+        return None if place is None else self._ends.lend(flat, place, source)
 
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         plane, staged = self._plane, []
@@ -188,7 +201,7 @@ class ChannelLink:
                 continue
             assert plane is not None
             host = plane.memory.pinned(len(flat))
-            plane.memory.copy(host, 0, flat)
+            plane.memory.copy(host, flat)
             devices.add(index)
             staged.append(host)
         if devices:
@@ -207,9 +220,9 @@ class ChannelLink:
         assert self._plane is not None
         assert index is not None
         memory = self._plane.memory
-        pinned, made = memory.pinned(len(host)), memory.allocate(index, len(host))
+        pinned, made = memory.pinned(len(host)), memory.empty(index, len(host))
         pinned.copy_(host)
-        memory.copy(made, 0, pinned)
+        memory.copy(made, pinned)
         return made
 
     def take_back(self, slots: Sequence[Slot]) -> None:
@@ -265,15 +278,17 @@ class PeerLink:
             assert plane is not None
             if _living.get(self._record.incarnation) == os.getpid():
                 ends = Handover(plane.memory, plane.frontier)
-            elif self._record.host == self._own.host and shm.available():
-                ends = Shared(plane)
+            elif plane.ipc is not None and self._record.host == self._own.host and shm.available():
+                ends = Shared(plane, plane.ipc)
         self._pairs[channel] = _Pair(self, self._record, channel, ends)
 
     def lost(self, channel: Channel) -> None:
         """A channel to the peer is gone."""
         pair = self._pairs.pop(channel, None)
         if pair is not None and pair.ends is not None:
+            assert self.plane is not None
             pair.ends.close()
+            self.plane.mourn()
 
     def close(self) -> None:
         """The worker ends."""

@@ -31,8 +31,13 @@ def start(own: Member) -> Plane | None:
     from backhaul.cuda.driver import Driver
     from backhaul.cuda.ipc import CudaIpc
     from backhaul.cuda.links import Plane
+    from backhaul.cuda.memory import CudaMemory
     from backhaul.cuda.streams import Frontier
 
     if frontier is None:
         frontier = Frontier(Driver())
-    return Plane(own, CudaIpc(), frontier)
+    try:
+        ipc = CudaIpc()
+    except (OSError, AttributeError):  # another driver than NVIDIA's, or an old one
+        ipc = None
+    return Plane(own, CudaMemory(), ipc, frontier)

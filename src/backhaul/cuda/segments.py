@@ -1,12 +1,13 @@
-"""Device memory that two processes share: the sender's *segments*, which the receiver opens once, cut into *slots*.
+"""Memory that two processes share for tensors of a device: the sender's *segments*, which the receiver opens once, cut
+into *slots*.
 
 A ``Lender`` is the sending end of one direction of a channel, a ``Borrower`` the receiving end, as in
-``transport.shm``; what is free is seen in a page of host memory that both have mapped. Here is what they have in
-common: the ``News`` they tell each other, which others carry, and ``Ipc``, all that is needed of CUDA.
+``transport.shm``. Here is what they have in common: the ``News`` they tell each other, which others carry; the *pages*
+that both have mapped, with the state of each slot and two *flags* for it; and ``Ipc``, all that is needed of CUDA.
 
     sender                                        receiver
-    Offer: memory, an event for each slot      -> opens it
-                                               <- Answer: whether it could, and an event for each slot
+    Offer: memory, pages                       -> opens both
+                                               <- Answer: whether it could
     copies a tensor into a slot, records the
     slot's *ready*; a message names the slot   -> its stream waits for *ready*; tensors are views of the slot
     (finds the slot free) its stream waits        records *done* behind all that may use them, and clears the slot's
@@ -16,35 +17,47 @@ common: the ``News`` they tell each other, which others carry, and ``Ipc``, all 
 The host waits for nothing. A slot is free when its state says so, although the receiver's device may still read it: who
 writes there next waits for *done*, on the device.
 
-[Note: graves] Memory is let go when all events on it have passed, not before: what the device does may lie ahead.
+[Note: host slots] Where two processes share a device, it has to switch from one to the other for whatever both do: that
+takes much longer than to copy a few numbers (docs/performance.md). So small slots lie in the pages themselves, in host
+memory that devices read and write as if it were their own. What came in one, and is sent on while nothing is under way,
+the host copies.
+
+[Note: graves] Memory is let go when nothing on it lies ahead any more: when all flags are passed and no slot is lent.
+What a process that has ended was to do is never going to be done; its flags are set for it.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import contextlib
+import os
+import select
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from backhaul.cuda.streams import Event
+from backhaul.transport import shm
+from backhaul.transport.slots import MAX_SLOTS
 from backhaul.wire.messages import prepare
 
 SMALLEST = 4096
 """Slots have a multiple of so many bytes."""
 
+SMALL = 16 << 10
+"""Up to here slots are in host memory. A device reads so much from there in the time that it needs to begin."""
 
-class Handle(msgspec.Struct, array_like=True, frozen=True):
-    """How another process opens device memory. What it says is between the two ends of an ``Ipc``."""
+HEAD = 2 * shm.PAGE
+"""The size of a segment's pages, without slots: states, then flags."""
 
-    memory: bytes
-    nbytes: int
-    offset: int
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    synchronize: bool
+HANDLE = 64
+"""Bytes by which device memory is opened."""
+
+_FLAG = 8
+_CLOSED = shm.PAGE + 2 * MAX_SLOTS * _FLAG  # where the receiver says that it borrows nothing more
+TAKEN = 2
+"""The state of a slot that the receiver has borrowed, after ``slots.LENT``."""
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True, tag="offer"):
@@ -53,18 +66,19 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, tag="offer"):
     number: int
     device: str  # its identity
     slot_bytes: int
-    handle: Handle
-    ready: tuple[bytes, ...]  # an event for each slot
+    count: int
+    memory: bytes  # how to open it; empty: it follows the pages
     process: int
-    descriptor: int  # of the page with the states
+    descriptor: int  # of the pages
     cookie: bytes
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
-    """Whether an offer was accepted; then with an event for each slot."""
+    """Whether an offer was accepted, and by which process."""
 
     number: int
-    done: tuple[bytes, ...] = ()
+    accepted: bool = False
+    process: int = 0
 
 
 class Retire(msgspec.Struct, array_like=True, frozen=True, tag="retire"):
@@ -85,45 +99,124 @@ class News(msgspec.Struct, array_like=True, frozen=True):
 prepare(News)
 
 
+class Flag(Event, Protocol):
+    """An event that two processes see. One of them records it, again and again but never before it was passed."""
+
+    def force(self) -> None:
+        """Who records it has ended: it counts as passed."""
+
+
+class Stretch(Protocol):
+    """Memory, which is let go when nothing refers to this any more."""
+
+    @property
+    def address(self) -> int:
+        """Where it is for devices."""
+
+
 class Ipc(Protocol):
-    """Device memory and events that other processes can open. All of it raises ``RuntimeError`` where it cannot."""
+    """Memory and flags that other processes can open. All of it raises ``RuntimeError`` where it cannot."""
 
-    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
-        """Bytes on a device."""
+    def allocate(self, device: int, nbytes: int) -> Stretch:
+        """Memory of a device."""
 
-    def export(self, memory: torch.Tensor) -> Handle:
+    def export(self, memory: Any) -> bytes:
         """How others open memory that ``allocate`` has made."""
 
-    def open(self, handle: Handle, device: int) -> Any:
-        """Memory of another process; it is closed when nothing refers to it any more."""
+    def open(self, handle: bytes, device: int, nbytes: int) -> Stretch:
+        """Memory of another process."""
 
-    def view(self, memory: Any, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """A stretch of opened memory as a tensor with a storage of its own, and an object that dies with that."""
+    def pin(self, mapping: shm.Mapping, device: int) -> Stretch:
+        """Mapped host memory, for devices."""
 
-    def copy(self, memory: torch.Tensor, offset: int, flat: torch.Tensor) -> None:
-        """Copy bytes to a place in memory of this process, on the current streams."""
+    def flag(self, pinned: Any, offset: int) -> Flag:
+        """The flag at a place in pinned memory."""
 
-    def event(self, device: int) -> tuple[Event, bytes]:
-        """A new event, and how others open it."""
+    def view(self, memory: Any, offset: int, nbytes: int, device: int) -> tuple[torch.Tensor, object]:
+        """A stretch of memory as a device's tensor with a storage of its own, and an object that dies with that."""
 
-    def open_event(self, handle: bytes, device: int) -> Event:
-        """An event of another process."""
+    def copy(self, memory: Any, offset: int, flat: torch.Tensor, device: int) -> None:
+        """Copy bytes to a place in memory, on the calling thread's stream of ``device``."""
 
-
-_graves: collections.deque[tuple[Sequence[Event], Any]] = collections.deque()
-
-
-def bury(events: Sequence[Event], memory: Any) -> None:
-    """Keep memory until all events have passed. See [Note: graves]."""
-    _graves.append((events, memory))
+    def copy_on_host(self, pinned: Any, offset: int, flat: torch.Tensor) -> bool:
+        """The host does so at once, if the bytes are in pinned memory too. Whether they are."""
 
 
-def visit_graves() -> None:
-    """Let memory go whose events have passed."""
+class Pages:
+    """What both ends of a segment see of it. ``ready`` is recorded by the sender, ``done`` by the receiver."""
+
+    __slots__ = ("_closed", "done", "pinned", "ready", "states")
+
+    def __init__(self, ipc: Ipc, mapping: shm.Mapping, count: int, device: int) -> None:
+        self.pinned = ipc.pin(mapping, device)
+        self.states = shm.states_of(mapping, count)
+        self._closed = memoryview(mapping.block(_CLOSED, 1)).cast("B")
+        flags = [ipc.flag(self.pinned, shm.PAGE + index * _FLAG) for index in range(2 * count)]
+        self.ready, self.done = flags[:count], flags[count:]
+
+    def close(self) -> None:
+        """The receiver borrows nothing more."""
+        self._closed[0] = 1
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the receiver has slots, or may still get some that were named to it."""
+        return TAKEN in self.states if self._closed[0] else any(self.states)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing on either side lies ahead."""
+        return all(flag.query() for flag in (*self.ready, *self.done))
+
+
+assert HEAD > _CLOSED
+
+
+def pages_size(slot_bytes: int, count: int, *, slots: bool) -> int:
+    """The size of a segment's pages; with ``slots``, these are there as well."""
+    return HEAD + (slot_bytes * count if slots else 0)
+
+
+class Grave(Protocol):
+    """Memory of a segment that is no longer lent from."""
+
+    def over(self) -> bool:
+        """Whether it can go. See [Note: graves]."""
+
+
+_graves: collections.deque[Grave] = collections.deque()
+
+
+def bury(grave: Grave) -> None:
+    """Keep memory until it can go."""
+    _graves.append(grave)
+
+
+def visit_graves() -> bool:
+    """Let memory go that can; whether there is more."""
     for _ in range(len(_graves)):
         try:
-            events, memory = _graves.popleft()
+            grave = _graves.popleft()
         except IndexError:
-            return
-        if not all(event.query() for event in events):
-            _graves.append((events, memory))
+            break
+        if not grave.over():
+            _graves.append(grave)
+    return bool(_graves)
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process of this host is gone, also if its parent has not noticed."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        with contextlib.suppress(OSError):
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            return bool(poller.poll(0))
+        return False
+    finally:
+        os.close(descriptor)

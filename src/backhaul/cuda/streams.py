@@ -80,6 +80,9 @@ class Backend(Protocol):
     def wait(self, stream: Stream, event: Event) -> None:
         """What the stream is given from now on is done after the event."""
 
+    def relax(self) -> None:
+        """From now on the calling thread does not disturb others that make a CUDA graph."""
+
     def capturing(self) -> bool:
         """Whether what the calling thread does becomes part of a CUDA graph: then it is left alone."""
 
@@ -100,6 +103,13 @@ class Mark:
         return self._events
 
 
+class _Here(threading.local):
+    """What is known of a thread."""
+
+    lanes: dict[int, Stream] | None = None  # its own stream of each device, if it has any
+    relaxed = False
+
+
 class Frontier:
     """The order of one process's streams. Thread-safe and without locks: destructors come here too, from anywhere.
 
@@ -114,7 +124,7 @@ class Frontier:
         self._known: dict[Key, Stream] = {}  # all streams that were ever used by those who call here
         self._drains: dict[int, Stream] = {}
         self._ended: collections.deque[tuple[Event, int, Callable[[], None]]] = collections.deque()  # to be drained
-        self._here = threading.local()  # .lanes: device -> stream, of a thread that has its own
+        self._here = _Here()
 
     # Threads.
 
@@ -124,7 +134,9 @@ class Frontier:
 
     def _enter(self) -> None:
         backend, here = self._backend, self._here
-        lanes: dict[int, Stream] | None = getattr(here, "lanes", None)
+        if not here.relaxed:
+            self._relax()
+        lanes = here.lanes
         if lanes is None:
             lanes = here.lanes = {}
         for device in backend.devices():
@@ -143,6 +155,8 @@ class Frontier:
 
     def _depart(self) -> None:
         backend = self._backend
+        if not self._here.relaxed:
+            self._relax()
         if backend.capturing():
             return
         for device in backend.devices():
@@ -274,6 +288,10 @@ class Frontier:
             if not event.query():
                 self._backend.wait(stream, event)
 
+    def idle(self, device: int) -> bool:
+        """Whether nothing that this thread has begun on ``device`` is under way."""
+        return self._current(device).query()
+
     def record(self, event: Event, device: int) -> None:
         """Record an event behind what this thread has begun on ``device``."""
         self._backend.record(event, self._current(device))
@@ -290,6 +308,10 @@ class Frontier:
             event.synchronize()
 
     # Within.
+
+    def _relax(self) -> None:
+        self._here.relaxed = True
+        self._backend.relax()
 
     def _current(self, device: int) -> Stream:
         backend = self._backend

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import time
+
 from backhaul.crew import Task
 from backhaul.cuda.links import Plane, Shared
-from backhaul.cuda.segments import News, Offer
+from backhaul.cuda.segments import News, Offer, visit_graves
 from backhaul.errors import ProtocolError
 from backhaul.rpc.peers import Peers
 from backhaul.transport.base import Channel, ChannelClosedError
@@ -13,6 +16,8 @@ from backhaul.wire.messages import Kind, pack, unpack
 from backhaul.worker import Worker
 
 _TRIM = 10.0  # seconds between looks at what is not used
+_MOURN = 0.05, 1.0  # seconds between looks at what was given up, at first and later
+_SETTLE = 30.0  # seconds that a worker which ends waits for what it has sent to be computed
 
 
 class Devices:
@@ -23,7 +28,9 @@ class Devices:
         self._peers = peers
         self._plane = plane
         self._trimming = False
+        self._mourning = False
         plane.tell = self._tell
+        plane.mourn = self._mourn
         worker.crew.prepare = plane.frontier.enter
         worker.on_frame(Kind.SEGMENTS, self._on_news)
         worker.on_close(self._close)
@@ -66,8 +73,27 @@ class Devices:
         if again:
             self._worker.crew.call_at(self._worker.runtime.now() + _TRIM, self._trim)
 
+    def _mourn(self, pause: float = _MOURN[0]) -> None:
+        if self._mourning or not visit_graves():
+            return
+        self._mourning = True
+        self._worker.crew.call_at(self._worker.runtime.now() + pause, functools.partial(self._mourn_again, pause))
+
+    def _mourn_again(self, pause: float) -> None:
+        self._mourning = False
+        self._mourn(min(2 * pause, _MOURN[1]))
+
     def _close(self) -> None:
+        self._settle()
         for peer in self._peers:
             if peer.link is not None:
                 peer.link.close()
         self._plane.close()
+        visit_graves()
+
+    def _settle(self) -> None:
+        """What was sent is computed, if the process ends next."""
+        shared = [shared for peer in self._peers if peer.link is not None for _, shared in peer.link.shared()]
+        over = time.monotonic() + _SETTLE
+        while not all(one.lender.settled for one in shared) and time.monotonic() < over:
+            time.sleep(0.001)

@@ -72,6 +72,7 @@ class FakeCuda:
         self.capture = False
         self.done: Clock = {}  # of every stream, how far it has got
         self.events = 0
+        self.relaxed = 0
         self._numbers = 0
         self._streams: list[FakeStream] = []
         self._here = threading.local()
@@ -131,6 +132,9 @@ class FakeCuda:
         for number, time in event.clock.items():
             stream.clock[number] = max(stream.clock.get(number, 0), time)
 
+    def relax(self) -> None:
+        self.relaxed += 1
+
     def capturing(self) -> bool:
         return self.capture
 
@@ -160,6 +164,21 @@ class Cell:
     def read_on(self, stream: FakeStream) -> None:
         self._check(stream, *self._write)
         self._reads[stream.number] = stream.step()
+
+    def look(self) -> None:
+        """The host reads it."""
+        self._check_done(*self._write)
+
+    def put(self) -> None:
+        """The host writes it."""
+        self._check_done(*self._write)
+        for number, time in self._reads.items():
+            self._check_done(number, time)
+        self._write, self._reads = (0, 0), {}
+
+    def _check_done(self, number: int, time: int) -> None:
+        if time > self._backend.done.get(number, 0):
+            raise RaceError(f"the host does not wait for {number} to be at {time}")
 
     def _check(self, stream: FakeStream, number: int, time: int) -> None:
         if time > max(stream.clock.get(number, 0), self._backend.done.get(number, 0)):

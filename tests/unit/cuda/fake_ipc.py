@@ -4,84 +4,130 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from typing import Any
 
 import torch
 
-from backhaul.cuda.segments import Handle
+from backhaul.cuda.segments import HANDLE
+from backhaul.transport import shm
 
 from .clocks import Cell, FakeCuda, FakeEvent
 
+Place = tuple[bytes, int]
+"""A stretch of memory, whichever end has it, and where in it."""
 
-class Opened:
-    """Memory of "another process". Keeps it, as CUDA does."""
 
-    def __init__(self, ipc: FakeIpc, memory: torch.Tensor) -> None:
+class FakeStretch:
+    """Memory of "a device" or, with ``mapping``, of the host."""
+
+    def __init__(self, ipc: FakeIpc, name: bytes, address: int, keep: object) -> None:
         self.ipc = ipc
-        self.memory = memory
-        ipc.open_now += 1
+        self.name = name
+        self.address = address
+        self.keep = keep
+        ipc.there_now += 1
 
     def __del__(self) -> None:
-        self.ipc.open_now -= 1
+        self.ipc.pins.pop(self.address, None)
+        self.ipc.there_now -= 1
+
+
+class FakeFlag(FakeEvent):
+    def force(self) -> None:
+        self.clock = {}
 
 
 class FakeIpc:
-    """Each place in memory has a ``Cell``: who writes a slot too early, or looks at it too early, has found a race."""
+    """Each place in memory has a ``Cell``: who writes a slot too early, or looks at it too early, has found a race.
+    Also a ``links.Memory``.
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.no_memory = False
         self.refuse = False
         self.breaks = False  # the next copy
-        self.open_now = 0
-        self.cells: dict[int, Cell] = {}  # by address
+        self.there_now = 0
+        self.on_host = 0  # how often the host has copied
+        self.cells: dict[Place, Cell] = {}
+        self.flags: dict[Place, FakeFlag] = {}
+        self.pins: dict[int, tuple[int, bytes]] = {}  # address -> size and name
         self._names = itertools.count(1)
-        self._exported: dict[bytes, Any] = {}
+        self._exported: dict[bytes, torch.Tensor] = {}
 
-    def cell(self, address: int, device: int) -> Cell:
-        return self.cells.setdefault(address, Cell(self.cuda, device))
+    def cell(self, place: Place) -> Cell:
+        return self.cells.setdefault(place, Cell(self.cuda))
 
-    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
+    def allocate(self, device: int, nbytes: int) -> FakeStretch:
+        memory = self.empty(device, nbytes)
+        return FakeStretch(self, b"%d" % next(self._names), memory.data_ptr(), memory)
+
+    def export(self, memory: FakeStretch) -> bytes:
+        assert isinstance(memory.keep, torch.Tensor)
+        handle = memory.name.ljust(HANDLE)
+        self._exported[handle] = memory.keep
+        return handle
+
+    def open(self, handle: bytes, device: int, nbytes: int) -> FakeStretch:
+        if self.refuse:
+            raise RuntimeError("CUDA error: invalid device context")
+        memory = self._exported[handle]
+        assert len(memory) >= nbytes
+        return FakeStretch(self, handle.rstrip(), memory.data_ptr(), memory)
+
+    def pin(self, mapping: shm.Mapping, device: int) -> FakeStretch:
+        name = ctypes.string_at(mapping.address, shm.COOKIE)
+        if self.refuse and any(name == known for _, known in self.pins.values()):  # the other end's
+            raise RuntimeError("CUDA error: invalid device context")
+        self.pins[mapping.address] = mapping.size, name
+        return FakeStretch(self, name, mapping.address, mapping)
+
+    def flag(self, pinned: FakeStretch, offset: int) -> FakeFlag:
+        return self.flags.setdefault((pinned.name, offset), FakeFlag(self.cuda))
+
+    def view(self, memory: FakeStretch, offset: int, nbytes: int, device: int) -> tuple[torch.Tensor, object]:
+        self.cell((memory.name, offset)).read_on(self.cuda.current(device))
+        block = (ctypes.c_ubyte * nbytes).from_address(memory.address + offset)
+        block.memory = memory  # type: ignore[attr-defined]
+        return torch.frombuffer(block, dtype=torch.uint8), block
+
+    def copy_to(self, memory: FakeStretch, offset: int, flat: torch.Tensor) -> None:
+        ctypes.memmove(memory.address + offset, flat.data_ptr(), len(flat))
+
+    def copy(self, memory: FakeStretch | torch.Tensor, *args: object) -> None:
+        """Also ``links.Memory.copy``."""
+        if self.breaks:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if isinstance(memory, torch.Tensor):
+            (flat,) = args
+            assert isinstance(flat, torch.Tensor)
+            if hasattr(memory, "home"):
+                self.cell((b"", memory.data_ptr())).write_on(self.cuda.current(memory.home))
+            memory.copy_(flat)
+            return
+        offset, flat, device = args
+        assert isinstance(offset, int)
+        assert isinstance(flat, torch.Tensor)
+        assert isinstance(device, int)
+        self.cell((memory.name, offset)).write_on(self.cuda.current(device))
+        self.copy_to(memory, offset, flat)
+
+    def copy_on_host(self, pinned: FakeStretch, offset: int, flat: torch.Tensor) -> bool:
+        address = flat.data_ptr()
+        for start, (size, name) in self.pins.items():
+            if start <= address < start + size:
+                self.cell((name, address - start)).look()
+                self.cell((pinned.name, offset)).put()
+                self.copy_to(pinned, offset, flat)
+                self.on_host += 1
+                return True
+        return False
+
+    def empty(self, device: int, nbytes: int) -> torch.Tensor:
         if self.no_memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         memory.home = device  # type: ignore[attr-defined]
         return memory
-
-    def export(self, memory: torch.Tensor) -> Handle:
-        name = b"memory %d" % next(self._names)
-        self._exported[name] = memory
-        return Handle(name, len(memory), 0, b"", 0, b"", False)
-
-    def open(self, handle: Handle, device: int) -> Opened:
-        if self.refuse:
-            raise RuntimeError("CUDA error: invalid device context")
-        memory = self._exported[handle.memory]
-        assert memory.home == device
-        return Opened(self, memory)
-
-    def view(self, memory: Opened, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        self.cell(memory.memory.data_ptr() + offset, memory.memory.home).read()  # type: ignore[attr-defined]
-        block = (ctypes.c_ubyte * nbytes).from_address(memory.memory.data_ptr() + offset)
-        block.memory = memory  # type: ignore[attr-defined]
-        return torch.frombuffer(block, dtype=torch.uint8), block
-
-    def copy(self, memory: torch.Tensor, offset: int, flat: torch.Tensor) -> None:
-        if self.breaks:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        if hasattr(memory, "home"):
-            self.cell(memory.data_ptr() + offset, memory.home).write()
-        memory[offset : offset + len(flat)].copy_(flat)
-
-    def event(self, device: int) -> tuple[FakeEvent, bytes]:
-        name, event = b"event %d" % next(self._names), FakeEvent(self.cuda, device)
-        self._exported[name] = event
-        return event, name
-
-    def open_event(self, handle: bytes, device: int) -> FakeEvent:
-        event: FakeEvent = self._exported[handle]
-        assert event.device == device
-        return event
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -34,7 +34,7 @@ def threads() -> Iterator[Threads]:
 
 
 def lend(ends: Handover) -> tuple[int, int]:
-    slot = ends.lend(torch.full((8,), 7, dtype=torch.uint8), 0)
+    slot = ends.lend(torch.full((8,), 7, dtype=torch.uint8), 0, 0)
     assert slot is not None
     return slot
 

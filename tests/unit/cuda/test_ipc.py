@@ -9,12 +9,12 @@ import weakref
 import torch
 
 from backhaul.cuda import driver, process
-from backhaul.cuda.ipc import CudaIpc
+from backhaul.cuda.ipc import view_at
 
 
 def test_a_view_has_a_storage_of_its_own_whose_end_is_noticed() -> None:
     memory = torch.arange(100, dtype=torch.uint8).untyped_storage()
-    tensor, owner = CudaIpc().view(memory, 10, 20)
+    tensor, owner = view_at(memory.data_ptr() + 10, 20, memory.device)
     gone: list[int] = []
     lease = weakref.ref(owner, lambda _: gone.append(1))
     del owner

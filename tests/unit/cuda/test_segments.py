@@ -5,16 +5,19 @@ and what a peer must not do.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 import torch
 
-from backhaul.cuda import segments
+from backhaul.cuda import borrower, lender, segments
 from backhaul.cuda.borrower import Borrower
 from backhaul.cuda.lender import Lender
-from backhaul.cuda.segments import Answer, Handle, News, Offer, Retire
+from backhaul.cuda.segments import HANDLE, SMALL, Answer, News, Offer, Retire
 from backhaul.cuda.streams import Frontier
 from backhaul.errors import ProtocolError
 from backhaul.transport.slots import Budget
@@ -35,7 +38,7 @@ class Line:
         self.time = 0.0
         self.cuda = FakeCuda(2)
         self.ipc = FakeIpc(self.cuda)
-        self.budgets = [Budget(limit), Budget(limit)]
+        self.budgets = [Budget(limit), Budget(limit), Budget(limit)]  # the last is the host's
         self.sender, self.receiver = Frontier(self.cuda), Frontier(self.cuda)
         self.lender = Lender(self.ipc, self.sender, DEVICES, self.budgets.__getitem__, lambda: self.time)
         self.borrower = Borrower(self.ipc, self.receiver, there)
@@ -79,8 +82,15 @@ def line() -> Iterator[Line]:
     made = Line()
     yield made
     made.close()
-    assert not made.ipc.open_now, "everything is closed in the end"
-    assert [budget.used for budget in made.budgets] == [0, 0]
+    assert [budget.used for budget in made.budgets] == [0, 0, 0]
+    assert not made.ipc.there_now, "everything is closed in the end"
+
+
+@pytest.fixture(params=[64, 4 * SMALL], ids=["host", "device"])
+def size(request: pytest.FixtureRequest) -> int:
+    """Bytes: where they lie depends on that."""
+    found: int = request.param
+    return found
 
 
 @pytest.fixture
@@ -148,12 +158,12 @@ class TestLending:
 
     def test_without_memory_it_is_staged(self, line: Line) -> None:
         line.ipc.no_memory = True
-        assert [line.lend(64) for _ in range(4)] == [None] * 4
+        assert [line.lend(MIB) for _ in range(4)] == [None] * 4
         line.ipc.no_memory = False
-        assert line.lend(64) is None, "not asked again at once: that empties torch's cache"
+        assert line.lend(MIB) is None, "not asked again at once: that empties torch's cache"
         line.lender.trim()
-        assert line.lend(64) is None
-        assert line.lend(64) is not None
+        assert line.lend(MIB) is None
+        assert line.lend(MIB) is not None
         line.lender.take_back([(1, 0)])
 
     def test_a_copy_that_fails_gives_the_slot_back(self, line: Line) -> None:
@@ -165,28 +175,28 @@ class TestLending:
 
 
 class TestOrder:
-    def test_who_reads_comes_after_who_wrote(self, line: Line, threads: Threads) -> None:
-        line.warm(64)
+    def test_who_reads_comes_after_who_wrote(self, line: Line, size: int, threads: Threads) -> None:
+        line.warm(size)
         threads.run("sender", line.sender.enter)
         threads.run("receiver", line.receiver.enter)
-        slot = threads.run("sender", lambda: line.lend(64))
+        slot = threads.run("sender", lambda: line.lend(size))
         cell = line.ipc.cells[next(reversed(line.ipc.cells))]
         with pytest.raises(RaceError):
             threads.run("receiver", cell.read)
-        held = threads.run("receiver", lambda: line.borrower.borrow(slot, 64, 0))
+        held = threads.run("receiver", lambda: line.borrower.borrow(slot, size, 0))
         threads.run("receiver", cell.read)
         del held
 
-    def test_who_writes_again_comes_after_who_read(self, line: Line, threads: Threads) -> None:
-        line.warm(64)
+    def test_who_writes_again_comes_after_who_read(self, line: Line, size: int, threads: Threads) -> None:
+        line.warm(size)
         for name in ("one", "two"):
             threads.run(name, line.sender.enter)
         for name in ("a", "b", "c"):
             threads.run(name, line.receiver.enter)
         for sender in ("one", "two", "one"):
-            slot = threads.run(sender, lambda: line.lend(64))
+            slot = threads.run(sender, lambda: line.lend(size))
             assert slot == (1, 0)
-            box = [threads.run("a", lambda slot=slot: line.borrower.borrow(slot, 64, 0))]
+            box = [threads.run("a", lambda slot=slot: line.borrower.borrow(slot, size, 0))]
             cell = line.ipc.cells[next(iter(line.ipc.cells))]
             threads.run("a", cell.read)
             mark = threads.run("a", line.receiver.mark)
@@ -196,70 +206,167 @@ class TestOrder:
             assert line.lender.lent == 0
 
     def test_without_done_that_would_be_found(
-        self, line: Line, threads: Threads, monkeypatch: pytest.MonkeyPatch
+        self, line: Line, size: int, threads: Threads, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        line.warm(64)
+        line.warm(size)
         threads.run("receiver", line.receiver.enter)
-        slot = line.lend(64)
+        slot = line.lend(size)
         assert slot is not None
         monkeypatch.setattr(line.cuda, "record", lambda event, stream: None)
-        held = threads.run("receiver", lambda: line.borrower.borrow(slot, 64, 0))
+        held = threads.run("receiver", lambda: line.borrower.borrow(slot, size, 0))
         threads.run("receiver", line.ipc.cells[next(iter(line.ipc.cells))].read)
         del held
         with pytest.raises(RaceError):
-            line.lend(64)
+            line.lend(size)
 
-    def test_what_was_taken_back_is_still_being_written(self, line: Line, threads: Threads) -> None:
-        line.warm(64)
+    def test_what_was_taken_back_is_still_being_written(self, line: Line, size: int, threads: Threads) -> None:
+        line.warm(size)
         for name in ("one", "two"):
             threads.run(name, line.sender.enter)
-            slot = threads.run(name, lambda: line.lend(64))
+            slot = threads.run(name, lambda: line.lend(size))
             line.lender.take_back([slot])
 
-    def test_the_host_waits_for_nothing(self, line: Line) -> None:
-        line.warm(64)
+    def test_the_host_waits_for_nothing(self, line: Line, size: int) -> None:
+        line.warm(size)
         for _ in range(5):
-            slot = line.lend(64)
+            slot = line.lend(size)
             assert slot is not None
-            line.borrower.borrow(slot, 64, 0)
+            line.borrower.borrow(slot, size, 0)
         assert not line.cuda.done, "nothing was ever done"
 
 
-class TestEnds:
-    def test_a_lost_channel_forgets_everything(self, line: Line) -> None:
+class TestTheHost:
+    def test_copies_what_it_can_reach_when_nothing_is_under_way(self, line: Line) -> None:
         line.warm(64)
-        slot = line.lend(64, 5)
+        line.cuda.finish()
+        slot = line.lend(64, 3)
         assert slot is not None
-        held = line.borrower.borrow(slot, 64, 0)
+        got = line.borrower.borrow(slot, 64, 0)
+        assert line.ipc.on_host == 0, "what is lent was not in host memory"
+        line.cuda.finish()
+        back = line.lender.lend(got, 0)
+        assert back is not None
+        assert line.ipc.on_host == 1
+        again = line.borrower.borrow(back, 64, 0)
+        assert again.tolist() == [3] * 64
+        third = line.lender.lend(again, 0)
+        assert line.ipc.on_host == 1, "the receiver's stream reads it"
+        assert third is not None
+        line.lender.take_back([third])
+
+    def test_copies_into_no_slot_that_is_still_read(self, line: Line, threads: Threads) -> None:
+        line.warm(64)
+        line.cuda.finish()
+        slots = [line.lend(64, number) for number in range(2)]
+        held = [line.borrower.borrow(slot, 64, 0) for slot in slots if slot is not None]
+        line.cuda.finish()
+        threads.run("receiver", line.receiver.enter)
+        cell = line.ipc.cells[next(iter(line.ipc.cells))]
+        threads.run("receiver", cell.read)
+        source = held.pop()
+        del held[:]
+        assert line.lender.lend(source, 0) == (1, 0)
+        assert line.ipc.on_host == 0
+        line.lender.take_back([(1, 0)])
+
+
+class TestEnds:
+    def test_slots_that_were_named_in_a_message_which_was_lost(self, line: Line, size: int) -> None:
+        line.warm(size)
+        assert line.lend(size) is not None
+        line.lender.close()
+        line.cuda.finish()
+        segments.visit_graves()
+        assert line.ipc.there_now, "the receiver may still read the message"
+        line.borrower.close()
+        segments.visit_graves()
+        assert not line.ipc.there_now
+
+    def test_a_receiver_that_was_killed(self, line: Line, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        line.warm(size)
+        slot = line.lend(size)
+        assert slot is not None
+        held = line.borrower.borrow(slot, size, 0)
+        line.borrower._segments.clear()  # without a word
+        line.lender.close()
+        line.cuda.finish()
+        segments.visit_graves()
+        there = line.ipc.there_now
+        monkeypatch.setattr(lender, "has_ended", lambda process: process == os.getpid())
+        segments.visit_graves()
+        assert line.ipc.there_now < there
+        del held
+
+    def test_a_sender_that_was_killed(
+        self, line: Line, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        line.warm(size)
+        slot = line.lend(size)
+        assert slot is not None
+        held = line.borrower.borrow(slot, size, 0)
+        ready = [flag for flag in line.ipc.flags.values() if not flag.query()]
+        assert len(ready) == 1
+        line.borrower.close()
+        segments.visit_graves()
+        assert not ready[0].query()
+        monkeypatch.setattr(borrower, "has_ended", lambda process: process == os.getpid())
+        segments.visit_graves()
+        assert ready[0].query(), "whoever waits for it goes on"
+        assert "before 1 tensors" in caplog.text
+        del held
+        line.cuda.finish()
+        line.lender.close()
+        segments.visit_graves()
+        assert not line.ipc.there_now
+
+    def test_processes_that_have_ended(self) -> None:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        assert not segments.has_ended(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+        deadline = time.monotonic() + 60
+        while not segments.has_ended(process.pid) and time.monotonic() < deadline:  # nobody has waited for it yet
+            time.sleep(0.01)
+        assert segments.has_ended(process.pid)
+        process.wait()
+        assert segments.has_ended(process.pid)
+        assert not segments.has_ended(os.getpid())
+
+    def test_a_lost_channel_forgets_everything(self, line: Line, size: int) -> None:
+        line.warm(size)
+        slot = line.lend(size, 5)
+        assert slot is not None
+        held = line.borrower.borrow(slot, size, 0)
         line.lender.close()
         line.borrower.close()
-        assert [budget.used for budget in line.budgets] == [0, 0]
-        assert line.lend(64) is None
-        assert held.tolist() == [5] * 64
+        assert [budget.used for budget in line.budgets] == [0, 0, 0]
+        assert line.lend(size) is None
+        assert held.tolist() == [5] * size
         line.cuda.finish()
         segments.visit_graves()
-        assert line.ipc.open_now == 1
+        assert line.ipc.there_now
         with pytest.raises(ProtocolError):
-            line.borrower.borrow((1, 1), 64, 0)
+            line.borrower.borrow((1, 1), size, 0)
         del held
         line.cuda.finish()
         segments.visit_graves()
-        assert line.ipc.open_now == 0
+        assert not line.ipc.there_now
 
-    def test_memory_stays_while_the_device_may_use_it(self, line: Line, threads: Threads) -> None:
-        line.warm(64)
+    def test_memory_stays_while_the_device_may_use_it(self, line: Line, size: int, threads: Threads) -> None:
+        line.warm(size)
         threads.run("receiver", line.receiver.enter)
-        slot = line.lend(64)
+        slot = line.lend(size)
         assert slot is not None
-        held = threads.run("receiver", lambda: line.borrower.borrow(slot, 64, 0))
+        held = threads.run("receiver", lambda: line.borrower.borrow(slot, size, 0))
         threads.run("receiver", line.ipc.cells[next(iter(line.ipc.cells))].read)
+        line.lender.close()
         line.borrower.close()
         del held
         segments.visit_graves()
-        assert line.ipc.open_now == 1
+        assert line.ipc.there_now
         line.cuda.finish()
         segments.visit_graves()
-        assert line.ipc.open_now == 0
+        assert not line.ipc.there_now
 
     def test_unused_segments_are_retired(self, line: Line) -> None:
         line.warm(32 * MIB)
@@ -307,8 +414,7 @@ class TestEnds:
 
 
 def offer(**changes: object) -> Offer:
-    handle = Handle(b"memory", 8192, 0, b"", 0, b"", False)
-    made = Offer(1, "X", 4096, handle, (b"event", b"event"), os.getpid(), 0, bytes(16))
+    made = Offer(1, "X", 4096, 2, bytes(HANDLE), os.getpid(), 0, bytes(16))
     return msgspec.structs.replace(made, **changes)
 
 
@@ -321,11 +427,11 @@ class TestWhatAPeerSays:
             {"slot_bytes": 0},
             {"slot_bytes": -4096},
             {"slot_bytes": 100},
-            {"slot_bytes": 1 << 40},
-            {"ready": ()},
-            {"ready": (b"",) * 65},
+            {"slot_bytes": 1 << 60},
+            {"count": 0},
+            {"count": 65},
             {"cookie": b""},
-            {"handle": Handle(b"memory", 8191, 0, b"", 0, b"", False)},
+            {"memory": b"short"},
         ],
     )
     def test_offers(self, line: Line, changes: dict[str, object]) -> None:
@@ -337,13 +443,13 @@ class TestWhatAPeerSays:
         assert line.borrower.offered(offer(**changes)) == Answer(1)
 
     def test_answers(self, line: Line) -> None:
-        for answer in (Answer(1), Answer(7, (b"x",))):
+        for answer in (Answer(1), Answer(7, True, 1)):
             with pytest.raises(ProtocolError):
                 line.lender.answered(answer)
         line.lender.lend(torch.zeros(64, dtype=torch.uint8), 0)
         line.lender.lend(torch.zeros(64, dtype=torch.uint8), 0)
         with pytest.raises(ProtocolError):
-            line.lender.answered(Answer(1, (b"one",)))
+            line.lender.answered(Answer(1, True, 0))
 
     def test_slots(self, line: Line) -> None:
         line.warm(64)

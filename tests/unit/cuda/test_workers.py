@@ -70,7 +70,7 @@ class World:
         self.workers: list[Worker] = []
 
     def _start(self, own: Member) -> Plane:
-        plane = Plane(own, self.ipc, self.frontier)
+        plane = Plane(own, self.ipc, self.ipc, self.frontier)
         if self._kind != "handed over":
             links._living.clear()
         if self._kind == "staged":
@@ -108,10 +108,11 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         bytes_lent = sum(shared.lender.bytes_lent for shared in made.shared)
         assert (bytes_lent > 0) == (request.param == "slots")
         assert not made.frontier.trouble
+        made.cuda.finish()  # who ends waits for that
         assert bh.get_debug_info()["cuda_usable"]
     made.cuda.finish()
     segments.visit_graves()
-    assert made.ipc.open_now == 0
+    assert made.ipc.there_now == 0
     assert [plane.slot_bytes for plane in made.planes] == [0, 0]
 
 

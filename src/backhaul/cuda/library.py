@@ -1,0 +1,163 @@
+"""CUDA's driver, for what torch does not offer: memory and flags that two processes share.
+
+Imported where there is CUDA.
+
+torch's own means would be tensors and events between processes. Its tensors tie memory to files that count references,
+and stay when a process is killed; the driver's events between processes leave a file in ``/dev/shm`` also when all goes
+well. A number in host memory that a stream writes and another waits for needs neither, can be looked at without asking
+the driver, and can be set by who finds that the other process has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import torch
+
+_HANDLE = 64  # bytes
+_OUT_OF_MEMORY = 2
+_PORTABLE_AND_MAPPED = 1 | 2
+_WITH_PEERS = 1
+_THREAD_LOCAL = 1
+
+_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * _HANDLE),)
+
+
+_OUT = ctypes.POINTER(ctypes.c_uint64)
+_TAKES: dict[str, tuple[Any, ...]] = {
+    "cuCtxPopCurrent_v2": (ctypes.POINTER(ctypes.c_void_p),),
+    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
+    "cuCtxSetCurrent": (ctypes.c_void_p,),
+    "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
+    "cuIpcCloseMemHandle": (ctypes.c_uint64,),
+    "cuIpcGetMemHandle": (ctypes.POINTER(_Handle), ctypes.c_uint64),
+    "cuIpcOpenMemHandle_v2": (_OUT, _Handle, ctypes.c_uint),
+    "cuMemAlloc_v2": (_OUT, ctypes.c_size_t),
+    "cuMemFree_v2": (ctypes.c_uint64,),
+    "cuMemGetAddressRange_v2": (_OUT, ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64),
+    "cuMemHostGetDevicePointer_v2": (_OUT, ctypes.c_void_p, ctypes.c_uint),
+    "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemHostUnregister": (ctypes.c_void_p,),
+    "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
+    "cuStreamWaitValue32_v2": (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
+    "cuStreamWriteValue32_v2": (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
+    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
+}
+
+
+class _Here(threading.local):
+    bound = False  # whether the context of torch's current device is this thread's
+
+
+class Library:
+    """Functions of the driver. What they say is wrong raises ``RuntimeError``."""
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        for name, takes in _TAKES.items():
+            getattr(self._cuda, name).argtypes = takes
+        self._contexts: dict[int, int] = {}
+        self._here = _Here()
+        self._copy = self._cuda.cuMemcpyAsync
+        self._write = self._cuda.cuStreamWriteValue32_v2
+        self._wait = self._cuda.cuStreamWaitValue32_v2
+
+    def copy(self, device: int, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy bytes from address to address, whatever is there, on a stream of ``device``."""
+        self._on(device, self._copy, to, source, nbytes, stream)
+
+    def write(self, device: int, address: int, value: int, stream: int) -> None:
+        """What the stream does next is to write a number, after making visible all that it has done."""
+        self._on(device, self._write, stream, address, value, 0)
+
+    def wait(self, device: int, address: int, value: int, stream: int) -> None:
+        """What the stream does next waits until the number there is no longer behind ``value``."""
+        self._on(device, self._wait, stream, address, value, 0)
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Memory of a device. Raises ``torch.OutOfMemoryError``."""
+        return self._out(device, self._cuda.cuMemAlloc_v2, nbytes)
+
+    def free(self, device: int, address: int) -> None:
+        """Give it back. Waits until the device has done all it was given."""
+        self._on(device, self._cuda.cuMemFree_v2, address)
+
+    def handle(self, device: int, address: int) -> bytes:
+        """How another process opens memory that ``allocate`` has made."""
+        made = _Handle()
+        self._on(device, self._cuda.cuIpcGetMemHandle, ctypes.byref(made), address)
+        return bytes(made.bytes)
+
+    def open(self, device: int, handle: bytes, nbytes: int) -> int:
+        """Memory of another process, of at least that size."""
+        address = self._out(device, self._cuda.cuIpcOpenMemHandle_v2, _Handle.from_buffer_copy(handle), _WITH_PEERS)
+        size = ctypes.c_size_t()
+        start = self._out(device, self._cuda.cuMemGetAddressRange_v2, ctypes.byref(size), address)
+        if start != address or size.value < nbytes:
+            self.close(device, address)
+            raise RuntimeError(f"{nbytes} bytes of device memory were offered, and there are {size.value}")
+        return address
+
+    def close(self, device: int, address: int) -> None:
+        """Memory of another process is not needed any more."""
+        self._on(device, self._cuda.cuIpcCloseMemHandle, address)
+
+    def pin(self, device: int, address: int, nbytes: int) -> int:
+        """Let devices use host memory; where it is for them."""
+        self._on(device, self._cuda.cuMemHostRegister_v2, address, nbytes, _PORTABLE_AND_MAPPED)
+        return self._out(device, self._cuda.cuMemHostGetDevicePointer_v2, address, 0)
+
+    def unpin(self, device: int, address: int) -> None:
+        """Devices do not use it any more."""
+        self._on(device, self._cuda.cuMemHostUnregister, address)
+
+    def relax(self) -> None:
+        """What the calling thread does from now on does not disturb another thread that makes a CUDA graph."""
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        self._check(self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+    def _out(self, device: int, function: Any, *args: Any) -> int:
+        made = ctypes.c_uint64()
+        self._on(device, function, ctypes.byref(made), *args)
+        return made.value
+
+    def _on(self, device: int, function: Any, *args: Any) -> None:
+        """Call a function in a device's context."""
+        here = _get_device() == device
+        if here and self._here.bound:
+            code = function(*args)
+        else:
+            context = self._context(device)
+            if here:
+                # torch keeps it so, from then on, when it changes a thread's device.
+                self._check(self._cuda.cuCtxSetCurrent(context))
+                self._here.bound = True
+                code = function(*args)
+            else:
+                self._check(self._cuda.cuCtxPushCurrent_v2(context))
+                code = function(*args)
+                self._check(self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
+        if code:
+            self._check(code)
+
+    def _context(self, device: int) -> int:
+        found = self._contexts.get(device)
+        if found is None:
+            made = ctypes.c_void_p()
+            self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), device))
+            found = self._contexts[device] = made.value or 0
+        return found
+
+    def _check(self, code: int) -> None:
+        if not code:
+            return
+        text = ctypes.c_char_p()
+        self._cuda.cuGetErrorString(code, ctypes.byref(text))
+        said = f"CUDA error: {(text.value or b'unknown').decode()}"
+        raise torch.OutOfMemoryError(said) if code == _OUT_OF_MEMORY else RuntimeError(said)
