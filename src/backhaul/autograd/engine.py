@@ -36,6 +36,7 @@ from backhaul.autograd.recording import enter, leave, record_recv
 from backhaul.autograd.recovery import Recovery
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.crew import Task
+from backhaul.cuda import process
 from backhaul.cuda.links import PeerLink
 from backhaul.errors import (
     BackhaulError,
@@ -383,6 +384,7 @@ class Engine:
         options = self.worker.options
         shown = options.trusted if options.tracebacks is None else options.tracebacks
         plain = spec.driver in self.agent.peers.plain
+        process.judge(error, self.worker.name)
         fault, encoded = encode_fault(error, self.worker.name, plain=plain, tracebacks=shown)
         report = Report(spec, message=source, fault=fault)
         buffers = encoded.buffers if encoded is not None else ()

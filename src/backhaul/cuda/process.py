@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backhaul.errors import RemoteTraceback
+
 if TYPE_CHECKING:
     from backhaul.cuda.links import Member, Plane
     from backhaul.cuda.streams import Frontier
@@ -21,6 +23,16 @@ def identities() -> tuple[str, ...]:
     from backhaul.cuda import driver
 
     return driver.identities()
+
+
+def judge(error: BaseException, worker: str) -> None:
+    """Let an error of a device say whether the worker can go on."""
+    if frontier is None or not isinstance(error, RuntimeError) or isinstance(error.__cause__, RemoteTraceback):
+        return  # if it came from elsewhere, it has been judged there
+    if frontier.failed():
+        error.add_note(f"CUDA has failed in the process of worker '{worker}' ({frontier.trouble}): restart that worker")
+    elif isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ()))):
+        error.add_note(f"worker '{worker}' and its CUDA devices are still usable")
 
 
 def start(own: Member) -> Plane | None:

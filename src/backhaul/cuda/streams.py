@@ -126,6 +126,11 @@ class Frontier:
         self._ended: collections.deque[tuple[Event, int, Callable[[], None]]] = collections.deque()  # to be drained
         self._here = _Here()
 
+    def failed(self) -> bool:
+        """Whether nothing can be done on the devices any more."""
+        self._try(lambda: [self._backend.default(device).query() for device in self._backend.devices()])
+        return bool(self.trouble)
+
     # Threads.
 
     def enter(self) -> None:
@@ -342,7 +347,7 @@ class Frontier:
             return act()
         except RuntimeError as error:
             if not self.trouble:
-                self.trouble = str(error) or type(error).__name__
+                self.trouble = (str(error) or type(error).__name__).splitlines()[0]
                 log.error("CUDA has failed in this process: %s", self.trouble)
             return None
 

@@ -17,6 +17,7 @@ import torch
 
 from backhaul import limits
 from backhaul.crew import Task
+from backhaul.cuda import process
 from backhaul.cuda.links import PeerLink
 from backhaul.errors import (
     CallCancelledError,
@@ -368,6 +369,7 @@ class Dispatcher:
             return
         options = self._worker.options
         shown = options.trusted if options.tracebacks is None else options.tracebacks
+        process.judge(error, self._worker.name)
         fault, encoded = encode_fault(error, self._worker.name, plain=answer.peer.plain, tracebacks=shown)
         buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
         if answer.peer.link is not None:
