@@ -1,149 +1,157 @@
-"""Two processes on one device, with kernels that take long where a wait could be missing. Skipped without a device."""
+"""Two processes on one device. Skipped without a device."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
+import os
+import signal
+import time
+import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.node import Node
-from backhaul.worker import current_worker
+from tests.cluster.processes import DIED, run_processes
+
+from . import programs, races
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LONG = 50_000_000  # cycles, tens of milliseconds
-weight: torch.Tensor | None = None
+MAPS = bh.Options(device_maps={"worker0": {0: 0}, "worker1": {0: 0}})
+SOON = 20.0  # seconds
 
 
-def slowly(x: torch.Tensor) -> torch.Tensor:
-    """Double ``x``, late; and spoil what it was computed from, later."""
-    torch.cuda._sleep(LONG)
-    y = x * 2
-    torch.cuda._sleep(LONG)
-    x.fill_(-1)
-    return y
+def run_all() -> dict[str, str] | None:
+    """What went wrong, by program."""
+    if bh.get_worker_info().id:
+        return None
+    said = {}
+    for name, program in programs.by_name().items():
+        try:
+            program()
+            torch.cuda.synchronize()
+            said[name] = ""
+        except BaseException:
+            said[name] = traceback.format_exc()
+    return said
 
 
-async def slowly_in_asyncio(x: torch.Tensor) -> torch.Tensor:
-    await asyncio.sleep(0)
-    return slowly(x)
+@functools.cache
+def outcomes(maps: bool) -> dict[str, str]:
+    found: dict[str, str] = bh.launch(run_all, 2, options=MAPS if maps else bh.Options())[0]
+    return found
 
 
-def scale(x: torch.Tensor) -> torch.Tensor:
-    global weight
-    if weight is None:
-        weight = torch.full((4096,), 3.0, device="cuda", requires_grad=True)
-    torch.cuda._sleep(LONG)
-    return x * weight
+@pytest.mark.parametrize("maps", [False, True], ids=["no map", "maps"])
+@pytest.mark.parametrize("name", list(programs.by_name()))
+def test_two_processes(name: str, maps: bool) -> None:
+    said = outcomes(maps)[name]
+    assert not said, said
 
 
-def forget_weight() -> None:
-    global weight
-    weight = None
-
-
-def change_weight() -> None:
-    assert weight is not None
-    torch.cuda._sleep(LONG)
-    with torch.no_grad():
-        weight.mul_(2)
-
-
-def weight_grad(context: int) -> torch.Tensor:
-    assert weight is not None
-    return bh.get_gradients(context)[weight]
-
-
-def run_out_of_memory() -> torch.Tensor:
-    return torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-
-
-def slots_used() -> int:
-    peers = current_worker().part(Node).peers
-    return sum(shared.lender.bytes_lent for peer in peers if peer.link for _, shared in peer.link.shared())
-
-
-def slots_lent() -> int:
-    peers = current_worker().part(Node).peers
-    return sum(shared.lender.lent for peer in peers if peer.link for _, shared in peer.link.shared())
-
-
-def calls() -> None:
-    for size in (16, 4096, 1 << 20):
-        for number in range(6):
-            x = torch.zeros(size, device="cuda")
-            torch.cuda._sleep(LONG)
-            x += number
-            for function in (slowly, slowly_in_asyncio):
-                future = bh.rpc_async("worker1", function, args=(x,))
-                y = bh.rpc_sync("worker1", function, args=(x,))
-                assert y.device == x.device
-                assert torch.equal(y, x * 2)
-                assert torch.equal(future.wait(), x * 2)
-            x.fill_(-5)
-    assert slots_used() > 0
-    assert bh.rpc_sync("worker1", slots_used) > 0
-    del x, y, future
-    assert bh.rpc_sync("worker1", slots_lent) == 0
-
-
-def passes() -> None:
-    bh.rpc_sync("worker1", forget_weight)
-    for number in range(6):
-        x = torch.full((4096,), 1.0 + number, device="cuda", requires_grad=True)
-        with bh.context() as context:
-            y = bh.rpc_sync("worker1", scale, args=(x,))
-            y.register_hook(lambda grad: (torch.cuda._sleep(LONG), grad * 2)[1])
-            torch.cuda._sleep(LONG)
-            bh.backward(context, [y.sum()])
-            scaled = float(2**number) * 3
-            assert torch.equal(bh.get_gradients(context)[x], torch.full_like(x, 2 * scaled))
-            assert torch.equal(bh.rpc_sync("worker1", weight_grad, args=(context,)), 2 * x.detach())
-        bh.rpc_sync("worker1", change_weight)
-
-
-def kinds() -> None:
-    matrix = torch.randn(64, 64, device="cuda")
-    for _ in range(4):
-        whole, rows, turned = bh.rpc_sync("worker1", list, args=([matrix, matrix[3:7], matrix.t()],))
-        assert torch.equal(whole, matrix)
-        whole.zero_()
-        assert not rows.any()
-        assert not turned.any()
-        sparse = torch.eye(8, device="cuda").to_sparse()
-        assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(sparse,)).to_dense(), -sparse.to_dense())
-        value = bh.remote("worker1", torch.add, args=(matrix, 1))
-        assert torch.equal(value.to_here(), matrix + 1)
-
-
-def errors() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        bh.rpc_sync("worker1", run_out_of_memory)
-    assert bh.get_debug_info()["cuda_usable"]
-
-
-def run(program: Callable[[], None]) -> None:
-    if bh.get_worker_info().id == 0:
-        program()
-
-
-@pytest.mark.parametrize("options", [bh.Options(), bh.Options(device_maps={"worker0": {0: 0}, "worker1": {0: 0}})])
-@pytest.mark.parametrize("program", [calls, passes, kinds])
-def test_two_processes(program: Callable[[], None], options: bh.Options) -> None:
-    bh.launch(run, 2, args=(program,), options=options)
-
-
-def test_errors() -> None:
-    bh.launch(run, 2, args=(errors,))
-
-
-@pytest.mark.parametrize("program", [passes, kinds])
+@pytest.mark.parametrize(
+    "program", [programs.passes, programs.kinds, programs.optimizers, programs.threads, programs.errors]
+)
 def test_one_process(program: Callable[[], None]) -> None:
     with bh.cluster(2):
         program()
+
+
+def test_races() -> None:
+    rounds = int(os.environ.get("BACKHAUL_RACES", "100"))
+    differences = bh.launch(races.run, 3, args=(rounds, 1))[0]
+    assert not differences, differences
+
+
+def break_the_device() -> torch.Tensor:
+    return torch.zeros(2, device="cuda")[torch.tensor([7], device="cuda")].sum()
+
+
+def after_a_device_has_failed() -> list[str] | None:
+    if bh.get_worker_info().id:
+        return None
+    x = torch.ones(4, device="cuda")
+    assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)
+    said = []
+    for _ in range(2):
+        try:
+            print(bh.rpc_sync("worker1", break_the_device).item())
+        except RuntimeError as error:
+            said.append("\n".join([str(error), *getattr(error, "__notes__", ())]))
+    assert bh.rpc_sync("worker1", torch.neg, args=(torch.ones(2),)).tolist() == [-1, -1], "without CUDA it is there"
+    said.append(str(bh.rpc_sync("worker1", bh.get_debug_info)["cuda_usable"]))
+    return said
+
+
+def test_a_device_that_fails_is_said_to_have() -> None:
+    said = bh.launch(after_a_device_has_failed, 2)[0]
+    assert said[-1] == "False"
+    assert "restart that worker" in "".join(said), said
+
+
+def slowly_and_die(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(20):
+        torch.cuda._sleep(100_000_000)
+    bh.get_worker_info()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    return x * 2
+
+
+def outlive(rank: int, folder: str, size: int) -> Any:
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    bh.init(f"worker{rank}", rank=rank, world_size=2, store=torch.distributed.FileStore(f"{folder}/store", 2))
+    if rank:
+        time.sleep(SOON)
+        return None
+    x = torch.ones(size, device="cuda")
+    for _ in range(4):
+        assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)
+    y = bh.rpc_sync("worker1", slowly_and_die, args=(x,))
+    begun = time.monotonic()
+    z = y + 1
+    torch.cuda.synchronize()
+    assert len(z) == size
+    waited = time.monotonic() - begun
+    with pytest.raises(bh.PeerLostError):
+        bh.rpc_sync("worker1", torch.neg, args=(x,))
+    del y, z
+    torch.cuda.synchronize()
+    bh.shutdown(graceful=False)
+    return waited
+
+
+@pytest.mark.parametrize("size", [16, 1 << 20])
+def test_who_waits_for_a_worker_that_was_killed_goes_on(size: int, tmp_path: Any) -> None:
+    waited, other = run_processes(outlive, 2, str(tmp_path), size)
+    assert other == DIED
+    assert waited < SOON
+
+
+def slowly_doubled(x: torch.Tensor) -> torch.Tensor:
+    torch.cuda._sleep(500_000_000)
+    return x * 2
+
+
+def keep_what_came(rank: int, folder: str, size: int) -> Any:
+    bh.init(f"worker{rank}", rank=rank, world_size=2, store=torch.distributed.FileStore(f"{folder}/store", 2))
+    if rank:
+        bh.shutdown()
+        return None
+    x = torch.full((size,), 3.0, device="cuda")
+    for _ in range(4):
+        bh.rpc_sync("worker1", torch.neg, args=(x,))
+    y = bh.rpc_sync("worker1", slowly_doubled, args=(x,))
+    bh.shutdown()
+    time.sleep(1.0)  # the other process has ended
+    return y.unique().tolist()
+
+
+@pytest.mark.parametrize("size", [16, 1 << 20])
+def test_what_came_is_there_after_the_sender_has_gone(size: int, tmp_path: Any) -> None:
+    assert run_processes(keep_what_came, 2, str(tmp_path), size)[0] == [6.0]

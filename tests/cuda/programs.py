@@ -1,0 +1,398 @@
+"""What the first of two workers does, on one device. Each program compares with plain autograd in its own process.
+
+Kernels that take long (``torch.cuda._sleep``) stand wherever a wait could be missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import backhaul as bh
+from backhaul.rpc.node import Node
+from backhaul.worker import current_worker
+
+LONG = 20_000_000  # cycles, about ten milliseconds
+WIDE = 1 << 16  # elements; too large for slots in host memory
+PEER = "worker1"
+
+
+def nap() -> None:
+    torch.cuda._sleep(LONG)
+
+
+def far(function: Callable[..., Any], *args: Any) -> Any:
+    return bh.rpc_sync(PEER, function, args=args)
+
+
+# Called on the other worker.
+
+weights: dict[str, torch.Tensor] = {}
+
+
+def slowly(x: torch.Tensor) -> torch.Tensor:
+    """Double ``x``, late; and spoil what it was computed from, later."""
+    nap()
+    y = x * 2
+    nap()
+    x.fill_(-1)
+    return y
+
+
+async def slowly_in_asyncio(x: torch.Tensor) -> torch.Tensor:
+    await asyncio.sleep(0)
+    return slowly(x)
+
+
+def keep_weight(size: int) -> None:
+    weights["w"] = torch.full((size,), 3.0, device="cuda", requires_grad=True)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    nap()
+    return x * weights["w"]
+
+
+def change_weight() -> None:
+    nap()
+    with torch.no_grad():
+        weights["w"].mul_(2)
+
+
+def weight_grad(context: int) -> torch.Tensor:
+    return bh.get_gradients(context)[weights["w"]]
+
+
+def cube(x: torch.Tensor) -> torch.Tensor:
+    nap()
+    return x**3
+
+
+def run_out_of_memory() -> torch.Tensor:
+    return torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+
+def keep_table() -> bh.RRef[Any]:
+    torch.manual_seed(3)
+    return bh.RRef(torch.nn.Embedding(32, 8, sparse=True, device="cuda"))
+
+
+def look_up(table: bh.RRef[Any], index: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = table.local_value()(index)
+    return found
+
+
+def table_grad(table: bh.RRef[Any], context: int) -> torch.Tensor:
+    return bh.get_gradients(context)[table.local_value().weight]
+
+
+def layer() -> torch.nn.Linear:
+    torch.manual_seed(5)
+    return torch.nn.Linear(64, 64, device="cuda")
+
+
+def keep_layer() -> tuple[bh.RRef[Any], list[bh.RRef[Any]]]:
+    made = layer()
+    return bh.RRef(made), [bh.RRef(parameter) for parameter in made.parameters()]
+
+
+def half_precision(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", dtype=torch.float16):
+        made: torch.Tensor = net(x)
+        return made.relu()
+
+
+def far_half_precision(net: bh.RRef[Any], x: torch.Tensor) -> torch.Tensor:
+    return half_precision(net.local_value(), x)
+
+
+def parameters_of(net: bh.RRef[Any]) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in net.local_value().parameters()]
+
+
+class Recorded:
+    """Something that is done by a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.graph: Any = torch.cuda.CUDAGraph()
+        self.x = torch.zeros(WIDE, device="cuda")
+        torch.cuda.synchronize()
+        begun.set()
+        with torch.cuda.graph(self.graph):
+            assert going_on.wait(30)
+            self.y = self.x * 2 + 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.y.clone()
+
+
+begun, going_on = threading.Event(), threading.Event()
+recorded: list[Recorded] = []
+
+
+def record_graph() -> None:
+    recorded.append(Recorded())
+
+
+def while_recording(x: torch.Tensor) -> torch.Tensor:
+    assert begun.wait(30)
+    return x + 1
+
+
+def go_on() -> None:
+    going_on.set()
+
+
+def replay(x: torch.Tensor) -> torch.Tensor:
+    return recorded[0](x)
+
+
+def slots_used() -> int:
+    peers = current_worker().part(Node).peers
+    return sum(shared.lender.bytes_lent for peer in peers if peer.link for _, shared in peer.link.shared())
+
+
+def slots_lent() -> int:
+    peers = current_worker().part(Node).peers
+    return sum(shared.lender.lent for peer in peers if peer.link for _, shared in peer.link.shared())
+
+
+# Programs.
+
+
+def calls() -> None:
+    for size in (16, 4096, WIDE, 1 << 20):
+        for number in range(6):
+            x = torch.zeros(size, device="cuda")
+            nap()
+            x += number
+            for function in (slowly, slowly_in_asyncio):
+                future = bh.rpc_async(PEER, function, args=(x,))
+                y = far(function, x)
+                assert y.device == x.device
+                assert torch.equal(y, x * 2)
+                assert torch.equal(future.wait(), x * 2)
+            x.fill_(-5)
+    assert slots_used() > 0
+    assert far(slots_used) > 0
+    del x, y, future
+    assert far(slots_lent) == 0
+
+
+def passes() -> None:
+    for size in (16, WIDE):
+        far(keep_weight, size)
+        for number in range(5):
+            x = torch.full((size,), 1.0 + number, device="cuda", requires_grad=True)
+            with bh.context() as ctx:
+                y = far(scale, x)
+                y.register_hook(lambda grad: (nap(), grad * 2)[1])
+                nap()
+                ctx.backward(y.sum(), mode="fast" if number % 2 else "exact")
+                scaled = float(2**number) * 3
+                assert torch.equal(ctx.grads[x], torch.full_like(x, 2 * scaled))
+                assert torch.equal(far(weight_grad, int(ctx)), 2 * x.detach())
+            far(change_weight)
+
+
+def higher_orders() -> None:
+    x = torch.linspace(-1, 1, WIDE, device="cuda", requires_grad=True)
+    with bh.context() as ctx:
+        y = far(cube, x).sum()
+        ctx.backward(y, create_graph=True)
+        first = ctx.grads[x]
+        assert torch.equal(first, torch.autograd.grad((x**3).sum(), x)[0])
+    with bh.context() as ctx:
+        y = far(cube, x).sum()
+        ctx.backward(y, create_graph=True)
+        penalty = (ctx.grads[x] ** 2).sum()
+    plain = x.detach().clone().requires_grad_()
+    (wanted,) = torch.autograd.grad((plain**3).sum(), plain, create_graph=True)
+    assert torch.allclose(penalty, (wanted**2).sum())
+
+
+def sparse_gradients() -> None:
+    table = far(keep_table)
+    torch.manual_seed(3)
+    plain = torch.nn.Embedding(32, 8, sparse=True, device="cuda")
+    index = torch.tensor([1, 5, 5, 31], device="cuda")
+    for _ in range(4):
+        with bh.context() as ctx:
+            ctx.backward(far(look_up, table, index).square().sum())
+            found = far(table_grad, table, int(ctx))
+        (wanted,) = torch.autograd.grad(plain(index).square().sum(), plain.weight)
+        assert found.is_sparse
+        assert torch.equal(found.to_dense(), wanted.to_dense())
+
+
+def mixed_precision() -> None:
+    net, parameters = far(keep_layer)
+    optimizer = bh.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+    scaler = bh.optim.GradScaler(init_scale=1024.0, growth_interval=2)
+    plain = layer()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain_scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x = torch.randn(32, 64, device="cuda")
+        with bh.context() as ctx:
+            hidden = far(far_half_precision, net, x)
+            assert hidden.dtype is torch.float16
+            ctx.backward(scaler.scale(hidden.float().square().mean()))
+            scaler.step(optimizer, ctx)
+            scaler.update()
+        plain_scaler.scale(half_precision(plain, x).float().square().mean()).backward()
+        plain_scaler.step(plain_optimizer)
+        plain_scaler.update()
+        plain_optimizer.zero_grad()
+        for found, wanted in zip(far(parameters_of, net), plain.parameters(), strict=True):
+            assert torch.equal(found, wanted)
+        assert scaler.get_scale() == plain_scaler.get_scale()
+
+
+def optimizers() -> None:
+    net, parameters = far(keep_layer)
+    optimizer = bh.optim.DistributedOptimizer(torch.optim.Adam, parameters, lr=0.05)
+    plain = layer()
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.05)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(8, 64, device="cuda")
+        with bh.context() as ctx:
+            ctx.backward(net.rpc_sync().forward(x).square().mean())
+            optimizer.step(ctx)
+        plain(x).square().mean().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        for found, wanted in zip(far(parameters_of, net), plain.parameters(), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def graphs() -> None:
+    x = torch.ones(WIDE, device="cuda")
+    for _ in range(3):
+        far(slowly, x)  # so that slots are there, which come and go while the graph is made
+    making = bh.rpc_async(PEER, record_graph)
+    for number in range(20):
+        assert torch.equal(far(while_recording, x * number), x * number + 1)
+        assert far(while_recording, torch.full((4,), number, device="cuda"))[0] == number + 1
+    far(go_on)
+    making.wait()
+    for number in range(4):
+        assert torch.equal(far(replay, x * number), x * (2 * number + 1))
+
+
+def kinds() -> None:
+    matrix = torch.randn(64, 64, device="cuda")
+    for _ in range(4):
+        whole, rows, turned = far(list, [matrix, matrix[3:7], matrix.t()])
+        assert torch.equal(whole, matrix)
+        whole.zero_()
+        assert not rows.any()
+        assert not turned.any()
+        sparse = torch.sparse_coo_tensor([[0, 3], [1, 2]], [1.0, 2.0], (8, 8), device="cuda", check_invariants=False)
+        assert torch.equal(far(torch.neg, sparse).to_dense(), -sparse.to_dense())
+        for dtype in (torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+            small = torch.ones(5, device="cuda").to(dtype)
+            assert torch.equal(far(torch.clone, small), small)
+        empty = torch.empty(0, 3, device="cuda")
+        assert far(torch.clone, empty).shape == (0, 3)
+        assert far(torch.clone, torch.tensor(2.5, device="cuda")).item() == 2.5
+        value = bh.remote(PEER, torch.add, args=(matrix, 1))
+        assert torch.equal(value.to_here(), matrix + 1)
+
+
+def own_streams() -> None:
+    ours = torch.cuda.Stream()
+    for size in (16, WIDE):
+        for number in range(6):
+            with torch.cuda.stream(ours):
+                nap()
+                x = torch.full((size,), float(number), device="cuda")
+                y = far(slowly, x)
+                z = y + 1
+            ours.synchronize()
+            assert torch.equal(z, torch.full_like(z, 2 * number + 1))
+
+
+def threads() -> None:
+    trouble: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(10):
+                x = torch.full((16 if turn % 2 else WIDE,), float(number), device="cuda")
+                assert torch.equal(far(slowly, x), x * 2)
+        except BaseException as error:
+            trouble.append(error)
+
+    group = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in group:
+        thread.start()
+    for thread in group:
+        thread.join()
+    assert not trouble, trouble
+
+
+def what_is_kept() -> None:
+    kept = []
+    for number in range(60):
+        for size in (16, WIDE):
+            x = torch.full((size,), float(number), device="cuda")
+            kept.append((number, far(slowly, x)))
+            del x
+        if number % 3 == 0:
+            kept.pop(0)
+    for number, y in kept:
+        assert torch.equal(y, torch.full_like(y, 2.0 * number))
+
+
+def memory_comes_back() -> None:
+    x = torch.ones(16 << 20, device="cuda")
+    for number in range(60):
+        y = far(slowly, x)
+        if number == 10:
+            torch.cuda.synchronize()
+            before = torch.cuda.mem_get_info()[0]
+    del y
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] > before - (256 << 20)
+
+
+def errors() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        far(run_out_of_memory)
+    assert any("worker 'worker1' and its CUDA devices are still usable" in note for note in caught.value.__notes__)
+    assert bh.get_debug_info()["cuda_usable"]
+    x = torch.ones(4, device="cuda")
+    assert torch.equal(far(slowly, x), x * 2)
+
+
+ALL = [
+    calls,
+    passes,
+    higher_orders,
+    sparse_gradients,
+    mixed_precision,
+    optimizers,
+    kinds,
+    own_streams,
+    threads,
+    what_is_kept,
+    memory_comes_back,
+    errors,
+    graphs,
+]
+
+
+@functools.cache
+def by_name() -> dict[str, Callable[[], None]]:
+    return {program.__name__: program for program in ALL}
