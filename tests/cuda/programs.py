@@ -339,7 +339,8 @@ def threads() -> None:
         thread.start()
     for thread in group:
         thread.join()
-    assert not trouble, trouble
+    if trouble:
+        raise trouble[0]
 
 
 def what_is_kept() -> None:

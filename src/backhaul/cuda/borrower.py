@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from backhaul.cuda.segments import (
     pages_size,
     visit_graves,
 )
-from backhaul.cuda.streams import Frontier
+from backhaul.cuda.streams import Event, Frontier
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.slots import FREE, LENT, MAX_SLOTS
@@ -53,6 +54,10 @@ class _Borrowed:
         self.slot_bytes = offer.slot_bytes
         self.taken = bytearray(offer.count)  # which slots are in use here, whatever the states say
 
+    @property
+    def on_host(self) -> bool:
+        return self.memory is self.pages.pinned
+
     def free(self, index: int) -> None:
         """Nothing here uses a slot any more, or will when ``done`` has passed."""
         # In this order: after the second, the sender may lend the slot again.
@@ -68,6 +73,37 @@ class _Borrowed:
             if lost:
                 log.error("a worker ended before %d tensors that it had sent were computed: they hold nothing", lost)
         return not any(self.taken) and all(flag.query() for flag in self.pages.done)
+
+
+class Patience:
+    """Looks for a moment whether a flag is passed, if that has paid off of late.
+
+    A stream that waits is work for the device, and the device has to switch from process to process for it; which makes
+    the next message late as well. Where what was sent takes long to compute, nothing is gained by looking.
+    """
+
+    MOMENT = 300e-6  # seconds: two switches
+    MOST = 8
+
+    def __init__(self) -> None:
+        self._credit = self.MOST
+        self._skipped = 0
+
+    def await_(self, flag: Event) -> bool:
+        """Whether it was passed within a moment."""
+        if self._credit <= 0:
+            self._skipped += 1
+            if self._skipped < 64:
+                return False
+            self._skipped = 0
+        until = time.perf_counter() + self.MOMENT
+        while time.perf_counter() < until:
+            if flag.query():
+                self._credit = min(self._credit + 2, self.MOST)
+                return True
+            time.sleep(0)  # lets other threads go on
+        self._credit = max(self._credit - 1, 0)
+        return False
 
 
 class _Lease(weakref.ref[Any]):
@@ -104,6 +140,7 @@ class Borrower:
         self._frontier = frontier
         self._identities = list(identities)
         self._segments: dict[int, _Borrowed] = {}
+        self._patience = Patience()
 
     def offered(self, offer: Offer) -> Answer:
         """The sender offers a segment: open it, and return the answer."""
@@ -149,7 +186,9 @@ class Borrower:
         visit_graves()
         segment.taken[index], segment.pages.states[index] = 1, TAKEN
         try:
-            self._frontier.follow(device, (segment.pages.ready[index],))
+            ready = segment.pages.ready[index]
+            if not ready.query() and not (segment.on_host and self._patience.await_(ready)):
+                self._frontier.follow(device, (ready,))
             place = segment.start + index * segment.slot_bytes
             tensor, owner = self._ipc.view(segment.memory, place, nbytes, device)
         except BaseException:

@@ -611,6 +611,7 @@ def _read_spec(spec: TensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _coo(spec: TensorSpec, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     (coalesced,) = spec.detail
+    _hush()
     return torch.sparse_coo_tensor(
         indices, values, spec.shape, is_coalesced=bool(coalesced), check_invariants=_can_look(indices)
     )
@@ -667,6 +668,7 @@ def _hush_once() -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (1,), check_invariants=False)
         torch.ones(1, 1).to_sparse_csr()
         torch.nested.as_nested_tensor([torch.ones(1)])
         torch.empty(1, dtype=torch.complex32)
