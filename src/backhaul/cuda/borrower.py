@@ -23,6 +23,7 @@ from backhaul.cuda.segments import (
     Pages,
     Stretch,
     bury,
+    graves,
     has_ended,
     pages_size,
     visit_graves,
@@ -31,7 +32,7 @@ from backhaul.cuda.streams import Event, Frontier
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.slots import FREE, LENT, MAX_SLOTS
-from backhaul.wire.devices import Slot
+from backhaul.wire.devices import Form, Slot
 
 _MAX_SEGMENTS = 1 << 12  # that a receiver has opened at once
 _MAX_SEGMENT = 1 << 48
@@ -178,19 +179,24 @@ class Borrower:
             segment.pages.close()
             bury(segment)
 
-    def borrow(self, slot: Slot, nbytes: int, device: int) -> torch.Tensor:
-        """The bytes in a slot; it goes back when nothing refers to their storage any more."""
+    def borrow(self, slot: Slot, nbytes: int, device: int, form: Form | None = None) -> torch.Tensor:
+        """The bytes in a slot, or a tensor that consists of them; it goes back when nothing refers to their storage any
+        more.
+        """
         segment, index = self._known(slot)
         if segment.device != device or not 0 < nbytes <= segment.slot_bytes:
             raise ProtocolError(f"there are no {nbytes} bytes on cuda:{device} in slot {slot}")
-        visit_graves()
+        if graves:
+            visit_graves()
         segment.taken[index], segment.pages.states[index] = 1, TAKEN
         try:
             ready = segment.pages.ready[index]
             if not ready.query() and not (segment.on_host and self._patience.await_(ready)):
                 self._frontier.follow(device, (ready,))
             place = segment.start + index * segment.slot_bytes
-            tensor, owner = self._ipc.view(segment.memory, place, nbytes, device)
+            tensor, owner = self._ipc.view(
+                segment.memory, place, nbytes, device, form or Form(torch.uint8, (nbytes,), (1,))
+            )
         except BaseException:
             segment.free(index)
             raise

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
 
 from backhaul.cuda.library import Library
 from backhaul.transport import shm
+from backhaul.wire.devices import Form
 
 _storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+_tensor_on: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
 _raw_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -119,24 +122,34 @@ class CudaIpc:
     def flag(self, pinned: Pinned, offset: int) -> HostFlag:
         return HostFlag(self.library, pinned, offset)
 
-    def view(self, memory: Own | Pinned, offset: int, nbytes: int, device: int) -> tuple[torch.Tensor, object]:
-        return view_at(memory.address + offset, nbytes, torch.device("cuda", device))
+    def view(
+        self, memory: Own | Pinned, offset: int, nbytes: int, device: int, form: Form
+    ) -> tuple[torch.Tensor, object]:
+        return view_at(memory.address + offset, nbytes, device_at(device), form)
 
-    def copy(self, memory: Own | Pinned, offset: int, flat: torch.Tensor, device: int) -> None:
-        self.library.copy(device, memory.address + offset, flat.data_ptr(), len(flat), _raw_current(device))
+    def copy(self, memory: Own | Pinned, offset: int, stretch: tuple[int, int], device: int) -> None:
+        self.library.copy(device, memory.address + offset, *stretch, _raw_current(device))
 
-    def copy_on_host(self, pinned: Pinned, offset: int, flat: torch.Tensor) -> bool:
-        address = flat.data_ptr()
+    def on_host(self, address: int, nbytes: int) -> int:
         for start, (host, size) in list(self.pinned.items()):
             if start <= address < start + size:
-                ctypes.memmove(pinned.mapping.address + offset, address - start + host, len(flat))
-                return True
-        return False
+                return address - start + host
+        return 0
+
+    def copy_on_host(self, pinned: Pinned, offset: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(pinned.mapping.address + offset, source, nbytes)
 
 
-def view_at(address: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, object]:
+device_at = functools.cache(functools.partial(torch.device, "cuda"))
+
+
+def view_at(address: int, nbytes: int, device: torch.device, form: Form) -> tuple[torch.Tensor, object]:
     """A tensor of memory that is another's. torch keeps a storage's Python object as long as the storage, so that one
     tells when the last tensor on it is gone.
     """
-    tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(_storage_at(address, device, nbytes))
-    return tensor, tensor.untyped_storage()
+    storage = _storage_at(address, device, nbytes)
+    dtype, shape, stride = form
+    if _tensor_on is None:
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, stride), storage
+    said = {"size": shape, "stride": stride, "dtype": dtype, "device": device, "storage_offset": 0}
+    return _tensor_on(said, storage), storage

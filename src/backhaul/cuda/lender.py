@@ -123,26 +123,32 @@ class Lender:
         """Copy bytes, of the device ``source``, into a slot for ``device``, where the receiver is to have them; None if
         there is none.
         """
-        slot = self._take(len(flat), device)
+        return self.lend_at(flat.data_ptr(), len(flat), device, device if source is None else source)
+
+    def lend_at(self, address: int, nbytes: int, device: int, source: int) -> Slot | None:
+        """The same for bytes that begin at an address."""
+        slot = self._take(nbytes, device)
         if slot is None:
             return None
         segment, index = slot
         lent: _Lent = segment.memory
         try:
-            self._copy(lent, index, lent.start + index * segment.slot_bytes, flat, device if source is None else source)
+            self._copy(lent, index, lent.start + index * segment.slot_bytes, (address, nbytes), source)
         except BaseException:
             segment.states[index] = FREE
             raise
-        self.bytes_lent += len(flat)
+        self.bytes_lent += nbytes
         return segment.number, index
 
-    def _copy(self, lent: _Lent, index: int, offset: int, flat: torch.Tensor, source: int) -> None:
-        frontier, ready, done = self._frontier, lent.pages.ready[index], lent.pages.done[index]
-        settled = lent.on_host and ready.query() and done.query() and frontier.idle(source)
-        if settled and self._ipc.copy_on_host(lent.memory, offset, flat):
+    def _copy(self, lent: _Lent, index: int, offset: int, stretch: tuple[int, int], source: int) -> None:
+        frontier, ipc, ready, done = self._frontier, self._ipc, lent.pages.ready[index], lent.pages.done[index]
+        settled = ready.query() and done.query()
+        if settled and lent.on_host and (host := ipc.on_host(*stretch)) and frontier.idle(source):
+            ipc.copy_on_host(lent.memory, offset, host, stretch[1])
             return  # and ``ready`` is passed as it was
-        frontier.follow(source, (ready, done))
-        self._ipc.copy(lent.memory, offset, flat, source)
+        if not settled:
+            frontier.follow(source, (ready, done))
+        ipc.copy(lent.memory, offset, stretch, source)
         frontier.record(ready, source)
 
     def take_back(self, slots: Iterable[Slot]) -> None:

@@ -23,7 +23,7 @@ from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.transport.slots import Budget
-from backhaul.wire.devices import Lease, Slot
+from backhaul.wire.devices import Form, Lease, Slot
 
 _SHARE = 8  # of a device's memory, so many parts make one that slots may take
 _HOST_SLOTS = 64 << 20  # bytes of host memory for small ones
@@ -183,13 +183,25 @@ class ChannelLink:
         source = index_at(flat.device)
         if self._ends is None or source is None:
             return None
-        place = self._slots.get(flat.device, -1)
+        place = self._place(flat.device)
+        return None if place is None else self._ends.lend(flat, place, source)
+
+    def lend_whole(self, tensor: torch.Tensor, nbytes: int) -> Slot | None:
+        ends = self._ends
+        source = index_at(tensor.device)
+        if source is None or not isinstance(ends, Shared):
+            return None
+        place = self._place(tensor.device)
+        return None if place is None else ends.lender.lend_at(tensor.data_ptr(), nbytes, place, source)
+
+    def _place(self, device: torch.device) -> int | None:
+        """Where, by index here, slots for a device's tensors lie."""
+        place = self._slots.get(device, -1)
         if place == -1:
             assert self._plane is not None
             # On the very device where it is to be: then the receiver works on what is in the slot.
-            place = same_device(self._plane.own, self._peer, self.name(flat.device))
-            self._slots[flat.device] = place
-        return None if place is None else self._ends.lend(flat, place, source)
+            place = self._slots[device] = same_device(self._plane.own, self._peer, self.name(device))
+        return place
 
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         plane, staged = self._plane, []
@@ -214,6 +226,12 @@ class ChannelLink:
         if self._ends is None or index is None:
             raise ProtocolError(f"slot {slot}, where no device memory is shared")
         return self._ends.borrow(slot, nbytes, index)
+
+    def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
+        index = index_at(device)
+        if not isinstance(self._ends, Shared) or index is None:
+            raise ProtocolError(f"slot {slot}, where no device memory is shared")
+        return self._ends.borrower.borrow(slot, nbytes, index, form)
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         index = index_at(device)

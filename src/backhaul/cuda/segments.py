@@ -40,6 +40,7 @@ import torch
 from backhaul.cuda.streams import Event
 from backhaul.transport import shm
 from backhaul.transport.slots import MAX_SLOTS
+from backhaul.wire.devices import Form
 from backhaul.wire.messages import prepare
 
 SMALLEST = 4096
@@ -132,14 +133,19 @@ class Ipc(Protocol):
     def flag(self, pinned: Any, offset: int) -> Flag:
         """The flag at a place in pinned memory."""
 
-    def view(self, memory: Any, offset: int, nbytes: int, device: int) -> tuple[torch.Tensor, object]:
+    def view(self, memory: Any, offset: int, nbytes: int, device: int, form: Form) -> tuple[torch.Tensor, object]:
         """A stretch of memory as a device's tensor with a storage of its own, and an object that dies with that."""
 
-    def copy(self, memory: Any, offset: int, flat: torch.Tensor, device: int) -> None:
-        """Copy bytes to a place in memory, on the calling thread's stream of ``device``."""
+    def copy(self, memory: Any, offset: int, stretch: tuple[int, int], device: int) -> None:
+        """Copy bytes, from an address and so many, to a place in memory, on the calling thread's stream of
+        ``device``.
+        """
 
-    def copy_on_host(self, pinned: Any, offset: int, flat: torch.Tensor) -> bool:
-        """The host does so at once, if the bytes are in pinned memory too. Whether they are."""
+    def on_host(self, address: int, nbytes: int) -> int:
+        """Where the host finds bytes of a device, if they are in pinned memory; else 0."""
+
+    def copy_on_host(self, pinned: Any, offset: int, source: int, nbytes: int) -> None:
+        """Copy bytes from there to a place in pinned memory, at once."""
 
 
 class Pages:
@@ -184,24 +190,25 @@ class Grave(Protocol):
         """Whether it can go. See [Note: graves]."""
 
 
-_graves: collections.deque[Grave] = collections.deque()
+graves: collections.deque[Grave] = collections.deque()
+"""Memory that cannot go yet."""
 
 
 def bury(grave: Grave) -> None:
     """Keep memory until it can go."""
-    _graves.append(grave)
+    graves.append(grave)
 
 
 def visit_graves() -> bool:
     """Let memory go that can; whether there is more."""
-    for _ in range(len(_graves)):
+    for _ in range(len(graves)):
         try:
-            grave = _graves.popleft()
+            grave = graves.popleft()
         except IndexError:
             break
         if not grave.over():
-            _graves.append(grave)
-    return bool(_graves)
+            graves.append(grave)
+    return bool(graves)
 
 
 def has_ended(process: int) -> bool:

@@ -27,7 +27,14 @@ from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import TREE, Payload
 from backhaul.wire.plain import MAX_DEPTH, Flattener, restore
-from backhaul.wire.tensors import EMPTY_TABLE, TensorWriter, read_tensors, write_all_ordinary, write_ordinary
+from backhaul.wire.tensors import (
+    EMPTY_TABLE,
+    TensorWriter,
+    read_tensors,
+    write_all_ordinary,
+    write_lent,
+    write_ordinary,
+)
 
 _SMALL_BUFFER = 4096  # below this a buffer is cheaper inside the pickle
 _ALWAYS_PLAIN = frozenset((type(None), bool, float, bytes))
@@ -142,6 +149,10 @@ def _encode_plain(values: Sequence[Any], link: Link | None) -> Encoded | None:
         if ordinary is not None:
             table, buffer = ordinary
             return Encoded(Payload(table, plain, ((at, 0),)), [buffer], [tensor], [tensor])
+    if more is None and link is not None and link.takes(tensor.device):
+        lent = write_lent(tensor, link)
+        if lent is not None:
+            return Encoded(Payload(lent[0], plain, ((at, 0),)), [], [tensor], [tensor], lease=lent[1])
     return _encode_tensors(plain, more or [(at, tensor)], link)
 
 

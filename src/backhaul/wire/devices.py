@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +30,14 @@ _DEVICE = re.compile(r"cuda:(0|[1-9][0-9]{0,2})")
 def is_device(name: str) -> bool:
     """Whether ``name`` is in the form that devices have in messages."""
     return _DEVICE.fullmatch(name) is not None
+
+
+class Form(NamedTuple):
+    """How a tensor lies in its memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 class Link(Protocol):
@@ -59,6 +67,9 @@ class Link(Protocol):
     def lend(self, flat: torch.Tensor) -> Slot | None:
         """Copy bytes into a slot; None if there is none for them now."""
 
+    def lend_whole(self, tensor: torch.Tensor, nbytes: int) -> Slot | None:
+        """The same for what a tensor without holes consists of."""
+
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy bytes to the host. Once this returns, they are there."""
 
@@ -67,6 +78,9 @@ class Link(Protocol):
 
         Raises ``ProtocolError`` unless the slot is lent, that large, on that device, and not borrowed already.
         """
+
+    def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
+        """The same as a tensor of that form, which has so many bytes."""
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy bytes from the host to a device, into a storage of their own."""
@@ -190,10 +204,16 @@ class Trial:
     def lend(self, flat: torch.Tensor) -> Slot | None:
         return 0, 0
 
+    def lend_whole(self, tensor: torch.Tensor, nbytes: int) -> Slot | None:
+        return 0, 0
+
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.empty(1, dtype=torch.uint8) for _ in flats]
 
     def borrow(self, slot: Slot, nbytes: int, device: torch.device) -> torch.Tensor:
+        raise NotImplementedError("a trial receives nothing")
+
+    def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
         raise NotImplementedError("a trial receives nothing")
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -223,11 +243,17 @@ class Grounded:
     def lend(self, flat: torch.Tensor) -> Slot | None:
         return None
 
+    def lend_whole(self, tensor: torch.Tensor, nbytes: int) -> Slot | None:
+        return None
+
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise NotImplementedError("nothing is sent from here")
 
     def borrow(self, slot: Slot, nbytes: int, device: torch.device) -> torch.Tensor:
         raise ProtocolError(f"slot {slot}, where no device memory is shared")
+
+    def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
+        return self.borrow(slot, nbytes, device)
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         return host
@@ -241,8 +267,9 @@ class Grounded:
 
 def decline(payload: Payload, link: Link | None) -> None:
     """A message is not going to be read: let its slots go."""
-    if link is not None and payload.tensors.parts:
-        slots = slots_of(payload.tensors.parts)
+    table = payload.tensors
+    if link is not None and (table.parts or table.lent):
+        slots = slots_of(table.parts) | {(segment, index) for segment, index, _ in table.lent}
         if slots:
             link.decline(slots)
 

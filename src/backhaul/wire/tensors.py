@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from backhaul.errors import ProtocolError, SerializationError
-from backhaul.wire.devices import Arrival, Lease, Link, Shipment, flat_bytes, is_device
+from backhaul.wire.devices import Arrival, Form, Lease, Link, Shipment, flat_bytes, is_device
 from backhaul.wire.memory import Buffer, block_type
 
 _PYBUF_READ = 0x100
@@ -94,11 +94,14 @@ class Ordinary(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TensorTable(msgspec.Struct, array_like=True, frozen=True):
-    """All tensors of one message: as specs and parts, or, if they are all ordinary, as one record for each buffer."""
+    """All tensors of one message: as specs and parts, or, if they are all ordinary, as one record for each buffer; or
+    for each slot, and then with these and the devices to arrive on.
+    """
 
     specs: tuple[TensorSpec, ...] = ()
     parts: tuple[Part, ...] = ()
     ordinary: tuple[Annotated[bytes, msgspec.Meta(max_length=_MAX_RECORD)], ...] = ()
+    lent: tuple[tuple[int, int, str], ...] = ()
 
 
 EMPTY_TABLE = TensorTable()
@@ -153,6 +156,29 @@ def write_ordinary(tensor: torch.Tensor) -> tuple[TensorTable, ctypes.Array[Any]
         return None
     found, address = _describe(tensor.dtype, tensor.shape, tensor.requires_grad, dense), tensor.data_ptr()
     return (found[0], found[1].from_address(address)) if found is not None and address else None
+
+
+@functools.cache
+def _ordinary_on(device: torch.device) -> int:
+    """As ``_ORDINARY``, for a device."""
+    keys: int = _dispatch_keys(torch.empty(1, device=device)).raw_repr()
+    return keys
+
+
+def write_lent(tensor: torch.Tensor, link: Link) -> tuple[TensorTable, Lease] | None:
+    """The same for a tensor that ``link`` takes, if there is a slot for it."""
+    device = tensor.device
+    if _dispatch_keys(tensor).raw_repr() != _ordinary_on(device) or not tensor.is_contiguous():
+        return None
+    found, home = _describe(tensor.dtype, tensor.shape, tensor.requires_grad, True), link.name(device)
+    if found is None or not home:
+        return None
+    slot = link.lend_whole(tensor, ctypes.sizeof(found[1]))
+    if slot is None:
+        return None
+    lease = Lease(link)
+    lease.slots.append(slot)
+    return TensorTable(ordinary=found[0].ordinary, lent=((*slot, home),)), lease
 
 
 def write_all_ordinary(tensors: Sequence[torch.Tensor]) -> tuple[TensorTable, list[Buffer]] | None:
@@ -438,6 +464,8 @@ def read_tensors(table: TensorTable, buffers: Sequence[Buffer], link: Link | Non
     try:
         if not table.ordinary:
             return _read_table(table, buffers, link) if table.specs else []
+        if table.lent:
+            return _read_lent(table, link)
         tensors = []
         for record, buffer in zip(table.ordinary, buffers, strict=True):
             dtype, size, shape, stride, requires_grad = _recall(record)
@@ -452,6 +480,27 @@ def read_tensors(table: TensorTable, buffers: Sequence[Buffer], link: Link | Non
         raise
     except Exception as error:
         raise ProtocolError(f"a tensor does not fit its description: {type(error).__name__}: {error}") from error
+
+
+def _read_lent(table: TensorTable, link: Link | None) -> list[torch.Tensor]:
+    if link is None:
+        raise ProtocolError("tensors in slots, but there is no link to their sender")
+    tensors = []
+    for record, (segment, index, device) in zip(table.ordinary, table.lent, strict=True):
+        dtype, size, shape, stride, requires_grad = _recall(record)
+        if stride is not None or not is_device(device):
+            raise ProtocolError(f"an expanded tensor in a slot, or one on {device!r}")
+        if shape is None:
+            shape = (size // dtype.itemsize,)
+        tensor = link.borrow_whole((segment, index), size, link.device(device), Form(dtype, shape, _dense(shape)))
+        tensors.append(tensor.requires_grad_() if requires_grad else tensor)
+    return tensors
+
+
+@functools.lru_cache(4096)
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor without holes."""
+    return tuple(torch.empty(shape, device="meta").stride())
 
 
 @functools.lru_cache(4096)
@@ -570,7 +619,7 @@ def _read_device(part: Part, buffers: Sequence[Buffer], arrival: Arrival) -> tor
 
 def _on(base: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
     """A part in the memory of ``base``, which is all of its storage."""
-    stride = torch.empty(part.shape, device="meta").stride() if part.stride is None else part.stride
+    stride = _dense(part.shape) if part.stride is None else part.stride
     made = torch.empty(0, dtype=dtype, device=base.device)
     return made.set_(base.untyped_storage(), part.offset, part.shape, stride)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from typing import Any
 
 import torch
 
 from backhaul.cuda.segments import HANDLE
 from backhaul.transport import shm
+from backhaul.wire.devices import Form
 
 from .clocks import Cell, FakeCuda, FakeEvent
 
@@ -47,7 +49,7 @@ class FakeIpc:
         self.refuse = False
         self.breaks = False  # the next copy
         self.there_now = 0
-        self.on_host = 0  # how often the host has copied
+        self.on_host_count = 0  # how often the host has copied
         self.cells: dict[Place, Cell] = {}
         self.flags: dict[Place, FakeFlag] = {}
         self.pins: dict[int, tuple[int, bytes]] = {}  # address -> size and name
@@ -84,43 +86,44 @@ class FakeIpc:
     def flag(self, pinned: FakeStretch, offset: int) -> FakeFlag:
         return self.flags.setdefault((pinned.name, offset), FakeFlag(self.cuda))
 
-    def view(self, memory: FakeStretch, offset: int, nbytes: int, device: int) -> tuple[torch.Tensor, object]:
+    def view(
+        self, memory: FakeStretch, offset: int, nbytes: int, device: int, form: Form
+    ) -> tuple[torch.Tensor, object]:
         self.cell((memory.name, offset)).read_on(self.cuda.current(device))
         block = (ctypes.c_ubyte * nbytes).from_address(memory.address + offset)
         block.memory = memory  # type: ignore[attr-defined]
-        return torch.frombuffer(block, dtype=torch.uint8), block
+        return torch.frombuffer(block, dtype=form.dtype).as_strided(form.shape, form.stride), block
 
-    def copy_to(self, memory: FakeStretch, offset: int, flat: torch.Tensor) -> None:
-        ctypes.memmove(memory.address + offset, flat.data_ptr(), len(flat))
-
-    def copy(self, memory: FakeStretch | torch.Tensor, *args: object) -> None:
+    def copy(self, memory: FakeStretch | torch.Tensor, *args: Any) -> None:
         """Also ``links.Memory.copy``."""
         if self.breaks:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if isinstance(memory, torch.Tensor):
             (flat,) = args
-            assert isinstance(flat, torch.Tensor)
             if hasattr(memory, "home"):
                 self.cell((b"", memory.data_ptr())).write_on(self.cuda.current(memory.home))
             memory.copy_(flat)
             return
-        offset, flat, device = args
-        assert isinstance(offset, int)
-        assert isinstance(flat, torch.Tensor)
-        assert isinstance(device, int)
+        offset, (address, nbytes), device = args
         self.cell((memory.name, offset)).write_on(self.cuda.current(device))
-        self.copy_to(memory, offset, flat)
+        ctypes.memmove(memory.address + offset, address, nbytes)
 
-    def copy_on_host(self, pinned: FakeStretch, offset: int, flat: torch.Tensor) -> bool:
-        address = flat.data_ptr()
+    def on_host(self, address: int, nbytes: int) -> int:
+        return address if self._pinned_at(address) is not None else 0
+
+    def _pinned_at(self, address: int) -> Place | None:
         for start, (size, name) in self.pins.items():
             if start <= address < start + size:
-                self.cell((name, address - start)).look()
-                self.cell((pinned.name, offset)).put()
-                self.copy_to(pinned, offset, flat)
-                self.on_host += 1
-                return True
-        return False
+                return name, address - start
+        return None
+
+    def copy_on_host(self, pinned: FakeStretch, offset: int, source: int, nbytes: int) -> None:
+        place = self._pinned_at(source)
+        assert place is not None
+        self.cell(place).look()
+        self.cell((pinned.name, offset)).put()
+        ctypes.memmove(pinned.address + offset, source, nbytes)
+        self.on_host_count += 1
 
     def empty(self, device: int, nbytes: int) -> torch.Tensor:
         if self.no_memory:

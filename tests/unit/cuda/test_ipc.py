@@ -10,11 +10,12 @@ import torch
 
 from backhaul.cuda import driver, process
 from backhaul.cuda.ipc import view_at
+from backhaul.wire.devices import Form
 
 
 def test_a_view_has_a_storage_of_its_own_whose_end_is_noticed() -> None:
     memory = torch.arange(100, dtype=torch.uint8).untyped_storage()
-    tensor, owner = view_at(memory.data_ptr() + 10, 20, memory.device)
+    tensor, owner = view_at(memory.data_ptr() + 10, 20, memory.device, Form(torch.uint8, (20,), (1,)))
     gone: list[int] = []
     lease = weakref.ref(owner, lambda _: gone.append(1))
     del owner

@@ -242,15 +242,15 @@ class TestTheHost:
         slot = line.lend(64, 3)
         assert slot is not None
         got = line.borrower.borrow(slot, 64, 0)
-        assert line.ipc.on_host == 0, "what is lent was not in host memory"
+        assert line.ipc.on_host_count == 0, "what is lent was not in host memory"
         line.cuda.finish()
         back = line.lender.lend(got, 0)
         assert back is not None
-        assert line.ipc.on_host == 1
+        assert line.ipc.on_host_count == 1
         again = line.borrower.borrow(back, 64, 0)
         assert again.tolist() == [3] * 64
         third = line.lender.lend(again, 0)
-        assert line.ipc.on_host == 1, "the receiver's stream reads it"
+        assert line.ipc.on_host_count == 1, "the receiver's stream reads it"
         assert third is not None
         line.lender.take_back([third])
 
@@ -266,7 +266,7 @@ class TestTheHost:
         source = held.pop()
         del held[:]
         assert line.lender.lend(source, 0) == (1, 0)
-        assert line.ipc.on_host == 0
+        assert line.ipc.on_host_count == 0
         line.lender.take_back([(1, 0)])
 
 
