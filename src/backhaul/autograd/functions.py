@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NewType
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul.autograd.native import Fence, Node, leaf_edge
 
@@ -63,7 +63,12 @@ class SendRecord:
         self.ends: list[End] = []
         for tensor in tensors:
             node = tensor.grad_fn
-            self.ends.append(tensor if node is None else GradientEdge(node, tensor.output_nr))
+            if node is None:
+                self.ends.append(tensor)
+            elif isinstance(node, torch._C._FunctionBase):  # a function in Python does not keep its own node
+                self.ends.append(get_gradient_edge(tensor))
+            else:
+                self.ends.append(GradientEdge(node, tensor.output_nr))
         self.order = order  # place in program order; see recording
         self.born_in = born_in  # the pass that sent it, if it is a gradient message
         self.failed = False  # so did its call; whether it was done there, and is part of anything, is not known

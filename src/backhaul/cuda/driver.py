@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from backhaul.cuda.ipc import HostFlag
 from backhaul.cuda.library import Library
 from backhaul.cuda.streams import Key
 
 _raw_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _has_context: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 
 
@@ -28,14 +30,27 @@ def identities() -> tuple[str, ...]:
     return tuple(str(getattr(properties, "uuid", "")) or f"?{properties.name}" for properties in found)
 
 
+class Lane:
+    """A ``streams.Stream``: torch's, with what is asked of it all the time."""
+
+    __slots__ = ("cuda_stream", "device_index", "key", "query", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self.query: Callable[[], bool] = stream.query
+        self.device_index: int = stream.device_index
+        self.cuda_stream: int = stream.cuda_stream
+        self.key = self.device_index, self.cuda_stream
+
+
 class Driver:
     """A ``streams.Backend``. Thread-safe."""
 
     def __init__(self) -> None:
         self._count = torch.cuda.device_count()
         self._used: list[int] = []
-        self._streams: dict[Key, torch.cuda.Stream] = {}  # by device and address; they are few, and never end
-        self._defaults: dict[int, torch.cuda.Stream] = {}
+        self._lanes: dict[Key, Lane] = {}  # they are few, and never end
+        self._defaults: dict[int, Lane] = {}
         self._library: Library | None
         try:
             self._library = Library()
@@ -51,53 +66,51 @@ class Driver:
                 self._used = used = found
         return used
 
-    def current(self, device: int) -> torch.cuda.Stream:
-        address = _raw_current(device)
-        stream = self._streams.get((device, address))
-        if stream is None:
-            stream = torch.cuda.current_stream(device)
-            if not self.lasting(stream):
-                return stream  # its address may be another's later
-            stream = self._streams.setdefault((device, address), stream)
-        return stream
+    def current(self, device: int) -> Lane:
+        lane = self._lanes.get((device, _raw_current(device)))
+        if lane is None:
+            lane = Lane(torch.cuda.current_stream(device))
+            if self.lasting(lane):  # else its address may be another's later
+                lane = self._lanes.setdefault(lane.key, lane)
+        return lane
 
-    def default(self, device: int) -> torch.cuda.Stream:
-        stream = self._defaults.get(device)
-        if stream is None:
-            stream = torch.cuda.default_stream(device)
-            stream = self._defaults.setdefault(device, self._streams.setdefault((device, stream.cuda_stream), stream))
-        return stream
+    def default(self, device: int) -> Lane:
+        lane = self._defaults.get(device)
+        if lane is None:
+            lane = Lane(torch.cuda.default_stream(device))
+            lane = self._defaults.setdefault(device, self._lanes.setdefault(lane.key, lane))
+        return lane
 
-    def fresh(self, device: int) -> torch.cuda.Stream:
-        stream = torch.cuda.Stream(device)
-        return self._streams.setdefault((device, stream.cuda_stream), stream)
+    def fresh(self, device: int) -> Lane:
+        lane = Lane(torch.cuda.Stream(device))
+        return self._lanes.setdefault(lane.key, lane)
 
     def use(self, stream: Any) -> None:
-        before = torch.cuda.current_device()
-        _set_stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        before, own = torch.cuda.current_device(), stream.stream
+        _set_stream(stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type)
         if before != stream.device_index:
             torch.cuda.set_device(before)
 
-    def key(self, stream: Any) -> Key:
-        return stream.device_index, stream.cuda_stream
-
     def lasting(self, stream: Any) -> bool:
         # The default stream and torch's own, which have odd ids, are never destroyed; one from elsewhere may be.
-        number: int = stream.stream_id
+        number: int = stream.stream.stream_id
         return number == 0 or number & 1 == 1
 
     def event(self, device: int) -> torch.cuda.Event:
         return torch.cuda.Event()
 
     def record(self, event: Any, stream: Any) -> None:
-        event.record(stream)
+        event.record(stream if type(event) is HostFlag else stream.stream)
 
     def wait(self, stream: Any, event: Any) -> None:
-        event.wait(stream)
+        event.wait(stream if type(event) is HostFlag else stream.stream)
+
+    def adopt(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream.stream)
 
     def relax(self) -> None:
         if self._library is not None:
             self._library.relax()
 
     def capturing(self) -> bool:
-        return bool(self._used) and torch.cuda.is_current_stream_capturing()
+        return bool(self._used) and bool(_capturing())

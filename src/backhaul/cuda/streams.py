@@ -43,6 +43,10 @@ class Event(Protocol):
 class Stream(Protocol):
     """Work on one device that is done in order."""
 
+    @property
+    def key(self) -> Key:
+        """Its name."""
+
     def query(self) -> bool:
         """Whether it is idle."""
 
@@ -65,9 +69,6 @@ class Backend(Protocol):
     def use(self, stream: Stream) -> None:
         """Make it the calling thread's; the thread's device stays as it is."""
 
-    def key(self, stream: Stream) -> Key:
-        """Its name."""
-
     def lasting(self, stream: Stream) -> bool:
         """Whether it is there as long as the process is."""
 
@@ -79,6 +80,9 @@ class Backend(Protocol):
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What the stream is given from now on is done after the event."""
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """The tensor's memory is used on the stream."""
 
     def relax(self) -> None:
         """From now on the calling thread does not disturb others that make a CUDA graph."""
@@ -148,7 +152,7 @@ class Frontier:
             lane = lanes.get(device)
             if lane is None:
                 lane = lanes[device] = backend.fresh(device)
-                self._known.setdefault(backend.key(lane), lane)
+                self._known.setdefault(lane.key, lane)
             if backend.current(device) is not lane:
                 backend.use(lane)
 
@@ -168,7 +172,7 @@ class Frontier:
             stream = self._current(device)
             if stream.query():
                 continue
-            key = backend.key(stream)
+            key = stream.key
             event = self._departed.get(key)
             if event is None:
                 event = self._departed.setdefault(key, backend.event(device))
@@ -184,10 +188,13 @@ class Frontier:
             return
         if self._ended:
             self._drain()
-        pending = [(key, event) for key, event in list(self._departed.items()) if not event.query()]
+        departed = self._departed
+        pending = [(key, event) for key, event in list(departed.items()) if not event.query()] if departed else ()
         for device in backend.devices():
-            self._follow(self._current(device), pending)
-            self._follow_stream(self._current(device), backend.default(device))
+            stream = self._current(device)
+            if pending:
+                self._follow(stream, pending)
+            self._follow_stream(stream, backend.default(device))
 
     # Values that go from thread to thread.
 
@@ -208,7 +215,7 @@ class Frontier:
             if not stream.query():
                 event = backend.event(device)
                 backend.record(event, stream)
-                events.append((backend.key(stream), event))
+                events.append((stream.key, event))
         if not backend.devices():
             return None
         if earlier is not None:
@@ -236,8 +243,7 @@ class Frontier:
         """
         for tensor in tensors_in(value):
             if tensor.device.type == "cuda" and tensor.layout is torch.strided:
-                stream = self._current(tensor.device.index)
-                tensor.record_stream(stream)  # type: ignore[arg-type]
+                self._backend.adopt(tensor, self._current(tensor.device.index))
 
     # Memory that others may use again.
 
@@ -271,12 +277,12 @@ class Frontier:
         backend = self._backend
         for used in backend.devices():
             self._current(used)
-        streams = {backend.key(stream): stream for stream in map(backend.default, backend.devices())}
-        streams.update(self._known)
-        busy = [stream for stream in streams.values() if not stream.query()]
+            default = backend.default(used)
+            self._known.setdefault(default.key, default)
+        busy = [stream for stream in list(self._known.values()) if not stream.query()]
         if not busy:
             return  # see [Note: idle]: what the event was recorded for before has passed
-        if len(busy) == 1 and backend.key(busy[0])[0] == device:
+        if len(busy) == 1 and busy[0].key[0] == device:
             backend.record(event, busy[0])
             return
         drain = self._drains.get(device)
@@ -319,23 +325,22 @@ class Frontier:
         self._backend.relax()
 
     def _current(self, device: int) -> Stream:
-        backend = self._backend
-        stream = backend.current(device)
-        key = backend.key(stream)
-        if key not in self._known and backend.lasting(stream):
+        stream = self._backend.current(device)
+        key = stream.key
+        if key not in self._known and self._backend.lasting(stream):
             self._known.setdefault(key, stream)
         return stream
 
     def _follow(self, stream: Stream, events: Iterable[tuple[Key, Event]]) -> None:
-        key = self._backend.key(stream)
+        key = stream.key
         for origin, event in events:
             if origin != key:
                 self._backend.wait(stream, event)
 
     def _follow_stream(self, stream: Stream, other: Stream) -> None:
         backend = self._backend
-        key = backend.key(other)
-        if key == backend.key(stream) or other.query():
+        key = other.key
+        if key == stream.key or other.query():
             return
         event = backend.event(key[0])
         backend.record(event, other)

@@ -30,6 +30,10 @@ class FakeStream:
         self.waits = 0
 
     @property
+    def key(self) -> tuple[int, int]:
+        return self.device, self.number
+
+    @property
     def now(self) -> int:
         return self.clock.get(self.number, 0)
 
@@ -111,8 +115,8 @@ class FakeCuda:
     def use(self, stream: FakeStream) -> None:
         self._here.__dict__.setdefault("streams", {})[stream.device] = stream
 
-    def key(self, stream: FakeStream) -> tuple[int, int]:
-        return stream.device, stream.number
+    def adopt(self, tensor: object, stream: FakeStream) -> None:
+        """Nothing is given away here."""
 
     def lasting(self, stream: FakeStream) -> bool:
         return not stream.external
