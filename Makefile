@@ -43,7 +43,7 @@ test: lint types browser ## Check everything: lint, types, tests; ARGS go to pyt
 
 # Where there is no device these are skipped, and say so.
 test-cuda: env ## Run the tests that need a CUDA device; ARGS go to pytest
-	$(BIN)/pytest -m cuda -rs tests/cuda $(ARGS)
+	$(BIN)/pytest -m cuda -rs tests/cuda tests/reference $(ARGS)
 
 lint: env ## Check style, formatting and the layers
 	$(BIN)/ruff check .

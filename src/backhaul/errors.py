@@ -175,11 +175,15 @@ class SerializationError(BackhaulError, TypeError):
 
     Attributes:
         path: Where the object sits, for example ``args[1]['lock']``.
+        device: The device it is on, if it is a tensor for which the receiver has no place; see ``Options.device_maps``.
     """
 
-    def __init__(self, message: str, *, worker: str | None = None, path: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, worker: str | None = None, path: str | None = None, device: str | None = None
+    ) -> None:
         super().__init__(message, worker=worker)
         self.path = path
+        self.device = device
 
 
 class FunctionNotFoundError(BackhaulError, AttributeError):

@@ -137,7 +137,8 @@ class Options:
             that goes to its ``cuda:1``. Replies and gradients go back the other way. ``"cpu"`` in the place of a map:
             all arrives on the CPU, on both sides. Without a map a tensor arrives on the device of the same index.
         devices: ``"cpu"``: all tensors that this worker sends and gets arrive on the CPU, but for the workers in
-            ``device_maps``.
+            ``device_maps``. ``"mapped"``: tensors of this worker's devices travel only as ``device_maps`` says; where
+            that says nothing, a call that takes one along raises ``SerializationError``.
         connect_timeout: How long a first call may take to reach its peer; at most ``lost_after``, where that is on.
         rendezvous_timeout: How long ``init`` waits for the others.
         backward_timeout: How long a backward pass may take; 0 means any time.
@@ -169,7 +170,7 @@ class Options:
     max_contexts: int | None = None
     shm_bytes: int | None = None
     device_maps: DeviceMaps | None = None
-    devices: Literal["auto", "cpu"] = "auto"
+    devices: Literal["auto", "cpu", "mapped"] = "auto"
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
@@ -193,8 +194,8 @@ class Options:
             raise ValueError(f"tls must be a Tls, 'auto' or None, got {self.tls!r}")
         if self.allow is not None:
             _check_allow(self.allow, self.trusted)
-        if self.devices not in ("auto", "cpu"):
-            raise ValueError(f"devices must be 'auto' or 'cpu', got {self.devices!r}")
+        if self.devices not in ("auto", "cpu", "mapped"):
+            raise ValueError(f"devices must be 'auto', 'cpu' or 'mapped', got {self.devices!r}")
         for to, given in (self.device_maps or {}).items():
             _check_map(check_name(to), given)
         self._check_limits()

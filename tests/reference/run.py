@@ -3,6 +3,7 @@
 make reference                                  # all of them
 make reference ARGS="RpcTest.test_add rref"     # those whose name has one of these in it
 make reference ARGS=--floor                     # those in floor.txt
+make reference ARGS=--cuda                      # those for CUDA devices, as far as there are enough
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OUT = HERE / "out"
 FLOOR = HERE / "floor.txt"
+CUDA_FAILURES = HERE / "cuda.txt"
 LIMIT = 60.0  # seconds for a test
+CUDA_LIMIT = 120.0  # for one whose processes load torch anew
 
 Results = dict[str, dict[str, Any]]
 
@@ -35,11 +38,21 @@ def floor() -> dict[str, float]:
     return {name: float(seconds) for name, seconds in lines}
 
 
-class Process:
-    """One that runs tests, one after the other; started anew when it does not come back."""
+def cuda_failures() -> dict[str, str]:
+    """The tests for devices that are known to fail, and why."""
+    lines = (line.partition(" ") for line in CUDA_FAILURES.read_text().splitlines() if line and line[0] != "#")
+    return {name: why for name, _, why in lines}
 
-    def __init__(self, name: str, limit: float = LIMIT) -> None:
+
+class Process:
+    """One that runs tests, one after the other; started anew when it does not come back.
+
+    Its ``names`` are those of the tests for devices with ``cuda``, else those of the others.
+    """
+
+    def __init__(self, name: str, limit: float = LIMIT, *, cuda: bool = False) -> None:
         self._limit = limit
+        self._arguments = ["--cuda"] if cuda else []
         OUT.mkdir(exist_ok=True)
         self._log = (OUT / f"log{name}.txt").open("wb")
         self._start()
@@ -50,9 +63,10 @@ class Process:
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(self._limit)),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
             "OMP_NUM_THREADS": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for devices is not to use them, which ends in a fork
         }
         self._inner = subprocess.Popen(
-            [sys.executable, "-m", "tests.reference.worker"],
+            [sys.executable, "-m", "tests.reference.worker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -96,9 +110,16 @@ class Process:
         self._inner.stdout.close()
 
 
-def run(wanted: Sequence[str] | None = None, *, jobs: int = 2, limit: float = LIMIT, quiet: bool = True) -> Results:
+def run(
+    wanted: Sequence[str] | None = None,
+    *,
+    jobs: int = 2,
+    limit: float = LIMIT,
+    quiet: bool = True,
+    cuda: bool = False,
+) -> Results:
     """Run the tests whose names are given, or have one of ``wanted`` in them; all if None."""
-    first = Process("0", limit)
+    first = Process("0", limit, cuda=cuda)
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     exact = set(wanted or ()) & set(first.names)
     chosen = [name for name in first.names if _is_wanted(name, wanted, exact)]
@@ -117,7 +138,7 @@ def run(wanted: Sequence[str] | None = None, *, jobs: int = 2, limit: float = LI
                 print(f"{results[name]['outcome']:8} {results[name]['seconds']:6.1f} s  {name}", flush=True)
         process.close()
 
-    processes = [first, *(Process(str(number), limit) for number in range(1, min(jobs, len(chosen) or 1)))]
+    processes = [first, *(Process(str(number), limit, cuda=cuda) for number in range(1, min(jobs, len(chosen) or 1)))]
     threads = [threading.Thread(target=work, args=(process,)) for process in processes]
     for thread in threads:
         thread.start()
@@ -143,18 +164,37 @@ def show(results: Results) -> None:
         print(f"{row:34}{table[row]['passes']:8}{table[row]['fails']:8}{table[row]['skipped']:9}")
 
 
+def tell(results: Results) -> list[str]:
+    """Print why tests for devices failed or were skipped; return those that failed and are not known to."""
+    known = cuda_failures()
+    failing = [name for name, result in results.items() if result["outcome"] == "fails"]
+    skipped = collections.Counter(result["why"] for result in results.values() if result["outcome"] == "skipped")
+    print(*(f"skipped {count:3}: {why}" for why, count in skipped.items()), sep="\n")
+    for name in failing:
+        lines = results[name]["why"].strip().splitlines()
+        print(f"fails: {name} ({'known: ' + known[name] if name in known else 'not known to'})")
+        print(*(f"    {line}" for line in lines[-12:]), sep="\n")
+    passing = [name for name in known if results.get(name, {}).get("outcome") == "passes"]
+    print(*(f"known to fail, but passes: {name}" for name in passing), sep="\n")
+    return [name for name in failing if name not in known]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of names; all tests if there are none")
     parser.add_argument("--floor", action="store_true", help="those in floor.txt")
+    parser.add_argument("--cuda", action="store_true", help="those for CUDA devices instead of the others")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time; each is two to four processes")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for each")
+    parser.add_argument("--limit", type=float, help="seconds for each")
     parser.add_argument("--write-floor", action="store_true", help="write those that pass to floor.txt")
     given = parser.parse_args()
     wanted = list(floor()) if given.floor else given.names or None
-    results = run(wanted, jobs=given.jobs, limit=given.limit, quiet=False)
+    limit = given.limit or (CUDA_LIMIT if given.cuda else LIMIT)
+    results = run(wanted, jobs=given.jobs, limit=limit, quiet=False, cuda=given.cuda)
     (OUT / "results.json").write_text(json.dumps(results, indent=1))
     show(results)
+    if given.cuda:
+        sys.exit(bool(tell(results)))
     passing = {name: result["seconds"] for name, result in results.items() if result["outcome"] == "passes"}
     if given.write_floor:
         lines = [f"{name} {seconds}\n" for name, seconds in passing.items()]

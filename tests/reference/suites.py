@@ -10,7 +10,10 @@ import importlib
 import multiprocessing
 import os
 import unittest
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from tests.reference import substitute
 
@@ -39,10 +42,21 @@ SUITES = {
     "FaultyAgentDistAutogradTest": _RPC + "dist_autograd_test",
     "JitFaultyAgentRpcTest": _RPC + "jit.rpc_test_faulty",
 }
+CUDA = {
+    "TensorPipeAgentCudaRpcTest": _RPC + "rpc_test",
+    "CudaRpcTest": _RPC + "rpc_test",
+    "CudaDistAutogradTest": _RPC + "dist_autograd_test",
+    "TensorPipeCudaDistAutogradTest": _RPC + "dist_autograd_test",
+    "CudaRemoteModuleTest": _HOME + "nn.api.remote_module_test",
+    "CudaDdpComparisonTest": _HOME + "ddp_under_dist_autograd_test",
+}
+"""Those that are for devices. Other versions of torch may not have all of them."""
 
 
 class _Spawner(common_distributed.MultiProcessTestCase):
-    """Starts a test's workers: forked from a server that has torch and the suites loaded already."""
+    """Starts a test's workers: forked from a server that has torch and the suites loaded already, or anew if they use
+    devices, of which a process that forks must know nothing.
+    """
 
     def setUp(self) -> None:
         super().setUp()
@@ -55,15 +69,19 @@ class _Spawner(common_distributed.MultiProcessTestCase):
 
     def _spawn_processes(self) -> None:
         multiprocessing.set_forkserver_preload([__name__])
-        self._start_processes(multiprocessing.get_context("forkserver").Process)
+        way = "spawn" if type(self).__name__ in CUDA else "forkserver"
+        self._start_processes(multiprocessing.get_context(way).Process)
 
 
-def _make(suite: str, module: str) -> type[unittest.TestCase]:
+def _make(suite: str, module: str) -> type[unittest.TestCase] | None:
+    tests = getattr(importlib.import_module(module), suite, None)
+    if tests is None:
+        return None
     faulty = "Faulty" in suite
     fixture = "FaultyRpcAgentTestFixture" if faulty else "TensorPipeRpcAgentTestFixture"
     place = "faulty_rpc_agent_test_fixture" if faulty else "tensorpipe_rpc_agent_test_fixture"
     bases: Any = (
-        getattr(importlib.import_module(module), suite),
+        tests,
         getattr(importlib.import_module(_RPC + place), fixture),
         _Spawner,
     )
@@ -73,13 +91,30 @@ def _make(suite: str, module: str) -> type[unittest.TestCase]:
 
 
 def _make_all() -> dict[str, type[unittest.TestCase]]:
-    return {suite: _make(suite, module) for suite, module in SUITES.items()}
+    made = {suite: _make(suite, module) for suite, module in (SUITES | CUDA).items()}
+    return {suite: found for suite, found in made.items() if found is not None}
 
 
 CLASSES = _make_all()
 
 
-def names() -> list[str]:
-    """All tests, as ``Suite.test``."""
+def names(suites: Iterable[str]) -> list[str]:
+    """All tests of these suites, as ``Suite.test``."""
     load = unittest.TestLoader().getTestCaseNames
-    return [f"{suite}.{test}" for suite, made in CLASSES.items() for test in load(made)]
+    return [f"{suite}.{test}" for suite in suites if suite in CLASSES for test in load(CLASSES[suite])]
+
+
+def lacking(suite: str, test: str) -> str:
+    """What of devices a test needs that is not here; it would find out too, in each of its processes."""
+    wanted, there = _devices_for(getattr(CLASSES[suite], test)), torch.cuda.device_count()
+    return f"needs {wanted} CUDA devices, of which there are {there}" if wanted > there else ""
+
+
+def _devices_for(test: Callable[..., Any] | None) -> int:
+    """What the suites' own decorator was given; 0 if it is not there."""
+    while test is not None:
+        code = getattr(test, "__code__", None)
+        if code is not None and code.co_qualname.startswith("skip_if_lt_x_gpu.") and "x" in code.co_freevars:
+            return int(test.__closure__[code.co_freevars.index("x")].cell_contents)  # type: ignore[attr-defined]
+        test = getattr(test, "__wrapped__", None)
+    return 0

@@ -517,7 +517,9 @@ class Engine:
                 link = self._link_of(channel)
                 tensors = tensors_of(payload, buffers, None if link is None else link.arrive(channel))
             if note is not None:
-                tensors = record_recv(run.context, split(note.message)[0], note, tensors)
+                record = run.context.sends.get(source)
+                replied = record is not None and not record.replied
+                tensors = record_recv(run.context, split(note.message)[0], note, tensors, replied=replied)
             else:
                 for index, tensor in enumerate(tensors):
                     if tensor.requires_grad:

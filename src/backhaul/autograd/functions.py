@@ -48,7 +48,7 @@ def edge_of(end: End) -> GradientEdge:
 class SendRecord:
     """The sending end of a message: where its gradients enter this worker."""
 
-    __slots__ = ("born_in", "ends", "failed", "message", "order", "to")
+    __slots__ = ("born_in", "ends", "failed", "message", "order", "replied", "to")
 
     def __init__(
         self,
@@ -56,8 +56,11 @@ class SendRecord:
         to: int,
         tensors: Sequence[torch.Tensor],
         order: tuple[int, ...],
+        *,
         born_in: tuple[int, int] | None = None,
+        replied: bool = False,
     ) -> None:
+        self.replied = replied  # it went the way of replies, so its gradients come that of requests: see cuda.placement
         self.message = message
         self.to = to
         self.ends: list[End] = []
@@ -77,9 +80,10 @@ class SendRecord:
 class Recv:
     """The receiving end of a message. Marks, with its index, each received tensor's node in the graph."""
 
-    __slots__ = ("count", "message", "order", "sender")
+    __slots__ = ("count", "message", "order", "replied", "sender")
 
-    def __init__(self, message: MessageId, sender: int, order: tuple[int, ...]) -> None:
+    def __init__(self, message: MessageId, sender: int, order: tuple[int, ...], replied: bool = False) -> None:
+        self.replied = replied  # it came the way of replies
         self.message = message
         self.sender = sender
         self.order = order

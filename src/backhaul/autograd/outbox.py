@@ -115,7 +115,7 @@ class Outbox:
             raise ContextError("the pass was aborted", context=run.spec.context)
         if recv.message in run.context.orphans:
             raise loss_of(run.spec, *run.context.orphans[recv.message], (recv.message,))
-        link = self._link_to(recv.sender) if self._peers.linked else None
+        link = self._link_for(recv) if self._peers.linked else None
         names, plain = ["a gradient"] * len(grads), recv.sender in self._peers.plain
         encoded = encode(grads, names=names, plain=plain, link=link)
         spec = run.spec
@@ -128,12 +128,15 @@ class Outbox:
             encoded.tensors,
             place=(*recv.order, spec.number),
             born_in=(spec.driver, spec.number),
+            replied=not recv.replied,
         )
 
-    def _link_to(self, worker: int) -> ChannelLink | None:
-        """What takes gradients of devices to a worker."""
-        peer = self._peers.linked.get(worker)
-        return None if peer is None or peer.link is None else peer.link.answer(peer.channel)
+    def _link_for(self, recv: Recv) -> ChannelLink | None:
+        """What takes gradients of devices back the way that their message came."""
+        peer = self._peers.linked.get(recv.sender)
+        if peer is None or peer.link is None:
+            return None
+        return peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
 
     def _frame(self, run: Run, to: int, parcel: _Parcel) -> Frame:
         run.sent_to.add(to)

@@ -127,6 +127,7 @@ def record_send(
     place: tuple[int, ...],
     born_in: tuple[int, int] | None = None,
     message: MessageId = ROOTS,
+    replied: bool = False,
 ) -> Note | None:
     """Keep the sending end of a message; return the note that goes with it, None if the context has been released."""
     positions: tuple[int, ...] = ()
@@ -140,17 +141,19 @@ def record_send(
     if not positions:
         return Note(context.id, ROOTS, positions, place) if context.know(to) else None
     message = message or container.new_message()
-    record = SendRecord(message, to, recorded, place, born_in)
+    record = SendRecord(message, to, recorded, place, born_in=born_in, replied=replied)
     return Note(context.id, message, positions, place) if context.add_send(record) else None
 
 
-def record_recv(context: Context, sender: int, note: Note, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def record_recv(
+    context: Context, sender: int, note: Note, tensors: list[torch.Tensor], *, replied: bool = False
+) -> list[torch.Tensor]:
     """Keep the receiving end of a message; return the tensors as parts of the graph."""
     message = note.message
     if not message:
         context.know(sender)
         return tensors
-    recv = Recv(message, sender, note.order)
+    recv = Recv(message, sender, note.order, replied)
     context.add_recv(recv)
     if len(tensors) == 1 and note.positions == _FIRST:
         return receive_one(recv, tensors[0])
@@ -209,7 +212,8 @@ class Recorder:
         if kept is None:
             return None
         context, place = kept.context, kept.next_place()
-        note = record_send(self._container, context, peer.record.id, encoded.tensors, place=place, message=kept.reply)
+        to, message = peer.record.id, kept.reply
+        note = record_send(self._container, context, to, encoded.tensors, place=place, message=message, replied=True)
         return self._encode(note) if note is not None else None
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -225,7 +229,7 @@ class Recorder:
             kept = kept.context
         if kept.released:
             self.tell_over(peer.record.id, kept.id)
-        return record_recv(kept, peer.record.id, read, tensors)
+        return record_recv(kept, peer.record.id, read, tensors, replied=True)
 
     def discard(self, peer: Peer, note: bytes) -> None:
         """An end whose other end is not used gets no gradients, but it keeps its graph: forget one of ours."""

@@ -27,6 +27,11 @@ from backhaul.wire.callables import SCRIPT
 NOT_INITIALIZED = "RPC has not been initialized. Call backhaul.compat.rpc.init_rpc first."
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (by calling `rpc.init_rpc`)?"
 
+NO_MAP = (
+    "TensorPipe RPC backend only supports CPU tensors by default. Move tensors to the CPU before they are sent, or "
+    "call `set_device_map` on `TensorPipeRpcBackendOptions` to say where they arrive."
+)
+
 
 def reworded(error: BaseException) -> BaseException:
     """The error to raise in the place of ``error``; itself if the reference has no words of its own for it."""
@@ -54,6 +59,9 @@ def _text(error: BackhaulError) -> str | None:
         return f"{error} Default RPC pickler does not serialize function code. Define it on both sides."
     if isinstance(error, NotInitializedError):
         return f"{NOT_INITIALIZED} ({error})"
+    if isinstance(error, SerializationError) and error.device is not None:
+        which = "Response" if (error.path or "").startswith("result") else "Request"
+        return f"{NO_MAP} {which} device mapping is not available: {error}"
     if isinstance(error, SerializationError) and "(a Future)" in str(error):
         return f"Can not pickle torch.futures.Future: {error}"
     if isinstance(error, RendezvousError) and error.worker is not None:

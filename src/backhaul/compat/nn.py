@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 import torch
 
 from backhaul import nn
+from backhaul.compat.rpc import agent
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.rref import RRef, adopt
+from backhaul.nn import owner
 
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "on",
@@ -44,6 +46,7 @@ class RemoteModule(nn.RemoteModule):
         *,
         _module_interface_cls: type | None = None,
     ) -> None:
+        _check_place(remote_device)
         try:
             super().__init__(remote_device, module_cls, args, kwargs, _module_interface_cls=_module_interface_cls)
         except ValueError as error:
@@ -52,6 +55,15 @@ class RemoteModule(nn.RemoteModule):
             ) from error
         if _module_interface_cls is not None:
             _interfaces[self] = _module_interface_cls
+
+    @property
+    def is_device_map_set(self) -> bool:
+        """Whether this worker has a device map for the module's: then results come back on a device."""
+        current = agent.current()
+        return bool(current._get_device_map(current.get_worker_info(self.on)))
+
+    def _runner(self) -> Callable[..., Any]:
+        return owner.run_in_place if self.is_device_map_set else owner.run
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """What ``torch.jit.script`` compiles in its place: that which has the methods of the interface."""
@@ -86,6 +98,20 @@ class RemoteModule(nn.RemoteModule):
         raise RuntimeError(
             "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
         )
+
+
+def _check_place(text: str) -> None:
+    """Raise what the reference raises for a text that names no device of a worker."""
+    if not isinstance(text, str):
+        return
+    worker, *device = text.split("/")
+    if len(device) > 1 or not worker:
+        raise ValueError(
+            f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' or "
+            "'rank:<number>/<device>'"
+        )
+    for name in device:
+        torch.device(name)
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:

@@ -314,11 +314,11 @@ class PeerLink:
             self.lost(channel)
 
     def request(self, channel: Channel | None) -> ChannelLink:
-        """For what this worker asks of the peer."""
+        """For what this worker asks of the peer, and gradients of what the peer has answered."""
         return self._pair(channel).onward
 
     def answer(self, channel: Channel | None) -> ChannelLink:
-        """For what goes back to the peer: replies, and gradients."""
+        """For what goes back to the peer: replies, and gradients of what it has asked."""
         return self._pair(channel).back
 
     def _pair(self, channel: Channel | None) -> _Pair:

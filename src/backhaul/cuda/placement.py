@@ -15,11 +15,14 @@ from backhaul.errors import ProtocolError, SerializationError
 from backhaul.types import DeviceMaps, device_name
 
 CPU = "cpu"
+MAPPED = "mapped"
 EVERYONE = "*"
 """In the place of a worker's name: all for whom there is no other map."""
 
 Maps = Mapping[str, Mapping[str, str] | str]
-"""By worker: device here -> device there, or ``CPU`` where everything arrives on the CPU, both ways."""
+"""By worker: device here -> device there, or ``CPU`` where everything arrives on the CPU, both ways. With an empty map
+for ``EVERYONE`` nothing of a device goes to a worker that has no other.
+"""
 
 
 class Party(Protocol):
@@ -39,6 +42,8 @@ class Party(Protocol):
 def maps_of(device_maps: DeviceMaps | None, devices: str) -> dict[str, dict[str, str] | str]:
     """The maps that a worker's options say, in the form in which it tells them to others."""
     made: dict[str, dict[str, str] | str] = {EVERYONE: CPU} if devices == CPU else {}
+    if devices == MAPPED:
+        made[EVERYONE] = {}
     for to, given in (device_maps or {}).items():
         if isinstance(given, str):
             made[to] = CPU
@@ -77,7 +82,8 @@ class Route:
         else:
             found = device if device == CPU or index_of(device) < self.there else None
         if found is None:
-            raise SerializationError(f"a tensor on {device} {self._why_not(device)}", worker=self.receiver)
+            why = f"a tensor on {device} {self._why_not(device)}"
+            raise SerializationError(why, worker=self.receiver, device=device)
         return found
 
     def _why_not(self, device: str) -> str:
@@ -104,11 +110,14 @@ def index_of(device: str) -> int:
 def _told(sender: Party, receiver: Party) -> Mapping[str, str] | str | None:
     """What the two say about the sender's requests."""
     own, other = sender.maps.get(receiver.name), receiver.maps.get(sender.name)
+    rest = sender.maps.get(EVERYONE)
+    if own is None and isinstance(rest, Mapping):
+        own = rest
     if own is not None:
         return own if isinstance(own, str) else _sound(own)
     if other is not None:
         return other if isinstance(other, str) else _turned(other)
-    return CPU if EVERYONE in sender.maps or EVERYONE in receiver.maps else None
+    return CPU if CPU in (rest, receiver.maps.get(EVERYONE)) else None
 
 
 def _turned(found: Mapping[str, str]) -> dict[str, str]:
@@ -164,7 +173,7 @@ def check(own: Party, others: Iterable[Party], *, complete: bool = False) -> Non
         if isinstance(found, str):
             continue
         mine = f"device_maps of worker '{own.name}' for '{to}'"
-        if complete and to not in known:
+        if complete and to not in known and to != EVERYONE:
             raise ValueError(f"{mine}: there is no such worker; there are: {', '.join(sorted(known))}")
         for ours, theirs in found.items():
             _check_exists(own, ours, mine)

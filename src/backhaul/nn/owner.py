@@ -30,13 +30,21 @@ def run(module: nn.Module, device: torch.device, grad: bool, method: str, /, *ar
 
     Whether operations are recorded there is as it was at the caller (``grad``).
     """
+    result = run_in_place(module, device, grad, method, *args, **kwargs)
+    if _device_of(module, device).type == "cpu":
+        return result
+    with torch.set_grad_enabled(grad):
+        return tree_map_only(torch.Tensor, on_cpu, result)
+
+
+def run_in_place(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """The same, but results leave from where they are."""
     place = _device_of(module, device)
     function = module if method == "forward" else getattr(module, method)
     with torch.set_grad_enabled(grad):
-        if place.type == "cpu":
-            return function(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _bring(tensor, place), (args, kwargs))
-        return tree_map_only(torch.Tensor, on_cpu, function(*args, **kwargs))
+        if place.type != "cpu":
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _bring(tensor, place), (args, kwargs))
+        return function(*args, **kwargs)
 
 
 def _device_of(module: nn.Module, otherwise: torch.device) -> torch.device:

@@ -133,7 +133,11 @@ class RemoteModule(nn.Module):
     @graph_break
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         arguments = torch.device(self.device), torch.is_grad_enabled(), method, *args
-        return self.module_rref._call(owner.run, arguments, kwargs, None, label=f"RemoteModule.{method}")
+        return self.module_rref._call(self._runner(), arguments, kwargs, None, label=f"RemoteModule.{method}")
+
+    def _runner(self) -> Callable[..., Any]:
+        """What calls the module where it is."""
+        return owner.run
 
     @graph_break
     def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -387,7 +387,7 @@ class Agent:
             )
         except SerializationError as error:
             raise SerializationError(
-                f"call to {pending.label}: {error}; nothing was sent", path=error.path
+                f"call to {pending.label}: {error}; nothing was sent", path=error.path, device=error.device
             ) from error.__cause__
         notes: dict[str, bytes] = {}
         for interceptor in self.interceptors:

@@ -342,7 +342,10 @@ class Dispatcher:
         except SerializationError as error:
             name = self._worker.name
             problem = SerializationError(
-                f"{answer.label} on worker '{name}' returned what cannot travel: {error}", worker=name, path=error.path
+                f"{answer.label} on worker '{name}' returned what cannot travel: {error}",
+                worker=name,
+                path=error.path,
+                device=error.device,
             )
             self._reply_fault(answer, problem)
         except Exception as error:

@@ -203,7 +203,8 @@ def _renumbered(error: SerializationError) -> SerializationError:
     def count(text: str) -> str:
         return re.sub(r"\bargs\[(\d+)\]", lambda found: f"args[{max(int(found[1]) - _OURS, 0)}]", text)
 
-    return SerializationError(count(str(error)), worker=error.worker, path=count(error.path or "") or None)
+    path = count(error.path or "") or None
+    return SerializationError(count(str(error)), worker=error.worker, path=path, device=error.device)
 
 
 def _fail(value: Future[Any], created: Future[Any]) -> None:

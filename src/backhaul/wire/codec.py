@@ -386,7 +386,8 @@ def _explain(
             break
     else:  # a circle, or nothing to be found in reasonable time
         path, culprit, why = ", ".join(itertools.islice(names, 8)), values, _reason(error)
-    return SerializationError(f"{path} (a {type(culprit).__name__}) cannot be sent: {why}", path=path)
+    device = error.device if isinstance(error, SerializationError) else None
+    return SerializationError(f"{path} (a {type(culprit).__name__}) cannot be sent: {why}", path=path, device=device)
 
 
 class _Search:

@@ -59,6 +59,22 @@ class TestWithoutAMap:
             backward(worker("b", 1), worker("a", 0)).target("cuda:0")
 
 
+class TestMapped:
+    def test_nothing_goes_without_a_map(self) -> None:
+        one, other = worker("a", 2, devices="mapped"), worker("b", 2, {"a": {0: 1}}, devices="mapped")
+        with pytest.raises(SerializationError) as caught:
+            onward(one, other).target("cuda:1")
+        assert caught.value.device == "cuda:1"
+        assert onward(one, other).target("cpu") == "cpu"
+        with pytest.raises(SerializationError):
+            backward(other, one).target("cuda:0")
+
+    def test_what_is_mapped_goes_there_and_back(self) -> None:
+        one, other = worker("a", 2, {"b": {0: 1}}, devices="mapped"), worker("b", 2, devices="mapped")
+        assert around(one, other, "cuda:0") == ("cuda:1", "cuda:0")
+        check(one, [one, other], complete=True)
+
+
 class TestWithAMap:
     def test_replies_go_back_the_other_way(self) -> None:
         one, other = worker("a", 2, {"b": {0: 1, 1: 0}}), worker("b", 2)

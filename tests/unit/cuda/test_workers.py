@@ -219,6 +219,20 @@ def test_a_tensor_without_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         assert bh.rpc_sync("worker1", max, args=(1, 2)) == 2
 
 
+def test_only_what_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    World("slots", monkeypatch)
+    weight.grad = None
+    options = bh.Options(device_maps={"worker1": {0: 0}}, devices="mapped")
+    with bh.cluster(2, options=options, endpoints=lambda: SocketEndpoint(secret=b"secret")):
+        x = torch.arange(16.0, requires_grad=True)
+        with bh.context() as context:  # gradients go back the way that the caller has mapped, both ways
+            bh.backward(context, [bh.rpc_sync("worker1", scale, args=(x,)).sum()])
+            assert torch.equal(bh.get_gradients(context)[x], torch.full((16,), 0.5))
+        with pytest.raises(SerializationError, match=r"no place at worker 'worker0'.*its map says nothing") as caught:
+            bh.rpc_sync("worker1", relay, args=("worker0", x))
+        assert (caught.value.device, caught.value.path) == ("cuda:0", "args[0]")
+
+
 def test_maps_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     World("staged", monkeypatch)
     with (

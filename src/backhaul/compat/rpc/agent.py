@@ -7,9 +7,11 @@ import numbers
 import threading
 from typing import Any
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul.compat import errors
+from backhaul.compat.rpc import devices
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
 from backhaul.errors import BackhaulError
@@ -83,14 +85,22 @@ class TensorPipeAgent(RpcAgent):
             if not self.worker.closed:
                 shutdown(graceful=False)
 
+    def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
+        """On which device there a tensor of one here arrives."""
+        return self._options.device_maps.get(to.name, {})
+
     def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
         return self._options
 
 
 def start(name: str, rank: int, world_size: int, store: Store, options: TensorPipeRpcBackendOptions) -> TensorPipeAgent:
     """Make this process a worker of a group of known size."""
+    told = to_options(options)
     with errors.rewording():
-        worker = init(name, rank=rank, world_size=world_size, store=store, options=to_options(options))
+        own = devices.of_options(name, options)
+        everyone = devices.exchange(own, rank, world_size, store, told.rendezvous_timeout)
+        devices.check(everyone, complete=True)
+        worker = init(name, rank=rank, world_size=world_size, store=store, options=told)
     _connect(worker)
     return TensorPipeAgent(worker, store, options, static=True)
 

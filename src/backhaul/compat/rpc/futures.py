@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch.futures
 
 from backhaul.compat.errors import reworded
-from backhaul.rpc import futures
+from backhaul.rpc import futures as calls
 from backhaul.worker import blocking, runtime_here
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
-class Future(futures.Future[T]):
+class Future(calls.Future[T]):
     """A value to come."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -68,7 +68,19 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     return [member.wait() for member in members]
 
 
+_collect_all = torch.futures.collect_all
+
+
+def collect_all(futures: list[torch.futures.Future[Any]]) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
+    """As ``torch.futures.collect_all``. Torch's own gives other objects for those that go in, and they know neither our
+    errors nor whose streams to wait for.
+    """
+    ours = bool(futures) and all(isinstance(member, calls.Future) for member in futures)
+    return calls.collect_all(futures) if ours else _collect_all(futures)
+
+
 torch.futures.wait_all = wait_all
+torch.futures.collect_all = collect_all
 
 
 def _named(error: Exception) -> str:

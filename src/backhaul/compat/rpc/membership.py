@@ -14,9 +14,9 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul.compat import errors
+from backhaul.compat.rpc import devices
 from backhaul.compat.rpc.agent import TensorPipeAgent
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
-from backhaul.cuda.placement import check
 from backhaul.rpc.api import rpc_sync
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.roster import WorkerRecord
@@ -63,7 +63,7 @@ def join(name: str, rank: int, store: Store, given: TensorPipeRpcBackendOptions)
             endpoint.close()
             raise RuntimeError(f"Worker name {name} is not unique, or its rank {rank} is not.")
         try:
-            check(own, others)
+            devices.check([*map(devices.of_record, others), devices.of_options(name, given)], complete=False)
         except ValueError:
             endpoint.close()
             raise

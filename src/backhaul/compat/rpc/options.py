@@ -65,8 +65,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Add to the device map for ``to``."""
+        given = _one_to_one(device_map)
         known = self.device_maps.setdefault(to, {})
-        for ours, theirs in _one_to_one(device_map).items():
+        for ours, theirs in given.items():
             if known.get(ours, theirs) != theirs:
                 raise ValueError(
                     f"`set_device_map` only supports 1-to-1 mapping, trying to map {ours} to {theirs} and {known[ours]}"
@@ -89,5 +90,10 @@ def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch
 
 
 def to_options(given: TensorPipeRpcBackendOptions) -> Options:
-    """What Backhaul is to be told."""
-    return Options(timeout=given.rpc_timeout, threads=given.num_worker_threads, device_maps=given.device_maps or None)
+    """What Backhaul is to be told. Here, as in the reference, no tensor of a device travels without a map."""
+    return Options(
+        timeout=given.rpc_timeout,
+        threads=given.num_worker_threads,
+        device_maps=given.device_maps or None,
+        devices="mapped",
+    )
