@@ -65,7 +65,7 @@ class _Borrowed:
         self.taken[index] = 0
         self.pages.states[index] = FREE
 
-    def over(self) -> bool:
+    def release(self) -> None:
         if has_ended(self.sender):
             waiting = [index for index, flag in enumerate(self.pages.ready) if not flag.query()]
             for index in waiting:
@@ -73,6 +73,8 @@ class _Borrowed:
             lost = sum(self.taken[index] for index in waiting)
             if lost:
                 log.error("a worker ended before %d tensors that it had sent were computed: they hold nothing", lost)
+
+    def over(self) -> bool:
         return not any(self.taken) and all(flag.query() for flag in self.pages.done)
 
 
@@ -187,7 +189,7 @@ class Borrower:
         if segment.device != device or not 0 < nbytes <= segment.slot_bytes:
             raise ProtocolError(f"there are no {nbytes} bytes on cuda:{device} in slot {slot}")
         if graves:
-            visit_graves()
+            visit_graves(self._frontier)
         segment.taken[index], segment.pages.states[index] = 1, TAKEN
         try:
             ready = segment.pages.ready[index]

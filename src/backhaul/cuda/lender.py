@@ -41,7 +41,7 @@ HOST = -1
 class _Lent:
     """A segment's memory, as its owner has it."""
 
-    __slots__ = ("budget", "descriptor", "memory", "pages", "pool", "receiver", "start")
+    __slots__ = ("abandoned", "budget", "descriptor", "memory", "pages", "pool", "receiver", "start")
 
     def __init__(self, pages: Pages, memory: Stretch, descriptor: int, budget: Budget, pool: Pool) -> None:
         self.pages = pages
@@ -51,6 +51,7 @@ class _Lent:
         self.budget = budget
         self.pool = pool
         self.receiver = 0  # its process, once it has answered
+        self.abandoned = False  # that has ended
 
     @property
     def on_host(self) -> bool:
@@ -61,14 +62,15 @@ class _Lent:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def over(self) -> bool:
-        pages = self.pages
+    def release(self) -> None:
         if self.receiver and has_ended(self.receiver):
-            for flag in pages.done:
+            self.receiver = 0
+            self.abandoned = True
+            for flag in self.pages.done:
                 flag.force()
-        elif pages.in_use:
-            return False
-        return pages.passed
+
+    def over(self) -> bool:
+        return (self.abandoned or not self.pages.in_use) and self.pages.passed
 
 
 class Lender:
@@ -226,7 +228,7 @@ class Lender:
 
     def trim(self) -> bool:
         """Let unused segments go; whether there may be more of them later."""
-        visit_graves()
+        visit_graves(self._frontier)
         if not self._lock.acquire(blocking=False):
             return True
         try:

@@ -7,6 +7,7 @@ for messages over one channel, in one of the two directions of a map.
 from __future__ import annotations
 
 import collections
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -83,13 +84,14 @@ class Plane:
     """
 
     tell: Callable[[Channel, Shared], None]
-    mourn: Callable[[], object] = staticmethod(visit_graves)
+    mourn: Callable[[], object]
 
     def __init__(self, own: Member, memory: Memory, ipc: Ipc | None, frontier: Frontier) -> None:
         self.own = own
         self.memory = memory
         self.ipc = ipc
         self.frontier = frontier
+        self.mourn = functools.partial(visit_graves, frontier)
         self._budgets: dict[int, Budget] = {}
         _living[own.incarnation] = os.getpid()
 

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from backhaul.cuda.streams import Event
+from backhaul.cuda.streams import Event, Frontier
 from backhaul.transport import shm
 from backhaul.transport.slots import MAX_SLOTS
 from backhaul.wire.devices import Form
@@ -186,6 +186,9 @@ def pages_size(slot_bytes: int, count: int, *, slots: bool) -> int:
 class Grave(Protocol):
     """Memory of a segment that is no longer lent from."""
 
+    def release(self) -> None:
+        """If the process at the other end has ended, set its flags: streams may wait for them."""
+
     def over(self) -> bool:
         """Whether it can go. See [Note: graves]."""
 
@@ -199,8 +202,14 @@ def bury(grave: Grave) -> None:
     graves.append(grave)
 
 
-def visit_graves() -> bool:
-    """Let memory go that can; whether there is more."""
+def visit_graves(frontier: Frontier | None = None) -> bool:
+    """Let memory go that can; whether there is more. None goes while anything is under way on streams of ``frontier``:
+    CUDA would wait for all of it first, and it may itself wait for the other process.
+    """
+    for grave in list(graves):
+        grave.release()
+    if frontier is not None and not frontier.quiet():
+        return bool(graves)
     for _ in range(len(graves)):
         try:
             grave = graves.popleft()

@@ -130,6 +130,10 @@ class Frontier:
         self._ended: collections.deque[tuple[Event, int, Callable[[], None]]] = collections.deque()  # to be drained
         self._here = _Here()
 
+    def quiet(self) -> bool:
+        """Whether nothing is under way on any stream that is known here."""
+        return all(stream.query() for stream in list(self._known.values()))
+
     def failed(self) -> bool:
         """Whether nothing can be done on the devices any more."""
         self._try(lambda: [self._backend.default(device).query() for device in self._backend.devices()])

@@ -74,7 +74,7 @@ class Devices:
             self._worker.crew.call_at(self._worker.runtime.now() + _TRIM, self._trim)
 
     def _mourn(self, pause: float = _MOURN[0]) -> None:
-        if self._mourning or not visit_graves():
+        if self._mourning or not visit_graves(self._plane.frontier):
             return
         self._mourning = True
         self._worker.crew.call_at(self._worker.runtime.now() + pause, functools.partial(self._mourn_again, pause))
@@ -89,7 +89,7 @@ class Devices:
             if peer.link is not None:
                 peer.link.close()
         self._plane.close()
-        visit_graves()
+        visit_graves(self._plane.frontier)
 
     def _settle(self) -> None:
         """What was sent is computed, if the process ends next."""
