@@ -168,9 +168,12 @@ def _ordinary_on(device: torch.device) -> int:
 def write_lent(tensor: torch.Tensor, link: Link) -> tuple[TensorTable, Lease] | None:
     """The same for a tensor that ``link`` takes, if there is a slot for it."""
     device = tensor.device
-    if _dispatch_keys(tensor).raw_repr() != _ordinary_on(device) or not tensor.is_contiguous():
+    if _dispatch_keys(tensor).raw_repr() != _ordinary_on(device):
         return None
-    found, home = _describe(tensor.dtype, tensor.shape, tensor.requires_grad, True), link.name(device)
+    dense = tensor.is_contiguous()
+    if not dense and any(tensor.stride()):
+        return None
+    found, home = _describe(tensor.dtype, tensor.shape, tensor.requires_grad, dense), link.name(device)
     if found is None or not home:
         return None
     slot = link.lend_whole(tensor, ctypes.sizeof(found[1]))
@@ -488,11 +491,12 @@ def _read_lent(table: TensorTable, link: Link | None) -> list[torch.Tensor]:
     tensors = []
     for record, (segment, index, device) in zip(table.ordinary, table.lent, strict=True):
         dtype, size, shape, stride, requires_grad = _recall(record)
-        if stride is not None or not is_device(device):
-            raise ProtocolError(f"an expanded tensor in a slot, or one on {device!r}")
+        if not is_device(device):
+            raise ProtocolError(f"a tensor in a slot on {device!r}")
         if shape is None:
             shape = (size // dtype.itemsize,)
-        tensor = link.borrow_whole((segment, index), size, link.device(device), Form(dtype, shape, _dense(shape)))
+        form = Form(dtype, shape, _dense(shape) if stride is None else stride)
+        tensor = link.borrow_whole((segment, index), size, link.device(device), form)
         tensors.append(tensor.requires_grad_() if requires_grad else tensor)
     return tensors
 

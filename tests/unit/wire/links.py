@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from backhaul.errors import ProtocolError, SerializationError
-from backhaul.wire.devices import Slot
+from backhaul.wire.devices import Form, Slot
 
 CPU = torch.device("cpu")
 
@@ -60,6 +60,10 @@ class FakeLink:
         torch.frombuffer(self.memory[index], dtype=torch.uint8)[: len(flat)].copy_(flat)
         return 7, index
 
+    def lend_whole(self, tensor: torch.Tensor, nbytes: int) -> Slot | None:
+        block = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+        return self.lend(torch.frombuffer(block, dtype=torch.uint8))
+
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.breaks is not None:
             raise self.breaks
@@ -74,6 +78,10 @@ class FakeLink:
         block = (ctypes.c_ubyte * nbytes).from_buffer(self.memory[index])
         weakref.finalize(block, self._end, index)
         return torch.frombuffer(block, dtype=torch.uint8)
+
+    def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
+        storage = self.borrow(slot, nbytes, device).untyped_storage()
+        return torch.empty(0, dtype=form.dtype).set_(storage, 0, form.shape, form.stride)
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         self.unstaged += 1

@@ -350,3 +350,54 @@ def test_cpu_tensors_do_not_see_a_link_that_does_not_take_them() -> None:
     assert depart(link, torch.ones(2)).payload == encode([torch.ones(2)], names=["x"]).payload
     assert depart(link, torch.ones(4, 4)[:, 1]).payload == encode([torch.ones(4, 4)[:, 1]], names=["x"]).payload
     assert link.free == 1
+
+
+class TestALoneTensor:
+    """It travels in its slot without a table of parts."""
+
+    def table(self, link: FakeLink) -> TensorTable:
+        encoded = depart(link, torch.arange(4.0))
+        assert encoded.lease is not None
+        encoded.lease.sent = True
+        return encoded.payload.tensors
+
+    def test_says_no_more_than_needed(self) -> None:
+        table = self.table(FakeLink(slots=2))
+        assert not table.parts
+        assert table.lent == ((7, 0, "cuda:1"),)
+
+    @pytest.mark.parametrize(
+        "lent",
+        [
+            ((7, 0, "cpu"),),
+            ((7, 0, "cuda:x"),),
+            ((7, 0, "cuda:2"),),
+            ((7, 1, "cuda:1"),),
+            ((8, 0, "cuda:1"),),
+            ((7, -1, "cuda:1"),),
+            ((7, 0, "cuda:1"), (7, 0, "cuda:1")),
+        ],
+    )
+    def test_that_is_not_where_it_is_said_to_be(self, lent: tuple[tuple[int, int, str], ...]) -> None:
+        link = FakeLink(slots=2)
+        wrong = msgspec.structs.replace(self.table(link), lent=lent)
+        with pytest.raises(ProtocolError):
+            read_tensors(wrong, [], link)
+
+    def test_twice_in_one_message(self) -> None:
+        link = FakeLink(slots=2)
+        table = self.table(link)
+        with pytest.raises(ProtocolError):
+            read_tensors(TensorTable(ordinary=table.ordinary * 2, lent=table.lent * 2), [], link)
+
+    def test_without_a_link(self) -> None:
+        with pytest.raises(ProtocolError, match="no link"):
+            read_tensors(self.table(FakeLink(slots=1)), [], None)
+
+    def test_that_nobody_reads_goes_back(self) -> None:
+        link = FakeLink(slots=1)
+        encoded = depart(link, torch.arange(4.0))
+        assert encoded.lease is not None
+        encoded.lease.sent = True
+        decline(encoded.payload, link)
+        assert link.free == 1
