@@ -294,3 +294,59 @@ def test_workers_that_join_at_the_same_time() -> None:
 
 def cluster_names(first: int, last: int) -> tuple[str, ...]:
     return tuple(f"worker{number}" for number in range(first, last))
+
+
+def test_a_channel_whose_loss_is_told_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 2074: a newcomer was refused by the leader, which had not heard of it yet, and learnt that before it had
+    done with connecting. It kept that channel, said through it that it was ready to end, and waited for the answer.
+    """
+    send, lost = SimChannel.send, []
+
+    def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
+        send(channel, frame, timeout=timeout)
+        if frame.kind == Kind.HELLO and not lost:
+            lost.append(channel)
+            cluster.network.drop(channel, 0.0, 0.0)
+            cluster.sleep(1.0)
+
+    with SimCluster(2, seed=1) as cluster:
+        monkeypatch.setattr(SimChannel, "send", lossy)
+        call = functools.partial(bh.rpc_sync, "worker0", torch.ones, args=(1,))
+        with pytest.raises(bh.PeerLostError):
+            cluster.run("worker1", call).result()
+        peer = cluster.nodes["worker1"].peers.find("worker0")
+        assert lost
+        assert (peer.channel, bool(peer.lost)) == (None, True)
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def test_a_refusal_after_which_the_other_end_has_closed_the_channel() -> None:
+    """Seed 2074: both came at once, and why the channel was lost was forgotten: a newcomer did not ask again."""
+    with SimCluster(2, seed=1) as cluster:
+        cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,))).result()
+        reasons: list[str] = []
+        cluster.nodes["worker1"].peers.on_lost(lambda peer, channel, reason: reasons.append(reason))
+        cluster.pause("worker1", 1.0)
+        peers = cluster.nodes["worker0"].peers
+        (channel,) = (channel for channel, _ in peers.channels())
+        cluster.run("worker0", lambda: peers.refuse(channel, "worker1", "for a test")).result()
+        cluster.sleep(2.0)
+        assert reasons == ["refused: for a test"]
+
+
+def test_a_newcomer_that_loses_a_channel_while_it_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the member at the other end for lost, and that never heard of it."""
+    send, lost = SimChannel.send, []
+
+    def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
+        if frame.kind == Kind.HELLO and (channel.home, channel.target) == ("late", "worker1") and not lost:
+            lost.append(channel)
+            cluster.network.drop(channel, 0.0, 0.0)
+        else:
+            send(channel, frame, timeout=timeout)
+
+    with SimCluster(3, seed=1) as cluster:
+        monkeypatch.setattr(SimChannel, "send", lossy)
+        cluster.start("late")
+        assert lost
+        assert [node.peers.find("late").record.id for node in cluster.nodes.values()] == [3] * 4

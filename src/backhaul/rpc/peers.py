@@ -109,6 +109,7 @@ class Peers:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
+        self._refusals: dict[Channel, str] = {}  # why channels that are about to be lost are
         self._expected: collections.OrderedDict[str, tuple[WorkerRecord, float]] = collections.OrderedDict()
         self.inquire: Inquiry = lambda record: None  # what to do about one that was not believed; it may come again
         self._sent_before = 0  # bytes that went over channels that are gone
@@ -236,7 +237,7 @@ class Peers:
 
     def _regain(self, peer: Peer) -> None:
         with self._changing:
-            if peer.lost and not peer.gone:
+            if peer.lost and not peer.gone and peer.channels:
                 peer.lost = ""
                 self._tell_change("joined", peer, "it is there again")
 
@@ -377,9 +378,14 @@ class Peers:
         except (ConnectionError, ChannelClosedError) as error:
             self.lose(peer, str(error))
             raise self._unreachable(peer, str(error)) from error
-        peer.channel = channel
-        self._regain(peer)
-        self._tell_watchers(channel)
+        with self._lock:
+            kept = channel in self._by_channel
+            if kept:
+                peer.channel = channel
+        # Else its loss, a refusal say, has been told already, and will not be again: the next use opens another.
+        if kept:
+            self._regain(peer)
+            self._tell_watchers(channel)
         return channel
 
     def _belongs(self, channel: Channel, peer: Peer) -> None:
@@ -449,7 +455,10 @@ class Peers:
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:
         reason = unpack(frame.body, Refuse).reason
         log.warning("%s refused this worker: %s", channel.peer, reason)
-        channel.abort(f"refused: {reason}")
+        with self._lock:
+            if channel in self._by_channel:
+                self._refusals[channel] = f"refused: {reason}"
+        channel.abort(f"refused: {reason}")  # which the other end may have done before
 
     def channels(self) -> list[tuple[Channel, Peer]]:
         """All channels to other workers that are known to be theirs."""
@@ -477,6 +486,7 @@ class Peers:
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
+            reason = self._refusals.pop(channel, reason)
             if peer is not None:
                 peer.channels = tuple(other for other in peer.channels if other is not channel)
             self._sent_before += channel.bytes_sent
