@@ -350,3 +350,37 @@ def test_a_newcomer_that_loses_a_channel_while_it_shows_itself(monkeypatch: pyte
         cluster.start("late")
         assert lost
         assert [node.peers.find("late").record.id for node in cluster.nodes.values()] == [3] * 4
+
+
+def test_a_successor_that_not_everybody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 197: the driver knew who had taken the place of a lost worker, and another that called it did not. That
+    asked the driver again and again, without a pause, and whatever its time was.
+    """
+
+    send = SimChannel.send
+
+    def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
+        if (channel.home, channel.target) == ("worker2", "worker1"):
+            cluster.network.drop(channel, 0.0, 0.0)
+        else:
+            send(channel, frame, timeout=timeout)
+
+    def program() -> float:
+        with bh.context(replay=bh.Replay(timeout=5.0)):
+            x = torch.ones(2, requires_grad=True)
+            replaced.wait(60.0)
+            began = cluster.scheduler.now
+            with pytest.raises(bh.BackhaulError, match="worker2"):
+                bh.rpc_sync("worker1", pass_along, args=(x, ["worker2"]), timeout=8.0)
+            return cluster.scheduler.now - began
+
+    with SimCluster(3, seed=1, options=bh.Options(connect_timeout=1.0)) as cluster:
+        replaced = cluster.nodes["worker0"].worker.runtime.gate()
+        going = cluster.run("worker0", program)
+        cluster.sleep(1.0)
+        cluster.crash("worker2")
+        monkeypatch.setattr(SimChannel, "send", lossy)
+        cluster.start("worker2")
+        replaced.open()
+        assert going.result() < 20.0
+        assert cluster.network.sent < 500
