@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -384,3 +386,55 @@ def test_a_successor_that_not_everybody_knows(monkeypatch: pytest.MonkeyPatch) -
         replaced.open()
         assert going.result() < 20.0
         assert cluster.network.sent < 500
+
+
+@pytest.mark.parametrize("first", ["left", "right"])
+def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 1409: a cluster that is split has two leaders. When its halves meet again one of the newcomers counts, the
+    same one everywhere; the other is refused, and nobody waits for it, nor it for others.
+    """
+    sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
+    options = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
+    with SimCluster(4, seed=1, options=options) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # which would end the split
+        for one in [*sides["left"], "left"]:
+            for other in [*sides["right"], "right"]:
+                cluster.cut(one, other, 1000.0)
+                cluster.cut(other, one, 1000.0)
+        everyone = cluster.nodes
+        for side in (first, "left" if first == "right" else "right"):
+            cluster.nodes = {name: everyone[name] for name in sides[side]}
+            cluster.start(side)
+            everyone = everyone | cluster.nodes
+        cluster.nodes = everyone
+        assert [everyone[side].peers.own.record.id for side in sides] == [4, 4]
+        assert [everyone[side].peers.own.record.epoch for side in sides] == [1, 1]
+        cluster.network.heal_all()
+        for _ in range(3):
+            for one in everyone:
+                for other in everyone:
+                    with contextlib.suppress(bh.BackhaulError):
+                        cluster.run(one, functools.partial(bh.rpc_sync, other, torch.ones, args=(1,))).result()
+            cluster.sleep(5.0)
+        members = [everyone[name].peers.find(4).info.name for name in cluster_names(0, 4)]
+        assert members in (["left"] * 4, ["right"] * 4)
+        (loser,) = sides.keys() - set(members)
+        with pytest.raises(bh.PeerLostError, match="refused"):
+            cluster.run(loser, functools.partial(bh.rpc_sync, "worker0", torch.ones, args=(1,))).result()
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def test_ids_of_newcomers_that_take_long() -> None:
+    """Seed 2074: the leader was stopped after it had enrolled one, and then gave that one's id to another."""
+    with SimCluster(2, seed=1) as cluster:
+        peers = cluster.nodes["worker0"].peers
+
+        def enrol(name: str, incarnation: str) -> int:
+            newcomer = msgspec.structs.replace(peers.own.record, id=-1, name=name, incarnation=incarnation)
+            enrolled = peers.enrol(newcomer)
+            cluster.sleep(60.0)
+            assert not isinstance(enrolled, str)
+            return enrolled.id
+
+        given = cluster.run("worker0", lambda: [enrol("late", "1"), enrol("other", "2"), enrol("late", "3")])
+        assert given.result() == [2, 3, 2]

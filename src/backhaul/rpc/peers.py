@@ -136,10 +136,10 @@ class Peers:
         self._expected.pop(record.incarnation, None)
         replaced = [self._by_id[old.id] for old in verdict.instead_of]
         for old in replaced:
-            old.gone = "was restarted"
+            old.gone = (self._roster.fate_in(old.record.incarnation) or ("", "was restarted"))[1]
         # In this order: nothing that belongs to the new one has begun when what waited for the old one ends.
         for old in replaced:
-            self._tell_change("replaced", old, f"worker '{old.info.name}' was restarted")
+            self._tell_change("replaced", old, f"worker '{old.info.name}' {old.gone}")
             self.close_channels(old)
         peer = Peer(record, self._own, self._worker.runtime.lock())
         with self._lock:
@@ -185,16 +185,18 @@ class Peers:
         """Whether any member's word is as good as the leader's: each could do here what it likes anyway."""
         return self._worker.options.trusted and not self._bound
 
-    def expect(self, record: WorkerRecord) -> str:
-        """The leader has enrolled a worker, which will show itself. Returns what is wrong with that, if anything."""
+    def expect(self, record: WorkerRecord, *, seconds: float = 0.0) -> str:
+        """The leader has enrolled a worker, which will show itself in that time, or in ``patience`` if that is longer.
+        Returns what is wrong with that, if anything.
+        """
         with self._changing:
             flaw = self._roster.flaw_in(record)
             if not flaw:
-                self._expect(record)
+                self._expect(record, seconds)
             return flaw
 
-    def _expect(self, record: WorkerRecord) -> None:
-        self._expected[record.incarnation] = record, self._worker.runtime.now() + self.patience
+    def _expect(self, record: WorkerRecord, seconds: float = 0.0) -> None:
+        self._expected[record.incarnation] = record, self._worker.runtime.now() + max(seconds, self.patience)
         while len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
@@ -254,8 +256,9 @@ class Peers:
 
     def enrol(self, record: WorkerRecord) -> WorkerRecord | str:
         """The record of a newcomer with its id and epoch, which is expected from now on; or why there is none."""
-        taken = {other.id for other in self.expected}
         with self._changing:
+            # Also of those who take longer than they should: they may yet come.
+            taken = {other.id for other, _ in self._expected.values() if other.name != record.name}
             place = self._roster.enrol(record.name, record.id, taken)
             if place is None:
                 return "all ids are taken" if record.id < 0 else f"{record.id} is not the id of a worker"
