@@ -438,3 +438,31 @@ def test_ids_of_newcomers_that_take_long() -> None:
 
         given = cluster.run("worker0", lambda: [enrol("late", "1"), enrol("other", "2"), enrol("late", "3")])
         assert given.result() == [2, 3, 2]
+
+
+@pytest.mark.parametrize("near", [0.0, 2.0])
+@pytest.mark.parametrize("home", ["worker0", "worker2"])
+def test_a_channel_that_is_lost_while_some_wait_for_all_to_be_done(home: str, near: float) -> None:
+    """The leader took the worker at the other end for gone, and let the others go while that was still calling them."""
+
+    def work() -> None:
+        for _ in range(10):
+            bh.rpc_sync("worker1", torch.ones, args=(1,))
+            bh.current_worker().runtime.gate().wait(1.0)
+
+    with SimCluster(3, seed=1) as cluster:
+        working = cluster.run("worker2", work)
+        nodes = list(cluster.nodes.values())
+        ending = [
+            cluster.run(name, functools.partial(node.shutdown, graceful=True, timeout=30.0))
+            for name, node in list(cluster.nodes.items())[:2]
+        ]
+        cluster.sleep(3.5)
+        ends = {home, "worker0" if home == "worker2" else "worker2"}
+        (used,) = [c for c in cluster.network.channels if c.home == home and {c.home, c.target} == ends]
+        cluster.network.drop(used, near, 2.0 - near)
+        working.result()
+        cluster.run("worker2", functools.partial(nodes[2].shutdown, graceful=True, timeout=30.0)).result()
+        for program in ending:
+            program.result()
+        assert cluster.scheduler.now < 15.0
