@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -294,3 +296,173 @@ def test_workers_that_join_at_the_same_time() -> None:
 
 def cluster_names(first: int, last: int) -> tuple[str, ...]:
     return tuple(f"worker{number}" for number in range(first, last))
+
+
+def test_a_channel_whose_loss_is_told_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 2074: a newcomer was refused by the leader, which had not heard of it yet, and learnt that before it had
+    done with connecting. It kept that channel, said through it that it was ready to end, and waited for the answer.
+    """
+    send, lost = SimChannel.send, []
+
+    def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
+        send(channel, frame, timeout=timeout)
+        if frame.kind == Kind.HELLO and not lost:
+            lost.append(channel)
+            cluster.network.drop(channel, 0.0, 0.0)
+            cluster.sleep(1.0)
+
+    with SimCluster(2, seed=1) as cluster:
+        monkeypatch.setattr(SimChannel, "send", lossy)
+        call = functools.partial(bh.rpc_sync, "worker0", torch.ones, args=(1,))
+        with pytest.raises(bh.PeerLostError):
+            cluster.run("worker1", call).result()
+        peer = cluster.nodes["worker1"].peers.find("worker0")
+        assert lost
+        assert (peer.channel, bool(peer.lost)) == (None, True)
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def test_a_refusal_after_which_the_other_end_has_closed_the_channel() -> None:
+    """Seed 2074: both came at once, and why the channel was lost was forgotten: a newcomer did not ask again."""
+    with SimCluster(2, seed=1) as cluster:
+        cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,))).result()
+        reasons: list[str] = []
+        cluster.nodes["worker1"].peers.on_lost(lambda peer, channel, reason: reasons.append(reason))
+        cluster.pause("worker1", 1.0)
+        peers = cluster.nodes["worker0"].peers
+        (channel,) = (channel for channel, _ in peers.channels())
+        cluster.run("worker0", lambda: peers.refuse(channel, "worker1", "for a test")).result()
+        cluster.sleep(2.0)
+        assert reasons == ["refused: for a test"]
+
+
+def test_a_newcomer_that_loses_a_channel_while_it_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the member at the other end for lost, and that never heard of it."""
+    send, lost = SimChannel.send, []
+
+    def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
+        if frame.kind == Kind.HELLO and (channel.home, channel.target) == ("late", "worker1") and not lost:
+            lost.append(channel)
+            cluster.network.drop(channel, 0.0, 0.0)
+        else:
+            send(channel, frame, timeout=timeout)
+
+    with SimCluster(3, seed=1) as cluster:
+        monkeypatch.setattr(SimChannel, "send", lossy)
+        cluster.start("late")
+        assert lost
+        assert [node.peers.find("late").record.id for node in cluster.nodes.values()] == [3] * 4
+
+
+def test_a_successor_that_not_everybody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 197: the driver knew who had taken the place of a lost worker, and another that called it did not. That
+    asked the driver again and again, without a pause, and whatever its time was.
+    """
+
+    send = SimChannel.send
+
+    def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
+        if (channel.home, channel.target) == ("worker2", "worker1"):
+            cluster.network.drop(channel, 0.0, 0.0)
+        else:
+            send(channel, frame, timeout=timeout)
+
+    def program() -> float:
+        with bh.context(replay=bh.Replay(timeout=5.0)):
+            x = torch.ones(2, requires_grad=True)
+            replaced.wait(60.0)
+            began = cluster.scheduler.now
+            with pytest.raises(bh.BackhaulError, match="worker2"):
+                bh.rpc_sync("worker1", pass_along, args=(x, ["worker2"]), timeout=8.0)
+            return cluster.scheduler.now - began
+
+    with SimCluster(3, seed=1, options=bh.Options(connect_timeout=1.0)) as cluster:
+        replaced = cluster.nodes["worker0"].worker.runtime.gate()
+        going = cluster.run("worker0", program)
+        cluster.sleep(1.0)
+        cluster.crash("worker2")
+        monkeypatch.setattr(SimChannel, "send", lossy)
+        cluster.start("worker2")
+        replaced.open()
+        assert going.result() < 20.0
+        assert cluster.network.sent < 500
+
+
+@pytest.mark.parametrize("first", ["left", "right"])
+def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 1409: a cluster that is split has two leaders. When its halves meet again one of the newcomers counts, the
+    same one everywhere; the other is refused, and nobody waits for it, nor it for others.
+    """
+    sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
+    options = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
+    with SimCluster(4, seed=1, options=options) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # which would end the split
+        for one in [*sides["left"], "left"]:
+            for other in [*sides["right"], "right"]:
+                cluster.cut(one, other, 1000.0)
+                cluster.cut(other, one, 1000.0)
+        everyone = cluster.nodes
+        for side in (first, "left" if first == "right" else "right"):
+            cluster.nodes = {name: everyone[name] for name in sides[side]}
+            cluster.start(side)
+            everyone = everyone | cluster.nodes
+        cluster.nodes = everyone
+        assert [everyone[side].peers.own.record.id for side in sides] == [4, 4]
+        assert [everyone[side].peers.own.record.epoch for side in sides] == [1, 1]
+        cluster.network.heal_all()
+        for _ in range(3):
+            for one in everyone:
+                for other in everyone:
+                    with contextlib.suppress(bh.BackhaulError):
+                        cluster.run(one, functools.partial(bh.rpc_sync, other, torch.ones, args=(1,))).result()
+            cluster.sleep(5.0)
+        members = [everyone[name].peers.find(4).info.name for name in cluster_names(0, 4)]
+        assert members in (["left"] * 4, ["right"] * 4)
+        (loser,) = sides.keys() - set(members)
+        with pytest.raises(bh.PeerLostError, match="refused"):
+            cluster.run(loser, functools.partial(bh.rpc_sync, "worker0", torch.ones, args=(1,))).result()
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def test_ids_of_newcomers_that_take_long() -> None:
+    """Seed 2074: the leader was stopped after it had enrolled one, and then gave that one's id to another."""
+    with SimCluster(2, seed=1) as cluster:
+        peers = cluster.nodes["worker0"].peers
+
+        def enrol(name: str, incarnation: str) -> int:
+            newcomer = msgspec.structs.replace(peers.own.record, id=-1, name=name, incarnation=incarnation)
+            enrolled = peers.enrol(newcomer)
+            cluster.sleep(60.0)
+            assert not isinstance(enrolled, str)
+            return enrolled.id
+
+        given = cluster.run("worker0", lambda: [enrol("late", "1"), enrol("other", "2"), enrol("late", "3")])
+        assert given.result() == [2, 3, 2]
+
+
+@pytest.mark.parametrize("near", [0.0, 2.0])
+@pytest.mark.parametrize("home", ["worker0", "worker2"])
+def test_a_channel_that_is_lost_while_some_wait_for_all_to_be_done(home: str, near: float) -> None:
+    """The leader took the worker at the other end for gone, and let the others go while that was still calling them."""
+
+    def work() -> None:
+        for _ in range(10):
+            bh.rpc_sync("worker1", torch.ones, args=(1,))
+            bh.current_worker().runtime.gate().wait(1.0)
+
+    with SimCluster(3, seed=1) as cluster:
+        working = cluster.run("worker2", work)
+        nodes = list(cluster.nodes.values())
+        ending = [
+            cluster.run(name, functools.partial(node.shutdown, graceful=True, timeout=30.0))
+            for name, node in list(cluster.nodes.items())[:2]
+        ]
+        cluster.sleep(3.5)
+        ends = {home, "worker0" if home == "worker2" else "worker2"}
+        (used,) = [c for c in cluster.network.channels if c.home == home and {c.home, c.target} == ends]
+        cluster.network.drop(used, near, 2.0 - near)
+        working.result()
+        cluster.run("worker2", functools.partial(nodes[2].shutdown, graceful=True, timeout=30.0)).result()
+        for program in ending:
+            program.result()
+        assert cluster.scheduler.now < 15.0

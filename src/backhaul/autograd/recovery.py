@@ -122,7 +122,10 @@ class Recovery:
         while error.worker == pending.peer.info.name:
             if not self._recover_by_maker(entry, error):
                 break
-            again = SyncCall(self._agent.peers.find(entry.to), pending.timeout, pending.label)
+            if (successor := self._successor(entry)) is None:
+                error.add_note("replay was not possible: this worker does not know who has taken the place")
+                break
+            again = SyncCall(successor, pending.timeout, pending.label)
             again.kept = pending.kept
             entry.incarnation = again.peer.record.incarnation
             if (log := entry.context.replay) is not None:
@@ -136,6 +139,22 @@ class Recovery:
                 entry.context.renew(entry.message, entry.reply)
                 return value
         raise error
+
+    def _successor(self, entry: Entry) -> Peer | None:
+        """Who has taken the place of a lost worker. The maker of the context may know that before this worker does,
+        which is waited for, but not for ever: None.
+        """
+        runtime = self._worker.runtime
+        deadline = runtime.now() + self._worker.options.connect_timeout
+        while True:
+            with contextlib.suppress(UnknownWorkerError):
+                peer = self._agent.peers.find(entry.to)
+                if peer.record.incarnation != entry.incarnation:
+                    return peer
+            if runtime.now() > deadline:
+                return None
+            with self._worker.blocking():
+                limits.wait(runtime.gate(), _PAUSE, f"it was not known who has taken the place of worker {entry.to}")
 
     def _limit_of(self, pending: Pending) -> Limit:
         """What is left to a call."""

@@ -158,10 +158,8 @@ class Farewell:
 
         def answer() -> None:
             tally = Tally(wave, self._agent.sent, self._dispatcher.served)
-            try:
+            with contextlib.suppress(ChannelClosedError):  # if the leader is there it asks again
                 channel.send(Frame(Kind.TALLY, 0, pack(tally)), timeout=0)
-            except ChannelClosedError:
-                self._dismissed.open()  # the leader is gone: nothing to wait for
 
         return functools.partial(self._agent.when_idle, answer)
 
@@ -184,8 +182,22 @@ class Farewell:
             now = self._worker.runtime.now()
             again = functools.partial(self._send, peer, Frame(Kind.READY), now + self._worker.options.connect_timeout)
             self._worker.crew.call_at(now + _PAUSE, functools.partial(self._worker.crew.submit, again))
+        elif self._leader == self._own and not self._roundup.over and not refused:
+            look = functools.partial(self._look_for, peer, reason)  # the same
+            self._worker.crew.call_at(
+                self._worker.runtime.now() + _PAUSE, functools.partial(self._worker.crew.submit, look)
+            )
+        else:
+            self._gone(peer.record.id, reason)
+
+    def _look_for(self, peer: Peer, reason: str) -> None:
+        """The leader's: see whether a worker to which a channel was lost is still there, and tell it what it missed."""
+        if self._reach(peer, self._worker.runtime.now() + self._worker.options.connect_timeout) is None:
+            self._gone(peer.record.id, reason)
             return
-        self._gone(peer.record.id, reason)
+        with self._lock:
+            order = self._roundup.again(peer.record.id)
+        self._carry_out(order)
 
     def _gone(self, who: int, reason: str) -> None:
         if self._leader == who and not self._dismissed.wait(0):

@@ -163,19 +163,23 @@ def introduce(node: Node, timeout: float) -> None:
 
 def _show_to(node: Node, peer: Peer, timeout: float) -> str | None:
     """Show our record to a member; returns why that does not accept it, if it does not."""
-    now = node.worker.runtime.now
+    if choose(peer.record, node.peers.own.record.host) is None:
+        return None  # it cannot be reached from here
+    now, refusal = node.worker.runtime.now, None
     deadline = now() + min(timeout, _DOUBT)
     while True:
         try:
             node.agent.call(peer.info, greet, None, None, timeout, mode="internal")
+            return None
         except UnknownWorkerError:  # another takes its place just now, and shows itself to us
-            pass
+            return None
         except PeerLostError as error:
-            if (error.reason or "").startswith("refused: ") and not peer.gone:
-                if now() > deadline:
-                    return error.reason
-                node.worker.runtime.gate().wait(_PAUSE)  # it asks the leader about us
-                continue
+            if peer.gone or isinstance(error.__cause__, ConnectionError):
+                return None  # nobody is there
+            if (error.reason or "").startswith("refused: "):
+                refusal = error.reason
         except BackhaulError:  # it does not answer in time, and may yet be lost
-            pass
-        return None
+            return None
+        if now() > deadline:
+            return refusal
+        node.worker.runtime.gate().wait(_PAUSE)  # it asks the leader about us; or we have only lost a channel

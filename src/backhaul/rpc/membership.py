@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +34,7 @@ log = logging.getLogger("backhaul")
 
 _TOLD = 3.0  # seconds that the members have to hear of a newcomer
 _PROBE = 2.0  # seconds in which a worker that is thought lost may show that it is not
+_AGAIN = 60.0  # seconds in which one that was refused, and has been found to be a member, may show itself again
 _MAX_JOINING = 16  # newcomers whose questions are dealt with at the same time
 _MAX_ASKING = 8  # newcomers that this worker asks the leader about at the same time
 
@@ -228,21 +229,35 @@ class Membership:
     def _find_out(self, record: WorkerRecord) -> None:
         try:
             with self._worker.crew.blocking():
-                leader = self._leader()
-                if leader is not self._peers.own:
-                    args = (record.incarnation,)
-                    with contextlib.suppress(BackhaulError):
-                        if self._agent.call(leader.info, enrolment_of, args, None, _TOLD, mode="internal") == pack(
-                            record
-                        ):
-                            self._peers.expect(record)
-                            return
-                if self._peers.credulous:
-                    for rival in self._peers.rivals(record.name, record.id):
+                leader, rivals = self._leader(), self._peers.rivals(record.name, record.id)
+                # After a split there may be several who have enrolled others. Where any member's word is as good as the
+                # leader's all of them are asked, so that one counts everywhere: that of the later epoch.
+                others = [peer for peer in self._peers if peer is not leader and peer not in rivals]
+                others.sort(key=lambda peer: bool(peer.lost))
+                asked = [[leader], others] if self._peers.credulous else [[leader]]
+                if any(self._worker.run(self._is_known, record, members) for members in asked):
+                    self._peers.expect(record, seconds=_AGAIN)
+                elif self._peers.credulous:
+                    for rival in rivals:
                         self._sign_of(rival)  # if it is gone it is known as lost then
         finally:
             with self._lock:
                 self._asking.discard(record.incarnation)
+
+    def _is_known(self, record: WorkerRecord, members: Iterable[Peer]) -> bool:
+        """Whether one of these members, other than this worker, has let a worker in under just that record."""
+        now, calls = self._worker.runtime.now, []
+        deadline = now() + _TOLD
+        for peer in members:
+            if peer is not self._peers.own and (left := deadline - now()) > 0:
+                args = (record.incarnation,)
+                with contextlib.suppress(BackhaulError):
+                    calls.append(self._agent.call_async(peer.info, enrolment_of, args, None, left, mode="internal"))
+        known = []
+        for call in calls:
+            with contextlib.suppress(BackhaulError):
+                known.append(call.wait() == pack(record))
+        return any(known)
 
     def _leader(self) -> Peer:
         for peer in self._peers:

@@ -114,6 +114,7 @@ class Peers:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
+        self._refusals: dict[Channel, str] = {}  # why channels that are about to be lost are
         self._expected: collections.OrderedDict[str, tuple[WorkerRecord, float]] = collections.OrderedDict()
         self.inquire: Inquiry = lambda record: None  # what to do about one that was not believed; it may come again
         self._sent_before = 0  # bytes that went over channels that are gone
@@ -143,10 +144,10 @@ class Peers:
         self._expected.pop(record.incarnation, None)
         replaced = [self._by_id[old.id] for old in verdict.instead_of]
         for old in replaced:
-            old.gone = "was restarted"
+            old.gone = (self._roster.fate_in(old.record.incarnation) or ("", "was restarted"))[1]
         # In this order: nothing that belongs to the new one has begun when what waited for the old one ends.
         for old in replaced:
-            self._tell_change("replaced", old, f"worker '{old.info.name}' was restarted")
+            self._tell_change("replaced", old, f"worker '{old.info.name}' {old.gone}")
             self.close_channels(old)
         peer = Peer(record, self._own, self._worker.runtime.lock())
         self._link(peer)
@@ -195,16 +196,18 @@ class Peers:
         """Whether any member's word is as good as the leader's: each could do here what it likes anyway."""
         return self._worker.options.trusted and not self._bound
 
-    def expect(self, record: WorkerRecord) -> str:
-        """The leader has enrolled a worker, which will show itself. Returns what is wrong with that, if anything."""
+    def expect(self, record: WorkerRecord, *, seconds: float = 0.0) -> str:
+        """The leader has enrolled a worker, which will show itself in that time, or in ``patience`` if that is longer.
+        Returns what is wrong with that, if anything.
+        """
         with self._changing:
             flaw = self._roster.flaw_in(record)
             if not flaw:
-                self._expect(record)
+                self._expect(record, seconds)
             return flaw
 
-    def _expect(self, record: WorkerRecord) -> None:
-        self._expected[record.incarnation] = record, self._worker.runtime.now() + self.patience
+    def _expect(self, record: WorkerRecord, seconds: float = 0.0) -> None:
+        self._expected[record.incarnation] = record, self._worker.runtime.now() + max(seconds, self.patience)
         while len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
@@ -252,7 +255,7 @@ class Peers:
 
     def _regain(self, peer: Peer) -> None:
         with self._changing:
-            if peer.lost and not peer.gone:
+            if peer.lost and not peer.gone and peer.channels:
                 peer.lost = ""
                 self._tell_change("joined", peer, "it is there again")
 
@@ -269,8 +272,9 @@ class Peers:
 
     def enrol(self, record: WorkerRecord) -> WorkerRecord | str:
         """The record of a newcomer with its id and epoch, which is expected from now on; or why there is none."""
-        taken = {other.id for other in self.expected}
         with self._changing:
+            # Also of those who take longer than they should: they may yet come.
+            taken = {other.id for other, _ in self._expected.values() if other.name != record.name}
             place = self._roster.enrol(record.name, record.id, taken)
             if place is None:
                 return "all ids are taken" if record.id < 0 else f"{record.id} is not the id of a worker"
@@ -393,9 +397,14 @@ class Peers:
         except (ConnectionError, ChannelClosedError) as error:
             self.lose(peer, str(error))
             raise self._unreachable(peer, str(error)) from error
-        peer.channel = channel
-        self._regain(peer)
-        self._tell_watchers(channel)
+        with self._lock:
+            kept = channel in self._by_channel
+            if kept:
+                peer.channel = channel
+        # Else its loss, a refusal say, has been told already, and will not be again: the next use opens another.
+        if kept:
+            self._regain(peer)
+            self._tell_watchers(channel)
         return channel
 
     def _belongs(self, channel: Channel, peer: Peer) -> None:
@@ -467,7 +476,10 @@ class Peers:
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:
         reason = unpack(frame.body, Refuse).reason
         log.warning("%s refused this worker: %s", channel.peer, reason)
-        channel.abort(f"refused: {reason}")
+        with self._lock:
+            if channel in self._by_channel:
+                self._refusals[channel] = f"refused: {reason}"
+        channel.abort(f"refused: {reason}")  # which the other end may have done before
 
     def channels(self) -> list[tuple[Channel, Peer]]:
         """All channels to other workers that are known to be theirs."""
@@ -495,6 +507,7 @@ class Peers:
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
+            reason = self._refusals.pop(channel, reason)
             if peer is not None:
                 peer.channels = tuple(other for other in peer.channels if other is not channel)
             self._sent_before += channel.bytes_sent

@@ -5,7 +5,7 @@
 3. If two tallies in a row are the same, nothing happened between them, so nothing is under way anywhere: all may leave.
    (One is not enough: a worker that was idle when asked may since have been called by one that was not.)
 
-Workers that are lost count as gone, and counting begins anew.
+Workers that are lost count as gone, and counting begins anew. If only a channel was, what is missing is asked again.
 """
 
 from __future__ import annotations
@@ -47,9 +47,19 @@ class Roundup:
         return frozenset(self._unready or self._members - self._tallies.keys())
 
     def ready(self, who: int) -> Ask | Dismiss | None:
-        """A worker has called ``shutdown``."""
+        """A worker has called ``shutdown``. One that says so again has lost its channel, and perhaps our question."""
         self._unready.discard(who)
-        return self._advance()
+        return self._advance() or self.again(who)
+
+    def again(self, who: int) -> Ask | Dismiss | None:
+        """What a worker has to hear once more, after a channel to it was lost. An answer that comes twice is as good as
+        one: both are given before the next wave begins, or ignored.
+        """
+        if who not in self._members:
+            return None
+        if self.over:
+            return Dismiss(frozenset({who}))
+        return Ask(self._wave, frozenset({who})) if who in self._asked - self._tallies.keys() else None
 
     def joined(self, who: int) -> None:
         """There is one more worker to wait for. One that is only there again has said what it had to."""

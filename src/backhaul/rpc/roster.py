@@ -129,7 +129,8 @@ class Roster:
             if rival is self._own or not record.follows(rival):
                 return Refuse(f"there is a worker '{rival.name}' (id {rival.id}) already")
         for rival in rivals:
-            self.dismiss(rival, "was restarted")
+            same = rival.name == record.name
+            self.dismiss(rival, "was restarted" if same else f"has lost its place to worker '{record.name}'")
         self._members[record.id] = self._by_name[record.name] = self._lives[record.incarnation] = record
         self.epoch = max(self.epoch, record.epoch)
         return Admit(tuple(rivals))

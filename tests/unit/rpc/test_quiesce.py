@@ -42,10 +42,11 @@ class Participant:
 class World:
     """Everyone, and everything under way between them. A lost worker takes along what it has not delivered."""
 
-    def __init__(self, chance: random.Random, size: int, calls: int, losses: int) -> None:
+    def __init__(self, chance: random.Random, size: int, calls: int, losses: int, breaks: int = 0) -> None:
         self.chance = chance
         self.calls = calls  # that may still be made
         self.losses = losses  # that may still happen
+        self.breaks = breaks  # the same, of channels alone
         self.alive = {who: Participant() for who in range(size)}
         self.channels: dict[tuple[int, int], collections.deque[tuple[Any, ...]]] = collections.defaultdict(
             collections.deque
@@ -70,6 +71,8 @@ class World:
                 steps[functools.partial(self.deliver, *ends)] = self.speeds[ends]
         if self.losses and len(self.alive) > 1 and not self.roundup.over:
             steps[self.lose] = 0.1
+        if self.breaks and len(self.alive) > 1:
+            steps[self.break_a_channel] = 0.3
         return steps
 
     def run(self) -> None:
@@ -83,7 +86,8 @@ class World:
                     worker.asked.clear()
 
     def send(self, source: int, to: int, *message: Any) -> None:
-        if to in self.alive:
+        unaware = ("broken",) in self.channels[to, source]  # the channel is broken, and the sender does not know it
+        if to in self.alive and not unaware:
             self.channels[source, to].append(message)
 
     def become_ready(self, who: int) -> None:
@@ -112,6 +116,13 @@ class World:
         for other in self.alive:
             self.channels[lost, other].append(("lost",))
 
+    def break_a_channel(self) -> None:
+        self.breaks -= 1
+        one, other = self.chance.sample(list(self.alive), 2)
+        for ends in ((one, other), (other, one)):
+            self.channels[ends].clear()
+            self.channels[ends].append(("broken",))
+
     # What a worker does with a message.
 
     def deliver(self, source: int, to: int) -> None:
@@ -133,6 +144,12 @@ class World:
             worker.pending = {number: whom for number, whom in worker.pending.items() if whom != source}
             if to == LEADER:
                 self.carry_out(self.roundup.gone(source))
+        elif kind == "broken":
+            worker.pending = {number: whom for number, whom in worker.pending.items() if whom != source}
+            if source == LEADER and worker.ready:
+                self.send(to, LEADER, "ready")
+            elif to == LEADER:
+                self.carry_out(self.roundup.again(source))
 
     def carry_out(self, order: Ask | Dismiss | None) -> None:
         if isinstance(order, Ask):
@@ -189,6 +206,16 @@ def test_many_dangerous_worlds_by_the_dice(start: int) -> None:
     for seed in range(start, start + 1000):
         chance = random.Random(seed)
         world = World(chance, chance.randint(2, 5), chance.randint(0, 25), losses=chance.randint(1, 3))
+        world.run()
+        assert_all_have_left(world)
+
+
+@pytest.mark.parametrize("start", range(0, 3000, 1000))
+def test_many_worlds_whose_channels_break_by_the_dice(start: int) -> None:
+    for seed in range(start, start + 1000):
+        chance = random.Random(seed)
+        losses, breaks = chance.randint(0, 1), chance.randint(1, 6)
+        world = World(chance, chance.randint(2, 5), chance.randint(0, 25), losses, breaks)
         world.run()
         assert_all_have_left(world)
 
@@ -320,7 +347,8 @@ def test_what_is_over_stays_over() -> None:
     assert isinstance(order, Dismiss)
     assert roundup.counted(0, 2, 1, 1) is None
     assert roundup.gone(1) is None
-    assert roundup.ready(0) is None
+    assert roundup.ready(1) is None
+    assert roundup.ready(0) == Dismiss(frozenset({0}))  # it has not heard it
     assert roundup.over
 
 
@@ -359,3 +387,18 @@ def test_one_that_is_there_again_has_said_what_it_had_to() -> None:
     roundup.ready(1)
     roundup.joined(1)
     assert roundup.ready(0) == Ask(1, frozenset({0, 1}))
+
+
+def test_what_was_lost_with_a_channel_is_asked_again() -> None:
+    roundup = Roundup([0, 1])
+    assert roundup.again(1) is None
+    roundup.ready(0)
+    roundup.ready(1)
+    assert roundup.again(1) == roundup.ready(1) == Ask(1, frozenset({1}))
+    roundup.counted(1, 1, 0, 0)
+    assert roundup.again(1) is None
+    roundup.counted(0, 1, 0, 0)
+    roundup.counted(0, 2, 0, 0)
+    assert roundup.counted(1, 2, 0, 0) == Dismiss(frozenset({0, 1}))
+    assert roundup.again(1) == roundup.ready(1) == Dismiss(frozenset({1}))
+    assert roundup.again(7) is None
