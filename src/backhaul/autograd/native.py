@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 import itertools
 import sys
@@ -239,11 +240,11 @@ class Task:
         return node in self._found
 
     def __enter__(self) -> None:
-        self._outer = _get(_TASK)
-        torch._C._stash_obj_in_tls(_TASK, self)
+        self._outer = stashed(_TASK)
+        stash(_TASK, self)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._stash_obj_in_tls(_TASK, self._outer)
+        stash(_TASK, self._outer)
 
 
 _TASK = "backhaul_task"
@@ -271,8 +272,30 @@ def new_task_number() -> int:
     return next(_own_tasks)
 
 
-def _get(key: str) -> Any:
-    """A value of the thread-local state of ATen, which follows into the threads of the engine."""
+def stash(key: str, value: Any) -> None:
+    """Keep a value with this strand of execution: the engine and the interpreter of scripts carry it along."""
+    if not _stash_counts:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def _does_stash_count() -> bool:
+    """Whether torch counts the reference that it keeps there. Up to 2.11 it did not, and gave one back all the same."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("backhaul_probe", probe)
+    counts = sys.getrefcount(probe) > before
+    if not counts:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    torch._C._stash_obj_in_tls("backhaul_probe", None)
+    return counts
+
+
+_stash_counts = _does_stash_count()
+
+
+def stashed(key: str) -> Any:
+    """What ``stash`` has kept; None if there is nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
@@ -289,7 +312,7 @@ def _task_for(frame: FrameType) -> Task | None:
     """The pass that a multi-grad hook is called in; None for all others who ask."""
     if frame.f_globals.get("__name__") != "torch.autograd.graph":
         return None  # checkpointing, above all, means one run of the engine
-    task: Task | None = _get(_TASK)
+    task: Task | None = stashed(_TASK)
     return None if task is None or _nested(frame) else task
 
 
@@ -343,7 +366,7 @@ class _Once:
         self.__module__ = getattr(hook, "__module__", "")
 
     def __call__(self, *args: Any) -> Any:
-        replayed: Set[int] | None = _get(_REPLAY)
+        replayed: Set[int] | None = stashed(_REPLAY)
         if replayed is not None and self._leaf in replayed and not _nested(sys._getframe(1)):
             return None
         return self.__wrapped__(*args)
@@ -358,10 +381,10 @@ def run_accumulation(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tenso
         for key, hook in list(hooks.items()):
             if not isinstance(hook, _Once):
                 hooks[key] = _Once(id(leaf), hook)
-    outer = _get(_REPLAY)
-    torch._C._stash_obj_in_tls(_REPLAY, frozenset(map(id, leaves)))
+    outer = stashed(_REPLAY)
+    stash(_REPLAY, frozenset(map(id, leaves)))
     try:
         edges = list(map(leaf_edge, leaves))
         run_engine(edges, grads, edges, retain=create, create=create, accumulate=True)
     finally:
-        torch._C._stash_obj_in_tls(_REPLAY, outer)
+        stash(_REPLAY, outer)

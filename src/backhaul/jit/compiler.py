@@ -187,19 +187,6 @@ def set_python_class(name: str, python_class: type) -> None:
     torch.jit._state._name_to_pyclass[name] = python_class
 
 
-# State of threads that the interpreter and the autograd engine carry along.
-
-
-def stash(key: str, value: object) -> None:
-    """Keep a value with this strand of execution."""
-    torch._C._stash_obj_in_tls(key, value)
-
-
-def stashed(key: str) -> Any:
-    """What ``stash`` kept; None if there is nothing."""
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
-
-
 def wrap_calls(call: Callable[..., Any]) -> None:
     """Let ``call(invoke, script, *args, **kwargs)`` make all calls from Python to scripted functions and methods."""
     for kind in (types_of.ScriptFunction, types_of.ScriptMethod):

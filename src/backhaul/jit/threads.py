@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from backhaul import worker as workers
 from backhaul.autograd import recording
+from backhaul.autograd.native import stash, stashed
 from backhaul.jit import compiler
 from backhaul.worker import Worker
 
@@ -61,12 +62,12 @@ def called_here() -> bool:
 
 def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a script. What is current here is current on all threads that it moves to, until it returns."""
-    outer: Carried | None = compiler.stashed(_KEY)
+    outer: Carried | None = stashed(_KEY)
     worker, scope = workers._current.get(), recording._scope.get()
     carries = worker is not None or scope is not None or outer is not None
     if carries:
         inherited = outer or _NOTHING
-        compiler.stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
+        stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
     _here.calls += 1
     try:
         if worker is None or not worker.crew.inside or not _may_wait(script):
@@ -76,7 +77,7 @@ def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> 
     finally:
         _here.calls -= 1
         if carries:
-            compiler.stash(_KEY, outer)
+            stash(_KEY, outer)
 
 
 def _put(own: T | None, inherited: Put[T] | None) -> Put[T] | None:
@@ -98,12 +99,12 @@ def _may_wait(script: Any) -> bool:
 
 
 def _worker() -> Worker | None:
-    carried: Carried | None = compiler.stashed(_KEY)
+    carried: Carried | None = stashed(_KEY)
     return None if carried is None else _value(carried.worker)
 
 
 def _scope() -> recording.Scope | None:
-    carried: Carried | None = compiler.stashed(_KEY)
+    carried: Carried | None = stashed(_KEY)
     return None if carried is None else _value(carried.scope)
 
 
