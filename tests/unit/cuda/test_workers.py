@@ -5,6 +5,7 @@ run, in slots, handed over or staged; a slot that is written too early is found,
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import backhaul as bh
 from backhaul.autograd.functions import ContextId, MessageId
 from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
-from backhaul.cuda import handover, links, process, segments
+from backhaul.cuda import borrower, handover, lender, links, process, segments
 from backhaul.cuda.links import Member, PeerLink, Plane, Shared, hand_over
 from backhaul.cuda.streams import Frontier
 from backhaul.errors import SerializationError
@@ -66,14 +67,14 @@ class World:
         monkeypatch.setattr(process, "start", self._start)
         monkeypatch.setattr(links, "index_at", lambda device: 0 if device.type == "cpu" else None)
         monkeypatch.setattr(links, "device_at", lambda index: torch.device("cpu"))
-        self._kind = kind
+        self.kind = kind
         self.workers: list[Worker] = []
 
     def _start(self, own: Member) -> Plane:
         plane = Plane(own, self.ipc, self.ipc, self.frontier)
-        if self._kind != "handed over":
+        if self.kind != "handed over":
             links._living.clear()
-        if self._kind == "staged":
+        if self.kind == "staged":
             self.ipc.refuse = True
         self.planes.append(plane)
         return plane
@@ -248,3 +249,31 @@ def test_everything_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(4):
             assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),)), -torch.ones(16))
     assert [plane.slot_bytes for plane in world.planes] == [0, 0]
+
+
+def test_who_waits_for_a_worker_that_was_killed_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        kept = bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
+    if world.kind != "slots":
+        return
+    waiting = [flag for flag in world.ipc.flags.values() if not flag.query()]
+    assert waiting
+    ended: list[int] = []
+    for module in (lender, borrower):
+        monkeypatch.setattr(module, "has_ended", ended.__contains__)
+    peer = world.workers[0].part(Node).peers.find(1)
+    assert peer.channel is not None
+    peer.channel.abort("killed")
+    deadline = time.monotonic() + 10
+    while not segments.graves and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert not any(flag.query() for flag in waiting), "nobody is known to have ended"
+    ended.append(os.getpid())
+    while not all(flag.query() for flag in waiting) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(flag.query() for flag in waiting)
+    assert kept.shape == (16,)
+    del kept
+    for _ in range(4):
+        bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
