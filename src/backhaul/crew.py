@@ -72,7 +72,7 @@ class Crew:
         self._progress = 0.0  # when a task last ended, or began while no other ran
         self._watched = False  # a polling thread looks after the tasks that wait
         self._called = 0.0  # when such a thread was last called for
-        self._minded = False  # a polling thread wakes up in time for the next alarm
+        self._minders: set[int] = set()  # polling threads that wake up in time for the next alarm
         self._alive = 0  # threads that have been decided on and have not ended
         self._closing = False
 
@@ -94,7 +94,8 @@ class Crew:
         with self._lock:
             sooner = not self._alarms or when < self._alarms[0][0]
             heapq.heappush(self._alarms, (when, next(self._numbers), task))
-            self._minded &= not sooner  # whoever minds had meant to sleep for longer
+            if sooner:
+                self._minders.clear()  # they had meant to sleep for longer
         if sooner:
             self._endpoint.wake()
 
@@ -190,9 +191,9 @@ class Crew:
         Args:
             cost: Of the task that has just ended, in seconds of processor time.
         """
-        endpoint, now = self._endpoint, self._runtime.now
+        endpoint, now, me = self._endpoint, self._runtime.now, threading.get_ident()
         fresh: Iterable[Task] = ()
-        idle = watching = minding = polled = False
+        idle = watching = polled = False
         while True:
             task = alarm = None
             with self._lock:
@@ -202,17 +203,17 @@ class Crew:
                     cost = None
                 self._tasks.extend(fresh)
                 self._watched &= not watching
-                self._minded &= not minding
+                self._minders.discard(me)
                 if self._closing or (idle and self._polling > _SPARE and not self._tasks):
                     self._polling -= 1
                     return None
                 if self._alarms and self._alarms[0][0] <= time:
                     alarm = heapq.heappop(self._alarms)[2]
-                    watching = minding = False
+                    watching = False
                 elif self._tasks and (not self._running or self._may_run(time)):
                     task, then = self._take(time, polled)
                 else:
-                    watching, minding, patience = self._posture(time)
+                    watching, patience = self._posture(time, me)
             if task is not None:
                 if then is not None:
                     then()
@@ -257,20 +258,20 @@ class Crew:
             self._alive += 1
             return task, self._add_thread  # it takes our place
         self._polling -= 1
-        if self._alarms and not self._minded and self._alarms[0][0] < now + _IDLE:
+        if self._alarms and not self._minders and self._alarms[0][0] < now + _IDLE:
             then = self._endpoint.wake
         return task, then
 
-    def _posture(self, now: float) -> tuple[bool, bool, float]:
-        """How to poll: whether looking after the tasks that wait, whether minding the next alarm, and for how long."""
+    def _posture(self, now: float, me: int) -> tuple[bool, float]:
+        """How the calling thread is to poll: whether looking after the tasks that wait, and for how long."""
         watching = bool(self._tasks) and not self._watched
         patience = _STALLED if watching else _IDLE
-        minding = bool(self._alarms) and not self._minded and self._alarms[0][0] < now + patience
-        if minding:
-            patience = self._alarms[0][0] - now
         self._watched |= watching
-        self._minded |= minding
-        return watching, minding, patience
+        # Two of them mind the next alarm: one may take a task, and need not wake another for that.
+        if self._alarms and len(self._minders) < _SPARE:
+            self._minders.add(me)
+            patience = min(patience, self._alarms[0][0] - now)
+        return watching, patience
 
     def _may_run(self, now: float) -> bool:
         """Whether another task may join those that run; see [Note: company]."""

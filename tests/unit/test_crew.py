@@ -85,6 +85,7 @@ class StagedEndpoint(Endpoint):
         self.stage = stage
         self.events: collections.deque[Any] = collections.deque()
         self.wakes = 0
+        self.woken = 0  # how often somebody was, ever
 
     def poll(self, timeout: float | None) -> Event | None:
         stage, me = self.stage, threading.get_ident()
@@ -103,6 +104,7 @@ class StagedEndpoint(Endpoint):
     def wake(self) -> None:
         with self.stage.changed:
             self.wakes += 1
+            self.woken += 1
             self.stage.changed.notify_all()
 
     def emit(self, event: Any) -> None:
@@ -598,6 +600,23 @@ class TestAlarms:
         show.advance(1)
         show.wait_for(lambda: rung == [1])
         finish(show, *jobs)
+
+    def test_ahead_wake_nobody_for_each_task(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(8)
+        warm_up = [Job(show) for _ in range(3)]
+        show.submit(*warm_up)
+        finish(show, *warm_up)
+        show.crew.call_at(show.stage.now() + 1, lambda: None)
+        show.settle()
+        woken = []
+        for _ in range(4):
+            job = Job(show)
+            show.endpoint.emit([job])
+            show.wait_for(lambda job=job: job.started)  # type: ignore[misc]
+            show.settle()
+            finish(show, job)
+            woken.append(show.endpoint.woken)
+        assert len(set(woken)) == 1, "after the first, two threads know of the alarm"
 
     def test_that_fail_do_no_harm(self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture) -> None:
         show = stage_for(1)

@@ -33,9 +33,11 @@ class Context:
         orphans: Messages from workers that are gone for good, with the worker and why; nobody takes their gradients.
         released: Whether it is over; nothing is recorded any more.
         replay: What is kept to make a lost worker's share again, if anything.
+        doubtful: Workers of those known that have lost a channel, to whatever worker, and asked to be told of the end.
     """
 
     replay: Log | None = None
+    doubtful: frozenset[int] = frozenset()
 
     def __init__(self, number: ContextId) -> None:
         self.id = number
@@ -85,6 +87,15 @@ class Context:
             if self.released:
                 return False
             self.known.add(worker)
+            return True
+
+    def doubt(self, worker: int) -> bool:
+        """As ``know``, of one that may not hear of the end through each of its channels."""
+        with self.lock:
+            if self.released:
+                return False
+            self.known.add(worker)
+            self.doubtful |= {worker}
             return True
 
     def orphan(self, worker: int, name: str, reason: str) -> None:

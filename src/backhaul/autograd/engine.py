@@ -390,19 +390,26 @@ class Engine:
         buffers = encoded.buffers if encoded is not None else ()
         return Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded)
 
-    def _hint(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
+    def _hint(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
         it asks by itself, see ``losses``; where there are several it may have lost any of them, and asked through
-        another. Soon: nobody waits for it, so that it may go with others.
+        another.
         """
         for channel in self._channels_of(worker):
-            try:
-                if soon:
-                    channel.send_soon(frame, timeout=0)
-                else:
-                    channel.send(frame, timeout=0)
-            except ChannelClosedError as error:
-                log.debug("worker %d was not told: %s", worker, error)
+            self._send_hint(worker, channel, frame)
+
+    @staticmethod
+    def _send_hint(worker: int, channel: Channel, frame: Frame, *, soon: bool = False) -> bool:
+        """Soon: nobody waits for it, so that it may go with others."""
+        try:
+            if soon:
+                channel.send_soon(frame, timeout=0)
+            else:
+                channel.send(frame, timeout=0)
+        except ChannelClosedError as error:
+            log.debug("worker %d was not told: %s", worker, error)
+            return False
+        return True
 
     def post(self, worker: int, frame: Frame) -> bool:
         """Send a frame to a worker that may be gone; False if that could not be reached. May block."""
@@ -664,7 +671,18 @@ class Engine:
             soon, self._released_at = now < self._released_at + _CLOSELY, now
             frame = Frame(AutogradKind.RELEASE, 0, pack(Release(context)))
             for worker in told:
-                self._hint(worker, frame, soon=soon)
+                self._tell_end(worker, frame, soon, worker in released.doubtful)
+
+    def _tell_end(self, worker: int, frame: Frame, soon: bool, doubtful: bool) -> None:
+        """Send the news of a context's end where the context went: a worker that has lost that channel since asks, and
+        is told through all that there are.
+        """
+        try:
+            channel = self.agent.peers.find(worker).channel
+        except UnknownWorkerError:  # it is gone
+            return
+        if doubtful or channel is None or not self._send_hint(worker, channel, frame, soon=soon):
+            self._hint(worker, frame)
 
     def _tell_over(self, worker: int, context: int) -> None:
         """A call of a context has ended after the context: what it brought there may have come after the news."""

@@ -113,7 +113,7 @@ class Losses:
         """A worker has a context of ours, and who brought it there is gone: tell it when that is over."""
         peer, number = self._peers.of(channel), unpack(frame.body, Know).context
         context = self._container.find(number)
-        if peer is None or (context is not None and context.know(peer.record.id)):
+        if peer is None or (context is not None and context.doubt(peer.record.id)):
             return None
         return functools.partial(_answer, channel, Frame(AutogradKind.RELEASE, 0, pack(Release(number))))
 

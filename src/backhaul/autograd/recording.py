@@ -219,14 +219,12 @@ class Recorder:
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if kept is _NO_GRAD:
             return [tensor.requires_grad_(False) for tensor in tensors]
-        if note is None or kept is None:
-            if type(kept) is Entry:
-                kept.answer(None)
-            return tensors
-        read = unpack(note, Note)
+        read = None if note is None else unpack(note, Note)
         if type(kept) is Entry:
             kept.answer(read)
             kept = kept.context
+        if read is None or kept is None:
+            return tensors
         if kept.released:
             self.tell_over(peer.record.id, kept.id)
         return record_recv(kept, peer.record.id, read, tensors, replied=True)
