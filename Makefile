@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test test-cuda lint types browser bench memory reference sim kills fuzz soak format clean
+.PHONY: help env run test test-cuda races lint types browser bench bench-cuda memory reference sim kills fuzz soak format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -42,6 +42,9 @@ test: lint types browser ## Check everything: lint, types, tests; ARGS go to pyt
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Where there is no device these are skipped, and say so.
+races: env ## Compare steps with kernels that take long, drawn by lot, with plain autograd on a CUDA device; ROUNDS=1000
+	@$(BIN)/python -m tests.cuda.races $(ROUNDS)
+
 test-cuda: env ## Run the tests that need a CUDA device; ARGS go to pytest
 	$(BIN)/pytest -m cuda -rs tests/cuda tests/reference $(ARGS)
 
@@ -70,6 +73,9 @@ bench: env ## Measure calls and steps side by side with torch.distributed; ARGS 
 	@$(BIN)/python benchmarks/backward.py $(ARGS)
 	@$(BIN)/python benchmarks/steps.py $(ARGS)
 
+bench-cuda: env ## Measure tensors on a CUDA device side by side with torch.distributed; ARGS go to benchmarks/cuda.py
+	@$(BIN)/python benchmarks/cuda.py $(ARGS)
+
 memory: env ## Show that memory stays flat over large echoes; ARGS go to benchmarks/memory.py
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
 
@@ -78,6 +84,7 @@ reference: env ## Run the reference's own suites against Backhaul; ARGS: parts o
 
 # A part of it runs with the tests; this is for many seeds. SEEDS=7 is one, SEEDS=0:5000 are five thousand.
 SEEDS := 0:200
+ROUNDS := 1000
 STEPS := 20
 WORKERS := 8
 

@@ -139,6 +139,9 @@ class Options:
         devices: ``"cpu"``: all tensors that this worker sends and gets arrive on the CPU, but for the workers in
             ``device_maps``. ``"mapped"``: tensors of this worker's devices travel only as ``device_maps`` says; where
             that says nothing, a call that takes one along raises ``SerializationError``.
+        device_slot_bytes: How much memory of each of its devices this worker takes at most for tensors that it sends to
+            others on its host; what finds no place there is copied through the host. 0 switches it off. Default: an
+            eighth of the device's memory.
         connect_timeout: How long a first call may take to reach its peer; at most ``lost_after``, where that is on.
         rendezvous_timeout: How long ``init`` waits for the others.
         backward_timeout: How long a backward pass may take; 0 means any time.
@@ -171,6 +174,7 @@ class Options:
     shm_bytes: int | None = None
     device_maps: DeviceMaps | None = None
     devices: Literal["auto", "cpu", "mapped"] = "auto"
+    device_slot_bytes: int | None = None
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
@@ -203,8 +207,10 @@ class Options:
     def _check_limits(self) -> None:
         if self.max_frame_bytes < 1 << 16:
             raise ValueError(f"max_frame_bytes must be at least 65536, got {self.max_frame_bytes}")
-        if self.shm_bytes is not None and self.shm_bytes < 0:
-            raise ValueError(f"shm_bytes must not be negative, got {self.shm_bytes}")
+        for field in ("shm_bytes", "device_slot_bytes"):
+            value = getattr(self, field)
+            if value is not None and value < 0:
+                raise ValueError(f"{field} must not be negative, got {value}")
         if not 1 <= self.max_depth <= 256:
             raise ValueError(f"max_depth must be 1 to 256, got {self.max_depth}")
         for field in ("max_tensors", "max_calls", "max_bytes_in_flight", "max_contexts"):

@@ -33,6 +33,7 @@ def test_the_defaults_are_allowed() -> None:
         {"secret": b"bytes"},
         {"max_frame_bytes": 1 << 16},
         {"shm_bytes": 0},
+        {"device_slot_bytes": 0},
         {"shm_bytes": 1 << 40},
         {"init_method": "tcp://host:1234"},
         {"heartbeat_interval": 0, "suspect_after": 0.001, "lost_after": 0.002},
@@ -71,6 +72,7 @@ def test_what_is_given_is_kept(given: dict[str, Any]) -> None:
         ("transport", None),
         ("max_frame_bytes", 0),
         ("shm_bytes", -1),
+        ("device_slot_bytes", -1),
         ("max_frame_bytes", (1 << 16) - 1),
     ],
 )

@@ -77,6 +77,7 @@ class Plane:
         memory: Of its devices.
         ipc: What of it others can open; None where nothing can be shared.
         frontier: The order of its process's streams.
+        slot_bytes: How much of a device to use for slots; default: a share of it.
 
     Attributes:
         tell: Sends what the peer at the other end of a channel is to be told.
@@ -86,12 +87,15 @@ class Plane:
     tell: Callable[[Channel, Shared], None]
     mourn: Callable[[], object]
 
-    def __init__(self, own: Member, memory: Memory, ipc: Ipc | None, frontier: Frontier) -> None:
+    def __init__(
+        self, own: Member, memory: Memory, ipc: Ipc | None, frontier: Frontier, slot_bytes: int | None = None
+    ) -> None:
         self.own = own
         self.memory = memory
         self.ipc = ipc
         self.frontier = frontier
         self.mourn = functools.partial(visit_graves, frontier)
+        self._limit = slot_bytes
         self._budgets: dict[int, Budget] = {}
         _living[own.incarnation] = os.getpid()
 
@@ -99,7 +103,9 @@ class Plane:
         """How much of a device's memory may be used for slots, or of the host's."""
         found = self._budgets.get(device)
         if found is None:
-            limit = _HOST_SLOTS if device == HOST else self.memory.total(device) // _SHARE
+            limit = self._limit if self._limit is not None else self.memory.total(device) // _SHARE
+            if device == HOST:
+                limit = _HOST_SLOTS
             found = self._budgets.setdefault(device, Budget(limit))
         return found
 

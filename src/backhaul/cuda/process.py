@@ -35,8 +35,8 @@ def judge(error: BaseException, worker: str) -> None:
         error.add_note(f"worker '{worker}' and its CUDA devices are still usable")
 
 
-def start(own: Member) -> Plane | None:
-    """What the links of a worker share; None where it has no devices."""
+def start(own: Member, slot_bytes: int | None) -> Plane | None:
+    """What the links of a worker share, with so much memory of each device at most; None where it has no devices."""
     global frontier
     if not own.devices:
         return None
@@ -49,7 +49,7 @@ def start(own: Member) -> Plane | None:
     if frontier is None:
         frontier = Frontier(Driver())
     try:
-        ipc = CudaIpc()
+        ipc = None if slot_bytes == 0 else CudaIpc()
     except (OSError, AttributeError):  # another driver than NVIDIA's, or an old one
         ipc = None
-    return Plane(own, CudaMemory(), ipc, frontier)
+    return Plane(own, CudaMemory(), ipc, frontier, slot_bytes)

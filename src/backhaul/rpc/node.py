@@ -131,7 +131,7 @@ def start_node(
 ) -> Node:
     """Make the worker that ``own`` describes and let it listen."""
     worker = Worker(own.info, own.incarnation, endpoint, options, runtime)
-    worker.plane = process.start(own)
+    worker.plane = process.start(own, worker.options.device_slot_bytes)
     node = Node(worker, own, records)
     for extend in extensions:
         extend(node)

@@ -70,8 +70,8 @@ class World:
         self.kind = kind
         self.workers: list[Worker] = []
 
-    def _start(self, own: Member) -> Plane:
-        plane = Plane(own, self.ipc, self.ipc, self.frontier)
+    def _start(self, own: Member, slot_bytes: int | None) -> Plane:
+        plane = Plane(own, self.ipc, self.ipc, self.frontier, slot_bytes)
         if self.kind != "handed over":
             links._living.clear()
         if self.kind == "staged":
