@@ -173,6 +173,76 @@ def test_a_value_that_was_never_asked_for() -> None:
         assert cluster.shutdown(graceful=True, timeout=10.0) == []
 
 
+def wait_until_cancelled_and_ask() -> None:
+    with contextlib.suppress(bh.CallCancelledError):
+        bh.current_worker().runtime.gate().wait(2.0)
+        rref = bh.remote("worker1", torch.ones, args=(1,))
+        rref.to_here()
+
+
+def test_a_value_that_is_asked_for_where_nothing_may_be_called_any_more() -> None:
+    """Seed 48: a handler whose caller was lost asked its own worker for a value. The call failed at once; its error was
+    kept with the value, and by way of the frames it had gone through kept the reference to the value, and so itself.
+    """
+    with SimCluster(2, seed=1) as cluster:
+        cluster.run("worker0", lambda: bh.rpc_async("worker1", wait_until_cancelled_and_ask, timeout=0)).result()
+        cluster.sleep(1.0)
+        cluster.crash("worker0")
+        cluster.sleep(5.0)
+        cluster.collect()
+        cluster.sleep(1.0)
+        assert not cluster.leftovers()
+
+
+unset: list[bh.Future[torch.Tensor]] = []
+
+
+@bh.async_execution
+def later() -> bh.Future[torch.Tensor]:
+    unset.append(bh.Future())
+    return unset[-1]
+
+
+def fail() -> None:
+    raise KeyError("it fails")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda rref: rref.to_here(),
+        lambda rref: rref.local_value(),
+        lambda rref: rref.backward(),
+        lambda rref: rref._get_type(),
+        lambda rref: rref._get_type(blocking=False).wait(),
+        lambda rref: rref._ask().wait(),
+        lambda rref: rref._ask(timeout=0).wait(),
+        lambda rref: rref.rpc_sync().sum(),
+        lambda rref: rref.remote().sum().to_here(),
+        lambda rref: bh.rpc_sync("worker1", relay, args=(rref,)),
+    ],
+    ids=["here", "local_value", "backward", "type", "type_later", "ask", "ask_for_ever", "rpc_sync", "remote", "relay"],
+)
+@pytest.mark.parametrize("failing", [fail, later])
+def test_a_value_that_could_not_be_made(failing: Callable[[], object], ask: Callable[[object], object]) -> None:
+    """Its error collected the frames of those who asked for it, or made it fail, with their reference to the value."""
+
+    def program() -> None:
+        rref = bh.remote("worker0", failing)
+        if failing is later:
+            bh.current_worker().runtime.gate().wait(1.0)
+            unset.pop().set_exception(KeyError("it fails"))
+        with pytest.raises(KeyError):
+            ask(rref)
+
+    with SimCluster(2, seed=1) as cluster:
+        cluster.run("worker0", program).result()
+        for _ in range(3):
+            cluster.collect()
+            cluster.sleep(1.0)
+        assert not cluster.leftovers()
+
+
 def test_a_worker_that_connects_again() -> None:
     """Seed 449: the first connection is dead, but only one end knows it. The other uses the newer one."""
     with SimCluster(2, seed=1, weather=Weather(duplicates=1.0)) as cluster:

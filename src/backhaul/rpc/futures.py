@@ -158,18 +158,9 @@ class Future(torch.futures.Future[T]):
             return calls is not None and calls.cancel(number)
         return self._cancel is not None and self._cancel()
 
-    def _fresh_value(self, timeout: float | None = None) -> T:
-        """As ``wait``; but if there is an exception, raise a copy of it, so that it does not collect the frames of all
-        who ask: they may refer to what keeps the future.
-        """
-        self._wait_until_done(timeout)
-        error = self._error
-        if error is None:
-            return self._follow(super().wait())
-        fresh = _copy_of(error).with_traceback(error.__traceback__)
-        fresh.__cause__, fresh.__suppress_context__ = error.__cause__, error.__suppress_context__
-        del error
-        raise fresh
+    def _failure(self) -> BaseException | None:
+        """What ``wait`` raises, once the future is done."""
+        return self._error
 
     @graph_break
     def set_exception(self, result: Any) -> None:
@@ -187,7 +178,7 @@ class Future(torch.futures.Future[T]):
 
         def raise_error(_: Any) -> None:
             future = this()  # None: nobody but torch has it any more
-            raise spare if future is None or future._error is None else future._error
+            raise (None if future is None else future._failure()) or spare
 
         self._set_unwrap_func(raise_error)
         try:
@@ -262,6 +253,32 @@ class Future(torch.futures.Future[T]):
             if timer is not None:
                 timer.cancel()
         return self.wait()
+
+
+class Kept(Future[T]):
+    """A future that outlives those who ask for its value: each of them gets a copy of its exception. The exception
+    itself would collect their frames, which may refer to what keeps the future, and keep it for ever.
+
+    Example:
+        >>> future, error = Kept(), KeyError("gone")
+        >>> future.set_exception(error)
+        >>> try:
+        ...     future.wait()
+        ... except KeyError as raised:
+        ...     raised is error, error.__traceback__
+        (False, None)
+    """
+
+    def _failure(self) -> BaseException | None:
+        error = self._error
+        return None if error is None else copy_without_frames(error).with_traceback(error.__traceback__)
+
+
+def copy_without_frames(error: BaseException) -> BaseException:
+    """The same exception, as if it had not been raised yet."""
+    made = _copy_of(error)
+    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return made
 
 
 def _copy_of(error: BaseException) -> BaseException:

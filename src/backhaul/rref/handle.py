@@ -13,7 +13,7 @@ from backhaul.autograd.api import backward
 from backhaul.compiler import graph_break
 from backhaul.errors import BackhaulError, CallTimeoutError
 from backhaul.rpc.dispatch import answers_later, async_execution
-from backhaul.rpc.futures import Future
+from backhaul.rpc.futures import Future, Kept
 from backhaul.rpc.node import Node
 from backhaul.rref.ownership import Entry, ForkId, Life, RRefId, maker_of
 from backhaul.rref.registry import RRefs, current_rrefs
@@ -106,7 +106,7 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to have the value, or to have failed to make it."""
         created = self._created
-        return created is None or (created.done() and _failure(created) is None)
+        return created is None or (created.done() and created._failure() is None)
 
     def __repr__(self) -> str:
         number = f"RRefId = {_show(self._id)}"
@@ -127,7 +127,7 @@ class RRef(Generic[T]):
                 "local_value() is for its owner, to_here() brings a copy",
                 worker=self._rrefs.worker.name,
             )
-        return cast(T, self._entry.value._fresh_value())
+        return cast(T, self._entry.value.wait())
 
     @graph_break
     def to_here(self, timeout: float | None = None) -> T:
@@ -142,7 +142,7 @@ class RRef(Generic[T]):
         if self._entry is not None:
             limit = self._rrefs.agent.timeout if timeout is None else timeout
             try:
-                return cast(T, self._entry.value._fresh_value(limit or None))
+                return cast(T, self._entry.value.wait(limit or None))
             except TimeoutError as error:
                 if self._entry.value.done() or isinstance(error, CallTimeoutError):
                     raise  # that is how it was made, or it is the deadline of what runs here
@@ -175,7 +175,7 @@ class RRef(Generic[T]):
     def _within(self, limit: float) -> Future[Any]:
         """The value of this worker's, if it comes in time."""
         assert self._entry is not None
-        made: Future[Any] = Future()
+        made: Future[Any] = Kept()  # by the timer
         forward(self._entry.value, made)
         text, name = f"the value of {self} was not there within {limit:g} s", self.owner_name()
 
@@ -188,7 +188,7 @@ class RRef(Generic[T]):
 
     def _check_created(self) -> None:
         if self._created is not None and self._created.done():
-            error = _failure(self._created)
+            error = self._created._failure()
             if error is not None:
                 raise error
 
@@ -215,7 +215,7 @@ class RRef(Generic[T]):
             retain_graph: Keep the graph for another time.
         """
         if self._entry is not None:
-            run_backward(self._entry.value._fresh_value(), context, retain_graph)
+            run_backward(self._entry.value.wait(), context, retain_graph)
         else:
             self._check_created()
             self._rrefs.agent.call(self._owner.id, backward_of, (self._named(), context, retain_graph), None, 0)
@@ -296,14 +296,6 @@ class _Proxy:
     @graph_break
     def __run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         return self.__call(name, args, kwargs)
-
-
-def _failure(future: Future[Any]) -> Exception | None:
-    try:
-        future.value()
-    except Exception as error:
-        return error
-    return None
 
 
 def _show(number: int) -> str:
@@ -392,7 +384,7 @@ def invoke(named: Named, what: str | Call, args: Any, kwargs: Any) -> Future[Any
 def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Future[Any]:
     made: Future[Any] = Future()
     try:
-        owned = value._fresh_value()
+        owned = value.wait()
         method = getattr(owned, what) if isinstance(what, str) else functools.partial(what, owned)
         result = method(*args, **kwargs)
         if answers_later(method, result):
@@ -416,10 +408,14 @@ def forward(source: torch.futures.Future[Any], target: Future[Any]) -> None:
     def settle(done: torch.futures.Future[Any]) -> None:
         if target.done():
             return  # too late
+        error = done._failure() if isinstance(done, Future) else None
+        if error is not None:  # not raised here: it would collect the frames of whoever has completed the source
+            target.set_exception(error)
+            return
         try:
             value = done.value()
-        except BaseException as error:
-            target.set_exception(error)
+        except BaseException as raised:
+            target.set_exception(raised)
         else:
             target.set_result(value)
 

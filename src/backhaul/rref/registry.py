@@ -19,7 +19,7 @@ import torch
 
 from backhaul.errors import BackhaulError, NotInitializedError, PeerLostError, UnknownWorkerError
 from backhaul.rpc.dispatch import never_dropped
-from backhaul.rpc.futures import Future
+from backhaul.rpc.futures import Future, Kept
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.rref.ownership import Entry, ForkId, Inbox, Letter, Life, News, Outbox, Owned, RRefId, is_of, maker_of
@@ -70,7 +70,7 @@ class RRefs:
         self.agent = node.agent
         self._numbers = itertools.count(first_number(node.worker.incarnation))
         self._lock = threading.Lock()  # guards what follows
-        self._owned: Owned[Future[Any]] = Owned(Future, self.life, self._is_present)
+        self._owned: Owned[Future[Any]] = Owned(Kept, self.life, self._is_present)
         self._inboxes: dict[Life, Inbox] = {}
         self._outboxes: dict[Life, Outbox] = {}
         self._forks: dict[ForkId, tuple[Life, RRefId]] = {}  # held here: fork -> owner, value

@@ -14,7 +14,7 @@ from backhaul import limits
 from backhaul.compiler import graph_break
 from backhaul.errors import PermissionDeniedError, SerializationError
 from backhaul.rpc.dispatch import answers_later, async_execution, never_dropped
-from backhaul.rpc.futures import Future
+from backhaul.rpc.futures import Future, copy_without_frames
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
@@ -113,7 +113,7 @@ def make_remote(
     birth.handle = weakref.ref(handle)
     if retry is not None:
         handle._keep_until(created)  # as long as attempts are made, it may have to turn to another owner
-    created._when_done(lambda done: birth.end(heard=_succeeded(done)))
+    created._when_done(lambda done: birth.end(heard=done._failure() is None))
     return handle
 
 
@@ -189,14 +189,6 @@ class _Arguments(Sequence[Any]):
         return tuple(self)[index]
 
 
-def _succeeded(created: Future[Any]) -> bool:
-    try:
-        created.value()
-    except Exception:
-        return False
-    return True
-
-
 def _renumbered(error: SerializationError) -> SerializationError:
     """The same error with the user's arguments counted alone."""
 
@@ -208,12 +200,12 @@ def _renumbered(error: SerializationError) -> SerializationError:
 
 
 def _fail(value: Future[Any], created: Future[Any]) -> None:
-    """The call itself has failed, so nobody is going to set the value."""
-    try:
-        created.value()
-    except Exception as error:
-        if not value.done():
-            value.set_exception(error)
+    """The call itself has failed, so nobody is going to set the value. If that was at once, the error has gone through
+    the frames of whoever holds the handle; kept with the value, it would keep them.
+    """
+    error = created._failure()
+    if error is not None and not value.done():
+        value.set_exception(copy_without_frames(error))
 
 
 @async_execution

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from backhaul.rpc.futures import Future, collect_all, wait_all
+from backhaul.rpc.futures import Future, Kept, collect_all, wait_all
 
 FAILSAFE = 60.0
 
@@ -536,6 +536,28 @@ class TestFailures:
         del failed
         gc.collect()
         assert thing() is None
+
+    def test_one_that_is_kept_keeps_nobody_who_asks(self) -> None:
+        class Thing:
+            pass
+
+        def wait_for(future: Future[None], thing: Thing) -> weakref.ref[Thing]:
+            both = collect_all([future, future])
+            for way in (future.wait, future.value, future.then(lambda done: done.value()).wait, both.wait):
+                with pytest.raises(KeyError, match="gone") as caught:
+                    way()
+                assert caught.value is not error
+                assert caught.value.__cause__ is cause
+            return weakref.ref(thing)
+
+        error, cause = KeyError("gone"), ValueError("why")
+        error.__cause__ = cause
+        failed: Future[None] = Kept()
+        failed.set_exception(error)
+        thing = wait_for(failed, Thing())
+        gc.collect()
+        assert thing() is None
+        assert error.__traceback__ is None
 
     def test_torch_sees_the_exception(self) -> None:
         failed: Future[None] = Future()
