@@ -533,6 +533,7 @@ class Engine:
                         tensors[index] = tensor.detach()
             grads = load(payload, buffers, tensors)
         except Exception as error:
+            self._decline(channel, (gradient,))
             self._fail(run, source, error)
             return
         self._enter_source(run, source, grads, parcels)

@@ -75,7 +75,7 @@ class _Borrowed:
                 log.error("a worker ended before %d tensors that it had sent were computed: they hold nothing", lost)
 
     def over(self) -> bool:
-        return not any(self.taken) and all(flag.query() for flag in self.pages.done)
+        return not any(self.taken) and self.pages.passed
 
 
 class Patience:
@@ -159,6 +159,7 @@ class Borrower:
         device = self._identities.index(offer.device)
         total = pages_size(offer.slot_bytes, count, slots=not offer.memory)
         try:
+            self._frontier.prepare(device)
             mapping = shm.attach(offer.process, offer.descriptor, total, offer.cookie)
             pages = Pages(self._ipc, mapping, count, device)
             memory = self._ipc.open(offer.memory, device, nbytes) if offer.memory else pages.pinned
@@ -208,10 +209,13 @@ class Borrower:
         return tensor
 
     def decline(self, slots: Iterable[Slot]) -> None:
-        """Slots of a message that nobody is going to read go back."""
-        for slot in slots:
-            segment, index = self._known(slot)
-            segment.free(index)
+        """Slots of a message that nobody is going to read go back, but for those that somebody has."""
+        for number, index in slots:
+            segment = self._segments.get(number)
+            if segment is None or not 0 <= index < len(segment.taken):
+                continue
+            if not segment.taken[index] and segment.pages.states[index] == LENT:
+                segment.free(index)
 
     def _known(self, slot: Slot) -> tuple[_Borrowed, int]:
         number, index = slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,10 +25,10 @@ def available() -> bool:
 
 def identities() -> tuple[str, ...]:
     """What the visible devices are, by index: equal in all processes of a host for the same piece of hardware."""
-    if not available():
+    if not available() or torch.cuda._is_in_bad_fork():
         return ()
-    found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-    return tuple(str(getattr(properties, "uuid", "")) or f"?{properties.name}" for properties in found)
+    found = ((index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count()))
+    return tuple(str(getattr(properties, "uuid", "")) or f"?{os.getpid()}:{index}" for index, properties in found)
 
 
 class Lane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from typing import Any
@@ -28,10 +29,8 @@ class Own:
         self._let_go = let_go
 
     def __del__(self) -> None:
-        try:
+        with contextlib.suppress(Exception):  # the device has failed, or CUDA or Python has ended before this
             self._let_go(self.device, self.address)
-        except RuntimeError:
-            pass  # the device has failed, or CUDA has ended before this
 
 
 class Pinned:
@@ -52,10 +51,8 @@ class Pinned:
         if ipc is None:
             return
         ipc.pinned.pop(self.address, None)
-        try:
+        with contextlib.suppress(Exception):  # as above
             ipc.library.unpin(self.device, self.mapping.address)
-        except RuntimeError:
-            pass  # as above
 
 
 class HostFlag:

@@ -107,7 +107,7 @@ class Lender:
         self._numbers = itertools.count(1)
         self._pools: dict[tuple[int, bool], Pool] = {}  # of each device, for large slots and for small ones
         self._segments: dict[int, Segment] = {}
-        self._full: set[int] = set()  # devices that had no memory left, until the next trim
+        self._full: set[tuple[int, bool]] = set()  # what had no memory left, until the next trim
         self._refused = False  # the receiver could not open a segment, and is not asked again
         self._closed = False
 
@@ -172,7 +172,7 @@ class Lender:
             if pool is None:
                 pool = self._pools[device, small] = Pool()
             slot = pool.take(size, self._now())
-            if slot is None and not self._refused and device not in self._full:
+            if slot is None and not self._refused and (device, small) not in self._full:
                 self._grow(size, device, small)
             return slot
         finally:
@@ -190,9 +190,10 @@ class Lender:
             self._offer(device, small, slot_bytes, count)
         except (RuntimeError, OSError):  # no memory left, or none that can be shared
             budget.give_back(slot_bytes * count)
-            self._full.add(device)
+            self._full.add((device, small))
 
     def _offer(self, device: int, small: bool, slot_bytes: int, count: int) -> None:
+        self._frontier.prepare(device)
         descriptor, mapping, cookie = shm.create(pages_size(slot_bytes, count, slots=small))
         try:
             pages = Pages(self._ipc, mapping, count, device)

@@ -52,6 +52,7 @@ _TAKES: dict[str, tuple[Any, ...]] = {
 
 
 class _Here(threading.local):
+    relaxed = False
     bound = False  # whether the context of torch's current device is this thread's
 
 
@@ -111,7 +112,11 @@ class Library:
     def pin(self, device: int, address: int, nbytes: int) -> int:
         """Let devices use host memory; where it is for them."""
         self._on(device, self._cuda.cuMemHostRegister_v2, address, nbytes, _PORTABLE_AND_MAPPED)
-        return self._out(device, self._cuda.cuMemHostGetDevicePointer_v2, address, 0)
+        try:
+            return self._out(device, self._cuda.cuMemHostGetDevicePointer_v2, address, 0)
+        except BaseException:
+            self.unpin(device, address)
+            raise
 
     def unpin(self, device: int, address: int) -> None:
         """Devices do not use it any more."""
@@ -119,6 +124,7 @@ class Library:
 
     def relax(self) -> None:
         """What the calling thread does from now on does not disturb another thread that makes a CUDA graph."""
+        self._here.relaxed = True
         mode = ctypes.c_int(_THREAD_LOCAL)
         self._check(self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
@@ -129,6 +135,8 @@ class Library:
 
     def _on(self, device: int, function: Any, *args: Any) -> None:
         """Call a function in a device's context."""
+        if not self._here.relaxed:
+            self.relax()
         here = _get_device() == device
         if here and self._here.bound:
             code = function(*args)
@@ -141,8 +149,10 @@ class Library:
                 code = function(*args)
             else:
                 self._check(self._cuda.cuCtxPushCurrent_v2(context))
-                code = function(*args)
-                self._check(self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
+                try:
+                    code = function(*args)
+                finally:
+                    self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         if code:
             self._check(code)
 

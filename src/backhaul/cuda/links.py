@@ -150,8 +150,8 @@ class Shared:
 
     def close(self) -> None:
         """The channel is lost."""
+        self.borrower.close()  # first: the other may wait for a thread that waits for the peer
         self.lender.close()
-        self.borrower.close()
 
 
 class ChannelLink:

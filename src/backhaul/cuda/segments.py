@@ -29,9 +29,7 @@ What a process that has ended was to do is never going to be done; its flags are
 from __future__ import annotations
 
 import collections
-import contextlib
-import os
-import select
+import threading
 from typing import Any, Protocol
 
 import msgspec
@@ -206,33 +204,32 @@ def visit_graves(frontier: Frontier | None = None) -> bool:
     """Let memory go that can; whether there is more. None goes while anything is under way on streams of ``frontier``:
     CUDA would wait for all of it first, and it may itself wait for the other process.
     """
-    for grave in list(graves):
-        grave.release()
-    if frontier is not None and not frontier.quiet():
-        return bool(graves)
-    for _ in range(len(graves)):
-        try:
-            grave = graves.popleft()
-        except IndexError:
-            break
-        if not grave.over():
-            graves.append(grave)
+    gone: list[Grave] = []
+    if not _visiting.acquire(blocking=False):
+        return True
+    try:
+        for grave in list(graves):
+            grave.release()
+        gone = [grave for grave in list(graves) if grave.over()]
+        if gone and frontier is not None and not frontier.quiet():
+            gone = []
+        for grave in gone:
+            graves.remove(grave)
+    finally:
+        _visiting.release()
+    gone.clear()
     return bool(graves)
+
+
+_visiting = threading.Lock()
 
 
 def has_ended(process: int) -> bool:
     """Whether a process of this host is gone, also if its parent has not noticed."""
     try:
-        descriptor = os.pidfd_open(process)
-    except ProcessLookupError:
+        with open(f"/proc/{process}/stat", "rb") as said:
+            return said.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:
+    except (OSError, IndexError):
         return False
-    try:
-        with contextlib.suppress(OSError):
-            poller = select.poll()
-            poller.register(descriptor, select.POLLIN)
-            return bool(poller.poll(0))
-        return False
-    finally:
-        os.close(descriptor)

@@ -107,10 +107,24 @@ class Mark:
         return self._events
 
 
+class _Lanes(dict[int, "Stream"]):
+    """A thread's own stream of each device; when it ends, another gets them: there are not many, and some may be taken
+    by who makes a CUDA graph, where they must not be asked for anything.
+    """
+
+    def __init__(self, spare: dict[int, collections.deque[Stream]]) -> None:
+        super().__init__()
+        self._spare = spare
+
+    def __del__(self) -> None:
+        for device, lane in self.items():
+            self._spare.setdefault(device, collections.deque()).append(lane)
+
+
 class _Here(threading.local):
     """What is known of a thread."""
 
-    lanes: dict[int, Stream] | None = None  # its own stream of each device, if it has any
+    lanes: _Lanes | None = None  # if it has any
     relaxed = False
 
 
@@ -127,17 +141,32 @@ class Frontier:
         self._departed: dict[Key, Event] = {}
         self._known: dict[Key, Stream] = {}  # all streams that were ever used by those who call here
         self._drains: dict[int, Stream] = {}
+        self._spare: dict[int, collections.deque[Stream]] = {}  # of threads that have ended
         self._ended: collections.deque[tuple[Event, int, Callable[[], None]]] = collections.deque()  # to be drained
         self._here = _Here()
 
     def quiet(self) -> bool:
         """Whether nothing is under way on any stream that is known here."""
-        return all(stream.query() for stream in list(self._known.values()))
+        return bool(self._try(lambda: all(stream.query() for stream in list(self._known.values()))))
 
     def failed(self) -> bool:
         """Whether nothing can be done on the devices any more."""
-        self._try(lambda: [self._backend.default(device).query() for device in self._backend.devices()])
+        if not self.trouble:
+            try:
+                for device in self._backend.devices():
+                    self._backend.default(device).query()
+            except RuntimeError as error:
+                self.trouble = (str(error) or type(error).__name__).splitlines()[0]
+                log.error("CUDA has failed in this process: %s", self.trouble)
         return bool(self.trouble)
+
+    def prepare(self, device: int) -> None:
+        """Streams of ``device`` are going to wait for another process. While one does, CUDA may make no new ones, and
+        who asks for the first of them would wait too, with all threads of Python's: so it is made now.
+        """
+        for one in {device, *self._backend.devices()}:
+            if one not in self._drains:
+                self._drains.setdefault(one, self._backend.fresh(one))
 
     # Threads.
 
@@ -151,14 +180,20 @@ class Frontier:
             self._relax()
         lanes = here.lanes
         if lanes is None:
-            lanes = here.lanes = {}
+            lanes = here.lanes = _Lanes(self._spare)
         for device in backend.devices():
             lane = lanes.get(device)
             if lane is None:
-                lane = lanes[device] = backend.fresh(device)
+                lane = lanes[device] = self._spare_lane(device) or backend.fresh(device)
                 self._known.setdefault(lane.key, lane)
             if backend.current(device) is not lane:
                 backend.use(lane)
+
+    def _spare_lane(self, device: int) -> Stream | None:
+        try:
+            return self._spare.setdefault(device, collections.deque()).popleft()
+        except IndexError:
+            return None
 
     # Messages.
 
@@ -279,11 +314,11 @@ class Frontier:
         processes share a device, whatever one of them does costs a switch to it.
         """
         backend = self._backend
+        streams = dict(self._known)
         for used in backend.devices():
-            self._current(used)
-            default = backend.default(used)
-            self._known.setdefault(default.key, default)
-        busy = [stream for stream in list(self._known.values()) if not stream.query()]
+            for stream in (self._current(used), backend.default(used)):
+                streams[stream.key] = stream
+        busy = [stream for stream in streams.values() if not stream.query()]
         if not busy:
             return  # see [Note: idle]: what the event was recorded for before has passed
         if len(busy) == 1 and busy[0].key[0] == device:
@@ -355,9 +390,8 @@ class Frontier:
         try:
             return act()
         except RuntimeError as error:
-            if not self.trouble:
-                self.trouble = (str(error) or type(error).__name__).splitlines()[0]
-                log.error("CUDA has failed in this process: %s", self.trouble)
+            if not self.failed():
+                log.warning("CUDA could not do something that others may wait for: %s", error)
             return None
 
 

@@ -22,10 +22,10 @@ from backhaul.rpc.peers import Peer
 from backhaul.runtime import Gate
 from backhaul.transport.base import Channel
 from backhaul.wire.codec import load, tensors_of
-from backhaul.wire.devices import Lease
+from backhaul.wire.devices import Lease, decline
 from backhaul.wire.faults import decode_fault
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Fault, Kind, Reply, unpack
+from backhaul.wire.messages import Fault, Kind, Payload, Reply, unpack
 from backhaul.worker import Worker
 
 Outcome = Frame | BackhaulError
@@ -96,6 +96,7 @@ class Pending:
                 self.peer.link.arrive(self.channel)
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
         notes: Mapping[str, bytes] = {}
+        payload: Payload | None = None
         try:
             reply = unpack(outcome.body, Reply)
             payload, notes, buffers = reply.payload, reply.notes, outcome.buffers
@@ -108,6 +109,8 @@ class Pending:
             (value,) = load(payload, buffers, tensors, worker)
             return value
         except Exception as error:
+            if self.peer.link is not None and payload is not None:
+                decline(payload, self.peer.link.answer(self.channel))
             discard(self.peer, interceptors, notes)
             raise SerializationError(
                 f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 
 from backhaul.crew import Task
@@ -17,7 +18,6 @@ from backhaul.worker import Worker
 
 _TRIM = 10.0  # seconds between looks at what is not used
 _MOURN = 0.05, 1.0  # seconds between looks at what was given up, at first and later
-_SETTLE = 30.0  # seconds that a worker which ends waits for what it has sent to be computed
 
 
 class Devices:
@@ -84,16 +84,25 @@ class Devices:
         self._mourn(min(2 * pause, _MOURN[1]))
 
     def _close(self) -> None:
-        self._settle()
         for peer in self._peers:
             if peer.link is not None:
                 peer.link.close()
         self._plane.close()
-        visit_graves(self._plane.frontier)
+        if visit_graves(self._plane.frontier):  # others may have tensors of ours, or streams of ours wait for them
+            threading.Thread(target=_mourn_on, args=(self._plane,), name="backhaul-graves", daemon=True).start()
 
-    def _settle(self) -> None:
-        """What was sent is computed, if the process ends next."""
+    def settle(self, timeout: float) -> None:
+        """What was sent is computed before channels are closed: the process may end next."""
         shared = [shared for peer in self._peers if peer.link is not None for _, shared in peer.link.shared()]
-        over = time.monotonic() + _SETTLE
+        over = time.monotonic() + timeout
         while not all(one.lender.settled for one in shared) and time.monotonic() < over:
+            if self._plane.frontier.failed():
+                return
             time.sleep(0.001)
+
+
+def _mourn_on(plane: Plane) -> None:
+    pause, longest = _MOURN
+    while visit_graves(plane.frontier):
+        time.sleep(pause)
+        pause = min(2 * pause, longest)

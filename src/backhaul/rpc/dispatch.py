@@ -244,6 +244,8 @@ class Dispatcher:
                 function = values.pop(0)
             kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
         except Exception as error:
+            if answer.peer.link is not None:
+                decline(payload, answer.peer.link.answer(answer.channel))
             discard(answer.peer, self._agent.interceptors, notes)
             if isinstance(error, LimitError) or (
                 isinstance(error, FunctionNotFoundError) and error.worker == self._worker.name

@@ -22,6 +22,7 @@ from backhaul.rpc.peers import Peer
 from backhaul.rpc.policy import Policy, find_internal
 from backhaul.rpc.quotas import Ledger, Quotas, beyond
 from backhaul.transport.base import Channel
+from backhaul.wire.devices import decline
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import Fault, Kind, Payload, Reply, Request, unpack
@@ -146,6 +147,8 @@ class GuardedDispatcher(Dispatcher):
         except (LimitError, PermissionDeniedError) as refused:
             answer = Answer(peer, channel, frame.number, self._worker.runtime.now)
             self._agent.under_way[channel, frame.number] = answer
+            if peer.link is not None:
+                decline(request.payload, peer.link.answer(channel))
             return functools.partial(self._refuse, answer, refused)
         task = super()._on_request(channel, frame)
         accepted = self._agent.under_way[channel, frame.number]

@@ -52,8 +52,7 @@ class Node:
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
         self.membership = Membership(worker, self.agent, self.farewell)
         membership.attach(worker, self.peers)
-        if worker.plane is not None:
-            self.devices = Devices(worker, self.peers, worker.plane)
+        self.devices = None if worker.plane is None else Devices(worker, self.peers, worker.plane)
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down
         worker.attach(self)
@@ -95,6 +94,8 @@ class Node:
             finally:
                 self.farewell.started = True  # from now on members that go are no news
                 self.agent.close()
+                if self.devices is not None:
+                    self.devices.settle(max(deadline - self.worker.runtime.now(), 0.5))
                 self.peers.close()
                 left = deadline - self.worker.runtime.now()
                 self.worker.close(min(max(left, 0.5), 5.0))

@@ -513,8 +513,6 @@ class Peers:
             self._sent_before += channel.bytes_sent
         if peer is None:
             return
-        if peer.link is not None:
-            peer.link.lost(channel)
         # One that was opened and given up may have shown itself after the one that followed it.
         other = peer.channels[-1] if peer.channels else None
         if peer.channel is channel:
@@ -528,6 +526,8 @@ class Peers:
             reason = f"worker '{peer.info.name}' {peer.gone}"
         for listener in self._listeners:
             listener(peer, channel, reason)
+        if peer.link is not None:
+            peer.link.lost(channel)
 
     @property
     def bytes_sent(self) -> int:

@@ -53,6 +53,8 @@ class FakeStream:
 class FakeEvent:
     """Recorded on streams of one device only, as CUDA's."""
 
+    foreign = False  # whether another process records it
+
     def __init__(self, backend: FakeCuda, device: int | None = None) -> None:
         self.backend = backend
         self.device = device
@@ -77,6 +79,8 @@ class FakeCuda:
         self.done: Clock = {}  # of every stream, how far it has got
         self.events = 0
         self.relaxed = 0
+        self.pools: set[int] = set()  # devices of which there are streams besides the default one
+        self.foreign_waits = 0  # for flags
         self._numbers = 0
         self._streams: list[FakeStream] = []
         self._here = threading.local()
@@ -107,6 +111,10 @@ class FakeCuda:
         return self._defaults[device]
 
     def fresh(self, device: int) -> FakeStream:
+        if device not in self.pools:
+            # CUDA makes no streams while one waits for what another process is to do.
+            assert not self.foreign_waits, "the first stream of a device, and one of them waits for another process"
+            self.pools.add(device)
         return self._make(device)
 
     def external(self, device: int) -> FakeStream:
@@ -133,6 +141,7 @@ class FakeCuda:
 
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
         stream.waits += 1
+        self.foreign_waits += event.foreign
         for number, time in event.clock.items():
             stream.clock[number] = max(stream.clock.get(number, 0), time)
 

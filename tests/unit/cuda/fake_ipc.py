@@ -34,6 +34,8 @@ class FakeStretch:
 
 
 class FakeFlag(FakeEvent):
+    foreign = True
+
     def force(self) -> None:
         self.clock = {}
 

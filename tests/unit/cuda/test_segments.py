@@ -461,8 +461,8 @@ class TestWhatAPeerSays:
         held = line.borrower.borrow(slot, 64, 0)
         with pytest.raises(ProtocolError):
             line.borrower.borrow(slot, 64, 0)
-        with pytest.raises(ProtocolError):
-            line.borrower.decline([slot])
+        line.borrower.decline([slot, (9, 0), (1, 99)])
+        assert line.lender.lent == 1, "what is in use stays so"
         del held
 
     def test_retired(self, line: Line) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -328,3 +330,39 @@ def test_tensors_are_found_in_values() -> None:
     for _ in range(50):
         deep = [deep]
     assert list(tensors_in(deep)) == []
+
+
+class TestFailures:
+    def test_what_passes_is_no_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = FakeCuda()
+        frontier = Frontier(cuda)
+        Cell(cuda).write()
+
+        def no_memory(device: int) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda, "event", no_memory)
+            frontier.depart()
+        assert not frontier.failed()
+        cuda.broken = True
+        frontier.depart()
+        assert frontier.failed()
+        assert "device-side assert" in frontier.trouble
+        assert not frontier.quiet()
+
+    def test_a_thread_that_ends_leaves_its_streams_to_the_next(self) -> None:
+        cuda = FakeCuda()
+        frontier = Frontier(cuda)
+        seen = set()
+
+        def enter() -> None:
+            frontier.enter()
+            seen.add(cuda.current(0).number)
+
+        for _ in range(5):
+            thread = threading.Thread(target=enter)
+            thread.start()
+            thread.join()
+            gc.collect()
+        assert len(seen) == 1

@@ -54,6 +54,17 @@ def weight_grad(context: int) -> torch.Tensor:
     return bh.get_gradients(context)[weight]
 
 
+class Spoiled:
+    """Cannot be made again."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def spoiled_with(x: torch.Tensor) -> Any:
+    return x, Spoiled()
+
+
 class World:
     """Workers over sockets that believe to be in different processes, or not."""
 
@@ -221,7 +232,7 @@ def test_a_tensor_without_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_only_what_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    World("slots", monkeypatch)
+    world = World("slots", monkeypatch)
     weight.grad = None
     options = bh.Options(device_maps={"worker1": {0: 0}}, devices="mapped")
     with bh.cluster(2, options=options, endpoints=lambda: SocketEndpoint(secret=b"secret")):
@@ -232,6 +243,7 @@ def test_only_what_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SerializationError, match=r"no place at worker 'worker0'.*its map says nothing") as caught:
             bh.rpc_sync("worker1", relay, args=("worker0", x))
         assert (caught.value.device, caught.value.path) == ("cuda:0", "args[0]")
+        world.cuda.finish()
 
 
 def test_maps_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +260,7 @@ def test_everything_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with bh.cluster(2, options=bh.Options(devices="cpu")):
         for _ in range(4):
             assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),)), -torch.ones(16))
+        world.cuda.finish()
     assert [plane.slot_bytes for plane in world.planes] == [0, 0]
 
 
@@ -275,5 +288,38 @@ def test_who_waits_for_a_worker_that_was_killed_goes_on(world: World, monkeypatc
     assert all(flag.query() for flag in waiting)
     assert kept.shape == (16,)
     del kept
+    for _ in range(4):
+        bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
+
+
+def test_slots_of_calls_that_cannot_be_decoded_go_back(world: World) -> None:
+    for _ in range(3):
+        bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
+    for _ in range(5):
+        with pytest.raises(bh.SerializationError):
+            bh.rpc_sync("worker1", scale, args=(torch.ones(16), Spoiled()))
+        with pytest.raises(bh.SerializationError):
+            bh.rpc_sync("worker1", spoiled_with, args=(torch.ones(16),))
+    deadline = time.monotonic() + 10
+    while world.lent and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert world.lent == 0
+
+
+def test_a_loss_is_told_though_cuda_has_failed(world: World) -> None:
+    future = bh.rpc_async("worker1", slow, args=(torch.ones(16),))
+    if world.kind != "slots":
+        return
+    for _ in range(3):
+        bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
+    peer = world.workers[0].part(Node).peers.find(1)
+    assert peer.channel is not None
+    future = bh.rpc_async("worker1", slow, args=(torch.ones(16),))
+    world.cuda.broken = True
+    peer.channel.abort("killed")
+    with pytest.raises(bh.PeerLostError):
+        future.wait()
+    world.cuda.broken = False
+    world.frontier.trouble = ""
     for _ in range(4):
         bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
