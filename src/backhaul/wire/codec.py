@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from backhaul import interrupts
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
 from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
@@ -145,6 +146,7 @@ def _encode_tensors(plain: list[Any], placed: list[tuple[int, torch.Tensor]]) ->
     return Encoded(Payload(table, plain, where), buffers, [keep], distinct)
 
 
+@interrupts.calls_out
 def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bool) -> Encoded:
     writer = TensorWriter()
     loose: list[pickle.PickleBuffer] = []
@@ -179,6 +181,7 @@ def tensors_of(payload: Payload, buffers: Sequence[Buffer]) -> list[torch.Tensor
     return read_tensors(payload.tensors, buffers)
 
 
+@interrupts.calls_out
 def load(
     payload: Payload, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor], home: object = None
 ) -> list[Any]:
