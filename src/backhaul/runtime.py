@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
+from backhaul import interrupts
+
 
 class Lock(Protocol):
     """A lock that may be held across waits."""
@@ -75,14 +77,8 @@ class Gate:
         """Wait until the gate is open; False if ``timeout`` seconds passed first."""
         if self._opened:
             return True
-        limit = -1.0 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
-        try:
-            if self._lock.acquire(timeout=limit):
-                self.open()  # the next waiter passes too
-        except BaseException:  # an interrupt of the user's may come in between
-            if self._opened:
-                self.open()
-            raise
+        if interrupts.acquire(self._lock, -1.0 if timeout is None else max(timeout, 0.0)):
+            self.open()  # the next waiter passes too
         return self._opened
 
 
@@ -113,6 +109,7 @@ class Runtime:
         thread.start()
         return thread
 
+    @interrupts.waits
     def join(self, thread: threading.Thread, timeout: float | None = None) -> bool:
         """Wait for the end of a thread that ``spawn`` has started; False if ``timeout`` seconds passed first."""
         thread.join(timeout)

@@ -14,13 +14,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from signal import default_int_handler
 from types import TracebackType
 from typing import Any, TypeVar
 
+from backhaul import interrupts
 from backhaul.compiler import graph_break
 from backhaul.crew import Crew, Task
 from backhaul.cuda.links import Plane
 from backhaul.errors import NotInitializedError, ProtocolError
+from backhaul.interrupts import SIGINT, getsignal
 from backhaul.observe import Observer
 from backhaul.runtime import Gate, Runtime
 from backhaul.transport.base import Channel, Endpoint, Event, Lost
@@ -101,6 +104,7 @@ class Worker:
         with _alive_lock:
             _alive.add(self)
             _find_only()
+        interrupts.defer()
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
@@ -253,8 +257,12 @@ class Worker:
             _alive.discard(self)
             _find_only()
             _closed_last = self.name
+            last = not _alive
+        if last:
+            interrupts.defer_no_more()
         return True
 
+    @interrupts.unwavering
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
         if not self.abandon():
@@ -330,6 +338,8 @@ def current_worker() -> Worker:
     Raises:
         NotInitializedError: There is none, or several and none is current.
     """
+    if interrupts.deferred is not None:
+        interrupts.check_at_entry()
     worker = _current.get()
     if worker is None and carried is not None:
         worker = carried()
@@ -337,6 +347,8 @@ def current_worker() -> Worker:
         if worker.closed:
             raise NotInitializedError(f"worker '{worker.name}' was shut down", worker=worker.name)
         return worker
+    if getsignal(SIGINT) is default_int_handler:
+        interrupts.defer()  # a thread of the crew has a current worker, so this is a program's
     return _only or _look_around()
 
 

@@ -11,9 +11,10 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
+from backhaul.transport.inproc import InprocEndpoint
+from backhaul.transport.sockets import SocketEndpoint
 
 from . import remote_functions as remote
 from .processes import run_processes
@@ -98,20 +101,38 @@ def test_one_worker_fails(what: str, cause: str) -> None:
     assert said.count("Traceback (most") <= 2, said
 
 
-# Exceptions that handlers of signals raise, at any point of what the main thread does.
+# Ctrl-C in the main thread of a program that goes on.
 
 WEIGHT = torch.ones(2, requires_grad=True)
 LARGE = torch.ones(300_000)
 SECONDS = 4.0
 LONGEST = 0.004  # seconds; some calls and steps take less
 
+SENDER = """
+import os, sys, time
+print(flush=True)
+for line in sys.stdin:
+    time.sleep(float(line))
+    os.kill(int(sys.argv[1]), 2)
+"""
+"""Another process, as a terminal is: what this one does has no influence on when the signal comes."""
 
-class Interrupt(BaseException):
-    """What a handler raises."""
 
+@contextlib.contextmanager
+def interrupting() -> Iterator[Callable[[float], None]]:
+    """Gives what sends an interrupt to this process after so many seconds."""
+    command = [sys.executable, "-SE", "-c", SENDER, str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdin is not None
+        assert sender.stdout is not None
+        sender.stdout.readline()
 
-def interrupt(*_: object) -> None:
-    raise Interrupt
+        def send(after: float) -> None:
+            sender.stdin.write(f"{after}\n")
+            sender.stdin.flush()
+
+        yield send
+        sender.stdin.close()
 
 
 def call() -> None:
@@ -136,66 +157,62 @@ def step() -> None:
         assert bh.get_gradients(ctx)[WEIGHT].tolist() == [6.0, 6.0]
 
 
-def interrupted(what: Callable[[], None], after: float) -> bool:
-    """Do something again and again until an interrupt comes; whether it was raised, and not lost in a destructor."""
-    try:
-        signal.setitimer(signal.ITIMER_REAL, after)
-        for _ in range(50):
-            what()
-        return False
-    except Interrupt:
-        return True
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def works(what: Callable[[], None]) -> None:
-    """A channel that an interrupt has torn is opened again; the peer may use the old one until it has heard of that."""
-    for left in reversed(range(3)):
-        try:
-            what()
-            return
-        except bh.PeerLostError:
-            if not left:
-                raise
+def refer() -> None:
+    there = bh.remote("w1", torch.neg, args=(WEIGHT,))
+    assert there.to_here(timeout=PATIENCE).tolist() == [-1.0, -1.0]
 
 
 def be_interrupted(rank: int, port: int, seed: int, company: bool) -> Any:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     bh.init(f"w{rank}", rank=rank, world_size=3, store=TCPStore("127.0.0.1", port, is_master=False))
     try:
-        if rank:
-            return None
-        call()
-        chance, over, problems = random.Random(seed), threading.Event(), []
-        signal.signal(signal.SIGALRM, interrupt)
-
-        def keep_calling() -> None:
-            try:
-                while not over.is_set():
-                    works(call)
-            except Exception as error:
-                problems.append(repr(error))
-
-        others = [threading.Thread(target=keep_calling) for _ in range(2 * company)]
-        for thread in others:
-            thread.start()
-        count, end = 0, time.monotonic() + SECONDS
-        while time.monotonic() < end and not problems:
-            what = chance.choice([call, call_with_much, wait_for_futures, step])
-            with contextlib.suppress(bh.PeerLostError):  # of a channel that was torn just before
-                count += interrupted(what, chance.uniform(1e-6, LONGEST))
-            works(chance.choice([call, call_with_much, step]))
-        over.set()
-        for thread in others:
-            thread.join()
-        works(step)
-        wanted = ("num_pending_calls", "num_autograd_contexts", "num_current_backward_passes")
-        deadline = time.monotonic() + PATIENCE
-        while any(bh.get_debug_info()[name] for name in wanted) and time.monotonic() < deadline:
-            time.sleep(0.01)  # calls that were made and whose futures nobody got
-        return count, problems, [bh.get_debug_info()[name] for name in wanted]
+        return None if rank else _be_interrupted(random.Random(seed), company)
     finally:
         bh.shutdown(timeout=PATIENCE)
+
+
+def _be_interrupted(chance: random.Random, company: bool) -> Any:
+    call()
+    over, problems, count = threading.Event(), [], 0
+
+    def keep_calling() -> None:
+        try:
+            while not over.is_set():
+                call()
+        except Exception as error:
+            problems.append(repr(error))
+
+    others = [threading.Thread(target=keep_calling) for _ in range(2 * company)]
+    for thread in others:
+        thread.start()
+    with interrupting() as send, tempfile.TemporaryFile() as said:
+        before = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            end = time.monotonic() + SECONDS
+            while time.monotonic() < end and not problems:
+                what = chance.choice([call, call_with_much, wait_for_futures, step, refer])
+                try:
+                    send(chance.uniform(0, LONGEST))
+                    while True:  # until it comes, for it does
+                        what()
+                except KeyboardInterrupt:
+                    count += 1
+                chance.choice([call, call_with_much, step])()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            over.set()
+        said.seek(0)
+        problems += said.read().decode().splitlines()  # of exceptions that were ignored
+    for thread in others:
+        thread.join()
+    step()
+    wanted = ("num_pending_calls", "num_autograd_contexts", "num_current_backward_passes")
+    deadline = time.monotonic() + PATIENCE
+    while any(bh.get_debug_info()[name] for name in wanted) and time.monotonic() < deadline:
+        time.sleep(0.01)  # calls that were made and whose futures nobody got
+    return count, problems, [bh.get_debug_info()[name] for name in wanted]
 
 
 @pytest.mark.parametrize("company", [False, True])
@@ -205,3 +222,201 @@ def test_after_an_interrupt_everything_works(company: bool) -> None:
     assert not problems
     assert left == [0, 0, 0]
     assert count
+
+
+# What may be interrupted, and when. The workers are in this process, so that nothing has to be told to another.
+
+
+def socket_endpoint() -> SocketEndpoint:
+    return SocketEndpoint(secret=b"of this test")
+
+
+@pytest.fixture
+def python_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(params=[InprocEndpoint, socket_endpoint])
+def pair(request: pytest.FixtureRequest, python_handler: None) -> Iterator[None]:
+    with bh.cluster(2, endpoints=request.param):
+        yield
+
+
+class Stuck:
+    """Waits in a handler until somebody lets it go."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Event(), threading.Event()
+
+    def __enter__(self) -> Stuck:
+        handlers[id(self)] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        del handlers[id(self)]
+
+
+handlers: dict[int, Stuck] = {}
+
+
+def be_stuck(number: int) -> torch.Tensor:
+    handlers[number].begun.set()
+    handlers[number].over.wait(PATIENCE)
+    return torch.ones(2)
+
+
+class StuckInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor, number: int) -> torch.Tensor:
+        StuckInBackward.number = number  # type: ignore[attr-defined]
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad * be_stuck(StuckInBackward.number), None  # type: ignore[attr-defined]
+
+
+def call_stuck(number: int) -> None:
+    bh.rpc_sync("worker1", be_stuck, args=(number,), timeout=0)
+
+
+def call_stuck_within_a_deadline(number: int) -> None:
+    with bh.deadline(PATIENCE):
+        bh.rpc_sync("worker1", be_stuck, args=(number,), timeout=0)
+
+
+def wait_for_a_stuck_future(number: int) -> None:
+    bh.rpc_async("worker1", be_stuck, args=(number,), timeout=0).wait()
+
+
+def wait_for_all_of_them(number: int) -> None:
+    bh.wait_all([bh.rpc_async("worker1", be_stuck, args=(number,), timeout=0)])
+
+
+def get_a_stuck_value(number: int) -> None:
+    bh.remote("worker1", be_stuck, args=(number,), timeout=0).to_here(timeout=0)
+
+
+def go_back_through_it(number: int) -> None:
+    with bh.context() as ctx:
+        y = bh.rpc_sync("worker1", StuckInBackward.apply, args=(WEIGHT, number))
+        bh.backward(ctx, [y.sum()], timeout=0)
+
+
+@pytest.mark.usefixtures("pair")
+@pytest.mark.parametrize(
+    "wait",
+    [
+        call_stuck,
+        call_stuck_within_a_deadline,
+        wait_for_a_stuck_future,
+        wait_for_all_of_them,
+        get_a_stuck_value,
+        go_back_through_it,
+    ],
+)
+def test_a_wait_is_interrupted_at_once(wait: Callable[[int], None]) -> None:
+    with interrupting() as send, Stuck() as stuck:
+        sender = threading.Thread(target=lambda: stuck.begun.wait(PATIENCE) and send(0.01))
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait(id(stuck))
+        sender.join()
+        assert not stuck.over.is_set()
+    assert bh.rpc_sync("worker1", remote.identity, args=(7,)) == 7
+
+
+class SlowToPickle:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+
+    def __reduce__(self) -> Any:
+        self.work()
+        return int, ()
+
+
+def pickle_it(work: Callable[[], Any]) -> None:
+    bh.rpc_sync("worker1", remote.identity, args=(SlowToPickle(work),))
+
+
+def call_back(work: Callable[[], Any]) -> None:
+    future: bh.Future[None] = bh.Future()
+    future.set_result(None)
+    future.add_done_callback(lambda _: work())
+    time.sleep(PATIENCE)  # what comes in a callback would be lost, so it comes after that
+
+
+def call_back_then(work: Callable[[], Any]) -> None:
+    future: bh.Future[None] = bh.Future()
+    future.set_result(None)
+    future.then(lambda _: work())
+    time.sleep(PATIENCE)
+
+
+def run_a_hook(work: Callable[[], Any]) -> None:
+    with bh.context() as ctx:
+        x = WEIGHT * 1
+        x.register_hook(lambda grad: work())
+        bh.backward(ctx, [bh.rpc_sync("worker1", torch.neg, args=(x,)).sum()])
+
+
+def run_a_hook_of_a_leaf(work: Callable[[], Any]) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(lambda _: work())
+    with bh.context() as ctx:
+        bh.backward(ctx, [bh.rpc_sync("worker1", torch.neg, args=(leaf,)).sum()])
+
+
+@pytest.mark.usefixtures("pair")
+@pytest.mark.parametrize("run", [pickle_it, call_back, call_back_then, run_a_hook, run_a_hook_of_a_leaf])
+def test_the_users_own_code_is_interrupted_as_ever(run: Callable[[Callable[[], Any]], None]) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def work() -> None:  # on a thread of the worker's, where hooks run there
+        begun.set()
+        over.wait(PATIENCE)
+
+    with interrupting() as send:
+        sender = threading.Thread(target=lambda: begun.wait(PATIENCE) and send(0.01))
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            run(work)
+        sender.join()
+    over.set()
+    assert bh.rpc_sync("worker1", remote.identity, args=(7,)) == 7
+
+
+def test_a_handler_of_the_users_is_left_alone() -> None:
+    seen = []
+
+    def handler(*_: object) -> None:
+        seen.append(bh.rpc_sync("worker1", remote.identity, args=(7,)))
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with bh.cluster(2):
+            bh.rpc_sync("worker1", signal.raise_signal, args=(signal.SIGINT,))
+            assert signal.getsignal(signal.SIGINT) is handler
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [7]
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_pythons_handler_is_given_back_and_taken_again() -> None:
+    python = signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is python
+    worker = bh.init("alone", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        ours = signal.getsignal(signal.SIGINT)
+        assert ours is not python
+        signal.signal(signal.SIGINT, python)  # as a notebook does before each cell
+        assert bh.current_worker() is worker
+        assert signal.getsignal(signal.SIGINT) is ours
+    finally:
+        bh.shutdown()
+    assert signal.getsignal(signal.SIGINT) is python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 from backhaul.autograd.context import Context
 from backhaul.autograd.describe import describe_everywhere
 from backhaul.autograd.engine import Engine
-from backhaul.autograd.recording import BlockScope, current_scope, enter_block, leave_block
+from backhaul.autograd.recording import Scope, current_scope, enter, leave
 from backhaul.autograd.replay import Replay
 from backhaul.compiler import graph_break
 from backhaul.errors import ContextError
@@ -108,17 +109,13 @@ class context:
         self._replay = Replay() if replay is True else replay or None
         self._worker: Worker | None = None
         self._context: Context | None = None
-        self._scope: BlockScope | None = None
+        self._token: contextvars.Token[Scope | None] | None = None
 
     @graph_break
     def __enter__(self) -> ContextHandle:
         worker = current_worker()
         engine = worker.part(Engine)
-        if isinstance(outer := current_scope(worker), BlockScope) and outer.stale:
-            leave_block(outer)
-            engine.release_again(outer.context)
-            outer = current_scope(worker)
-        if outer is not None:
+        if (outer := current_scope(worker)) is not None:
             raise ContextError(
                 f"context {outer.context.id} is already current here; contexts do not nest, so leave it first or "
                 "use another thread or task",
@@ -126,41 +123,22 @@ class context:
                 context=outer.context.id,
             )
         self._worker = worker
-        try:
-            self._context = made = engine.container.make()
-            engine.container.add(made)  # in this order: what is there can be taken away again
-            handle = ContextHandle(made.id)
-            if self._replay is not None:
-                engine.recovery.begin(made, self._replay)
-            self._scope = scope = BlockScope(worker, made, self)
-            enter_block(scope)
-            return handle
-        except BaseException:  # an interrupt of the user's: the block is not going to be run, so it is not left either
-            self._end()
-            raise
+        self._context = engine.container.new()
+        if self._replay is not None:
+            engine.recovery.begin(self._context, self._replay)
+        self._token = enter(Scope(worker, self._context))
+        return ContextHandle(self._context.id)
 
     @graph_break
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if self._scope is not None:
-                leave_block(self._scope)
-            if self._worker is not None and not self._worker.closed and self._context is not None:
-                self._worker.part(Engine).release(self._context.id)
-            self._scope = self._context = None
-        except BaseException:  # an interrupt of the user's
-            self._end()
-            raise
-
-    def _end(self) -> None:
-        """Leave, if need be for the second time."""
-        scope, made, worker = self._scope, self._context, self._worker
-        self._scope = self._context = None
-        if scope is not None:
-            leave_block(scope)
-        if made is not None and worker is not None and not worker.closed:
-            worker.part(Engine).release_again(made)
+        assert self._token is not None
+        assert self._worker is not None
+        assert self._context is not None
+        leave(self._token)
+        if not self._worker.closed:
+            self._worker.part(Engine).release(self._context.id)
 
 
 @graph_break

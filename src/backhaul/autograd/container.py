@@ -38,18 +38,10 @@ class Container:
 
     def new(self) -> Context:
         """A context with an id that no other context of the cluster has."""
-        made = self.make()
-        self.add(made)
-        return made
-
-    def make(self) -> Context:
-        """The same, but it is not here yet."""
-        return Context(ContextId(self._high | next(self._context_numbers)))
-
-    def add(self, context: Context) -> None:
-        """From now on it is."""
+        made = Context(ContextId(self._high | next(self._context_numbers)))
         with self._lock:
-            self._contexts[context.id] = context
+            self._contexts[made.id] = made
+        return made
 
     def new_message(self) -> MessageId:
         """An id that no other message of the cluster has."""

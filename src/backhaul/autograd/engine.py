@@ -205,9 +205,9 @@ class Engine:
                 drive.attendant = threading.get_ident()
                 in_time = self.worker.attend(held, drive.gate, left, drive.inbox)
                 drive.attendant = 0
-            except BaseException:
+            except BaseException as error:
                 drive.attendant = 0
-                self.agent.mend(drive, *channels)
+                self.agent.mend(error, drive, *channels)
                 raise
             while drive.inbox:
                 drive.inbox.popleft()()
@@ -651,16 +651,8 @@ class Engine:
     def release(self, context: int, known: int = -1) -> None:
         """Forget a context here, and on every worker that it reached but ``known``, which has said so."""
         released = self.container.pop(context)
-        if released is not None:
-            self._end(released, known)
-
-    def release_again(self, context: Context) -> None:
-        """As ``release``, if that may have been interrupted."""
-        self.container.pop(context.id)
-        self._end(context, -1)
-
-    def _end(self, released: Context, known: int) -> None:
-        context = released.id
+        if released is None:
+            return
         for drive in list(self.drives.values()) if self.drives else ():
             if drive.spec.context == context:
                 drive.end(UnknownContextError(f"context {context} was released during backward", context=context))

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from backhaul import interrupts
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import Grads, add
 from backhaul.autograd.messages import PassSpec
@@ -186,6 +187,7 @@ class Leaves:
         if hooks:
             self._call_hooks(leaf, list(hooks.values()))
 
+    @interrupts.calls_out
     def _call_hooks(self, leaf: torch.Tensor, hooks: Sequence[object]) -> None:
         """Post-accumulate hooks look at ``.grad``: show them the context's there."""
         with _Swapping([leaf]):

@@ -17,6 +17,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
+from backhaul import interrupts
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 Node = Any  # torch.autograd.graph.Node, as far as Python sees it
@@ -30,6 +32,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """For this thread; the class of that name does more."""
 
 
+@interrupts.calls_out
 def run_engine(
     edges: Sequence[GradientEdge],
     seeds: Sequence[torch.Tensor],
@@ -365,6 +368,7 @@ class _Once:
         self.__wrapped__ = hook
         self.__module__ = getattr(hook, "__module__", "")
 
+    @interrupts.calls_out
     def __call__(self, *args: Any) -> Any:
         replayed: Set[int] | None = stashed(_REPLAY)
         if replayed is not None and self._leaf in replayed and not _nested(sys._getframe(1)):

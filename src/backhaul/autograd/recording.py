@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,22 +66,6 @@ class ReplayedScope(Scope):
         self.reply = reply
 
 
-class BlockScope(Scope):
-    """That of a block of the user's."""
-
-    __slots__ = ("before", "block")
-
-    def __init__(self, worker: Worker, context: Context, block: object) -> None:
-        super().__init__(worker, context)
-        self.block = weakref.ref(block)
-        self.before: Scope | None = None
-
-    @property
-    def stale(self) -> bool:
-        """Whether an interrupt has kept the block from being left: it is over, and nobody knows."""
-        return self.block() is None
-
-
 _NOWHERE = Scope.__new__(Scope)
 """Current where none is to be, not even one that is carried."""
 _NOWHERE.worker = None  # type: ignore[assignment]
@@ -99,18 +82,6 @@ def current_scope(worker: Worker) -> Scope | None:
 def enter(scope: Scope | None) -> contextvars.Token[Scope | None]:
     """Make a scope current in this context of execution; None: make it that there is none."""
     return _scope.set(_NOWHERE if scope is None else scope)
-
-
-def enter_block(scope: BlockScope) -> None:
-    """As ``enter``. Interrupted at any point, it can be undone."""
-    scope.before = _scope.get()
-    _scope.set(scope)
-
-
-def leave_block(scope: BlockScope) -> None:
-    """Undo ``enter_block``, if that was done and is not undone."""
-    if _scope.get() is scope:
-        _scope.set(scope.before)
 
 
 def leave(token: contextvars.Token[Scope | None]) -> None:

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from backhaul import limits
+from backhaul import interrupts, limits
 from backhaul.autograd.container import split
 from backhaul.autograd.context import Context
 from backhaul.autograd.recording import enter, leave
@@ -290,7 +290,7 @@ class Recovery:
         # One at a time; but what is run again may find that another worker is lost too.
         turn = log.turns.setdefault(lost, self._worker.runtime.lock())
         with self._worker.blocking():
-            while not turn.acquire(timeout=_PAUSE):
+            while not interrupts.acquire(turn, _PAUSE):
                 limits.check(f"worker {lost} was not recovered")
                 if not patient and self._incarnation_of(lost) in log.restored - {incarnation}:
                     return None
@@ -480,7 +480,7 @@ class Recovery:
         passing = self._passing(log)
         try:
             with self._worker.blocking():
-                while not passing.acquire(timeout=_PAUSE):
+                while not interrupts.acquire(passing, _PAUSE):
                     limits.check("another pass was not done")
             try:
                 log.passes.append((args, options))

@@ -24,6 +24,7 @@ import cloudpickle
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from backhaul import interrupts
 from backhaul.errors import WorkerFailedError
 from backhaul.launch.embedded import worker_names
 from backhaul.launch.meeting import PipeStore, Table
@@ -163,7 +164,7 @@ class _Crowd:
         if not owing:
             return False
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        ready = multiprocessing.connection.wait([self._pipes[rank] for rank in owing], left)
+        ready = _wait([self._pipes[rank] for rank in owing], left)
         for rank in owing:
             if self._pipes[rank] in ready:
                 try:
@@ -225,6 +226,12 @@ class _Crowd:
             process.close()
 
 
+@interrupts.waits
+def _wait(pipes: list[multiprocessing.connection.Connection], timeout: float | None) -> list[Any]:
+    return multiprocessing.connection.wait(pipes, timeout)
+
+
+@interrupts.calls_out
 def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocessing.connection.Connection) -> None:
     """What a worker process does."""
     os.environ.update(environment)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from backhaul import limits
+from backhaul import interrupts, limits
 from backhaul.crew import Task
 from backhaul.cuda.links import PeerLink, hand_over
 from backhaul.errors import (
@@ -117,7 +117,7 @@ class Agent:
             return self._await_value(pending)
         except BaseException as error:
             if self._forsake(pending):  # after an interrupt of the user's: nobody waits any more
-                self._mourn(pending)
+                tell_failed(pending.peer, self.interceptors, pending.notes)
             if self.guard is None or not isinstance(error, PeerLostError):
                 raise
             return self.guard.rescue(pending, error)
@@ -160,19 +160,17 @@ class Agent:
                 if isinstance(event, Lost):
                     return pending.outcome  # its tasks settle the call
             channel.resume()
-        except BaseException:
-            self.mend(pending, channel)
+        except BaseException as error:
+            self.mend(error, pending, channel)
             raise
         return pending.outcome
 
-    def mend(self, holder: object, *channels: Channel) -> None:
+    def mend(self, error: BaseException, holder: object, *channels: Channel) -> None:
         """A thread that read channels, or was about to, was interrupted; see ``Channel.mend``."""
         for channel in channels:
-            loss = channel.mend(holder)
+            loss = channel.mend(holder, whole=interrupts.in_wait(error))
             if loss is not None:
                 self.worker.see_to(loss)  # now: what the program does next is not to be taken for a part of it
-            elif channel.torn:
-                self.peers.part_with(channel)
 
     def _await_outcome(self, pending: SyncCall) -> Outcome:
         """Somebody else reads the channel, or our time is over."""
@@ -186,8 +184,8 @@ class Agent:
             try:
                 if channel.hold(pending):
                     self.worker.attend([channel], gate, left, ())
-            except BaseException:
-                self.mend(pending, channel)
+            except BaseException as error:
+                self.mend(error, pending, channel)
                 raise
             left = None if deadline == FOREVER else deadline - runtime.now()
         if pending.outcome is None and not gate.wait(left):
@@ -232,7 +230,7 @@ class Agent:
             return pending.future
         except BaseException:
             if self._forsake(pending):  # after an interrupt of the user's: nobody gets the future
-                self._mourn(pending)
+                tell_failed(pending.peer, self.interceptors, pending.notes)
             raise
         return pending.future
 
@@ -296,10 +294,6 @@ class Agent:
         except ChannelClosedError as error:
             if self._pending.pop(number, None) is None:
                 return  # whoever noticed the loss first has settled it
-            if channel.torn and not isinstance(error, ChannelBrokenError):  # nothing was sent, and the peer is there
-                self.peers.part_with(channel)
-                self._launch(pending, frame)
-                return
             self._look_idle()
             give_up = tell_failed if isinstance(error, ChannelBrokenError) else discard
             give_up(peer, self.interceptors, pending.notes)
@@ -554,12 +548,6 @@ class Agent:
         self._tell_cancelled([pending])
         self._look_idle()
         return True
-
-    def _mourn(self, pending: Pending) -> None:
-        """A call was interrupted, perhaps while it was sent."""
-        tell_failed(pending.peer, self.interceptors, pending.notes)
-        if pending.channel is not None and pending.channel.torn:
-            self.mend(pending, pending.channel)
 
     def _tell_cancelled(self, calls: Iterable[Pending]) -> None:
         """Let the workers that were called know that nobody waits."""

@@ -108,10 +108,12 @@ class Pending:
                 tensors = interceptor.reply_in(self.peer, kept, notes.get(interceptor.key), tensors)
             (value,) = load(payload, buffers, tensors, worker)
             return value
-        except Exception as error:
+        except BaseException as error:
             if self.peer.link is not None and payload is not None:
                 decline(payload, self.peer.link.answer(self.channel))
             discard(self.peer, interceptors, notes)
+            if not isinstance(error, Exception):
+                raise
             raise SerializationError(
                 f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
                 f"{type(error).__name__}: {error}",

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
-from backhaul import limits
+from backhaul import interrupts, limits
 from backhaul.compiler import graph_break
 from backhaul.cuda import process
 from backhaul.cuda.streams import Mark
@@ -196,7 +196,15 @@ class Future(torch.futures.Future[T]):
         """Call ``callback(self)`` when done. What it raises is logged, not raised."""
         _check(callback)
         context = contextvars.copy_context()
-        super().add_done_callback(lambda _: context.run(_go_on, callback, self))
+
+        def run(_: Any) -> None:
+            try:
+                context.run(_go_on, callback, self)
+            except KeyboardInterrupt as error:  # torch would log it, and go on
+                if not interrupts.postpone(error):
+                    raise
+
+        super().add_done_callback(run)
 
     @graph_break
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
@@ -216,7 +224,8 @@ class Future(torch.futures.Future[T]):
                 made.set_exception(error)
             except BaseException as error:  # meant for this thread, but those who wait must not wait for ever
                 made.set_exception(RuntimeError(f"a callback ended with {type(error).__name__}: {error}"))
-                raise
+                if not interrupts.postpone(error):
+                    raise
             else:
                 made.set_result(result)
 
@@ -289,6 +298,7 @@ def _copy_of(error: BaseException) -> BaseException:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+@interrupts.calls_out
 def _go_on(callback: Callable[[Future[T]], S], done: Future[T]) -> S:
     observer = observer_here()
     if observer is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from backhaul import interrupts
 from backhaul.cuda.placement import check
 from backhaul.errors import AuthenticationError, BackhaulError, PeerLostError, RendezvousError, UnknownWorkerError
 from backhaul.rpc.membership import greet
@@ -22,6 +23,7 @@ from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 
 _PAUSE = 0.2  # seconds before asking again
+_MOMENT = 0.1  # seconds after which interrupts are looked for
 _DOUBT = 5.0  # seconds until a member that has not heard of us should have
 _AT_ONCE = 32  # members to which we show ourselves at the same time
 _STEPS = 8  # from one that is not the leader to the next
@@ -116,8 +118,9 @@ def _ask(
     """One question. Nobody else polls the endpoint yet."""
     channel.send(Frame(Kind.JOIN, 0, pack(Join(pack(own)))))
     while (left := deadline - runtime.now()) > 0:
-        event = endpoint.poll(left)
+        event = endpoint.poll(min(left, _MOMENT))
         if event is None:
+            interrupts.check()
             continue
         if isinstance(event, Lost):
             if event.channel is channel:

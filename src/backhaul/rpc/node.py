@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from backhaul import interrupts
 from backhaul.cuda import process
 from backhaul.cuda.placement import maps_of
 from backhaul.errors import BackhaulError, LeakError
@@ -25,7 +26,7 @@ from backhaul.rpc.roster import WorkerRecord
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Endpoint
 from backhaul.types import Options
-from backhaul.worker import Worker, serving
+from backhaul.worker import Worker, running_workers, serving
 
 
 class Audit(Protocol):
@@ -75,7 +76,7 @@ class Node:
                 worker=self.worker.name,
             )
         deadline = self.worker.runtime.now() + timeout
-        if not self._ending.acquire(timeout=timeout):
+        if not interrupts.acquire(self._ending, timeout):
             return  # another thread is at it, and has its own deadline
         try:
             if self.worker.closed:
@@ -92,17 +93,22 @@ class Node:
                 if problems:
                     raise LeakError(f"worker '{self.worker.name}': {'; '.join(problems)}", worker=self.worker.name)
             finally:
-                self.farewell.started = True  # from now on members that go are no news
-                self.agent.close()
-                if self.devices is not None:
-                    self.devices.settle(max(deadline - self.worker.runtime.now(), 0.5))
-                self.peers.close()
-                left = deadline - self.worker.runtime.now()
-                self.worker.close(min(max(left, 0.5), 5.0))
-                self.dispatcher.close()
-                self.agent.abandon()
+                try:
+                    if self.devices is not None:
+                        self.devices.settle(max(deadline - self.worker.runtime.now(), 0.5))
+                finally:
+                    self._end(deadline - self.worker.runtime.now())
         finally:
             self._ending.release()
+
+    @interrupts.unwavering
+    def _end(self, left: float) -> None:
+        self.farewell.started = True  # from now on members that go are no news
+        self.agent.close()
+        self.peers.close()
+        self.worker.close(min(max(left, 0.5), 5.0))
+        self.dispatcher.close()
+        self.agent.abandon()
 
 
 def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, host: str) -> WorkerRecord:
@@ -159,5 +165,7 @@ def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) 
     ]
     for node, thread in zip(nodes, threads, strict=True):
         node.worker.runtime.join(thread)
+    if not running_workers():
+        interrupts.defer_no_more()  # those were other threads
     if errors:
         raise errors[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from backhaul import interrupts
 from backhaul.crew import Task
 from backhaul.cuda.links import PeerLink, link_to
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
@@ -353,7 +354,7 @@ class Peers:
         """Whoever finds another at it waits for that: if it fails, both have."""
         now, failures = self._worker.runtime.now, peer.failures
         deadline = now() + timeout
-        if not peer.connecting.acquire(timeout=timeout):
+        if not interrupts.acquire(peer.connecting, timeout):
             raise self._unreachable(peer, f"no answer within {timeout:g} s")
         try:
             if peer.channel is not None:
@@ -497,12 +498,6 @@ class Peers:
     def on_lost(self, listener: LossListener) -> None:
         """Call ``listener`` when a channel to a known worker is gone, in the order of registration."""
         self._listeners.append(listener)
-
-    def part_with(self, channel: Channel) -> None:
-        """A channel was closed here: the next use opens another, even if its loss has not been told yet."""
-        peer = self._by_channel.get(channel)
-        if peer is not None and peer is not self.own and peer.channel is channel:
-            peer.channel = None
 
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:

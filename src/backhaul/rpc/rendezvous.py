@@ -14,6 +14,7 @@ import msgspec
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from backhaul import interrupts
 from backhaul.errors import RendezvousError
 from backhaul.rpc.roster import WorkerRecord, choose
 from backhaul.transport.certificates import files_of
@@ -142,6 +143,7 @@ class Meeting:
             names[name] = rank
         return records
 
+    @interrupts.waits
     def _get(self, keys: list[str], ranks: list[int]) -> list[bytes]:
         """Wait for all of the keys at once: a TCP store answers that in one go, however many workers there are."""
         try:

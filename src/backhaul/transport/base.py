@@ -5,11 +5,8 @@ Reading is pulled: any number of threads wait in ``Endpoint.poll``, and each eve
 channel that has delivered frames delivers no more until ``resume``, so whoever holds it may act in order before
 anyone sees what follows. That lets the thread which reads a request also run it, with no hand-off.
 
-[Note: interrupts] Handlers of signals run in the main thread, wherever that is: after any call of a C function, at the
-beginning of any other, and where loops go back. What they raise must leave no channel that nobody reads, or with a gap
-in it. So whoever acts on a channel can be told from its state afterwards (an entry with its name, where a lock would
-leave no trace), and what is undone is undone by whoever catches the exception: a second interrupt within microseconds
-is not provided for. In the way of calls that all go well this costs nothing.
+Whoever reads or writes a channel can be told from its state: an entry with its name, where a lock would leave no trace.
+So what handlers of signals raise in the midst of it leaves no channel that nobody reads; see [Note: interrupts].
 
 [Note: blocking] ``poll``, ``connect`` and ``receive`` block, ``send`` and ``send_soon`` may (back-pressure); nothing
 else does. Nothing here calls back into its user.
@@ -79,9 +76,6 @@ class Channel(abc.ABC):
     names: frozenset[str] | None = None
     """Who the peer's certificate says it is; None: it has none."""
 
-    torn: bool = False
-    """Whether this end had to close it since a thread was interrupted, see [Note: interrupts]: the peer is there."""
-
     @property
     def backlog(self) -> int:
         """How many bytes wait because the peer reads too slowly."""
@@ -121,9 +115,9 @@ class Channel(abc.ABC):
         """
         return False
 
-    def mend(self, holder: object) -> Lost | None:
+    def mend(self, holder: object, *, whole: bool) -> Lost | None:
         """A thread was interrupted somewhere between ``hold`` and the end of ``resume``: let the channel deliver again.
-        If what has come may be lost, so is the channel: then the thread has to tell. See [Note: interrupts].
+        Unless it is known to be ``whole`` something may be missing, and it is closed: then the thread has to tell.
         """
         return None
 

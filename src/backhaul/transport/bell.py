@@ -8,6 +8,7 @@ import select
 import threading
 import time
 
+from backhaul import interrupts
 from backhaul.transport.base import Channel
 from backhaul.transport.luck import LONGEST, LOOKS, Luck, offer
 
@@ -59,7 +60,7 @@ class Bell:
                     break
             self._luck.looked()
         if not ready:
-            ready = poll(None if timeout is None else min(timeout, _LONGEST) * 1000)
+            ready = interrupts.poll(self._poller, None if timeout is None else min(timeout, _LONGEST))
         self._luck.end()
         found = []
         for fd, _ in ready:
@@ -85,7 +86,3 @@ class Bell:
             fd, self._fd = self._fd, -1
             if fd >= 0:
                 os.close(fd)
-
-    def __del__(self) -> None:  # of one that was lost when its listener was interrupted
-        if getattr(self, "_fd", -1) >= 0:
-            os.close(self._fd)

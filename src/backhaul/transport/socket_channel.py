@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from backhaul import interrupts
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost, Received
@@ -62,8 +63,6 @@ class Watcher(Protocol):
 class SocketChannel(Channel):
     """A connected, authenticated socket."""
 
-    _exact = True  # what was sent is known even if sending was interrupted
-
     def __init__(self, endpoint: Watcher, sock: socket.socket, peer: str) -> None:
         self.peer = peer
         self._endpoint = endpoint
@@ -73,7 +72,6 @@ class SocketChannel(Channel):
         slots = None if self._borrower is None else self
         self._reader = FrameReader(endpoint.limit, endpoint.recycler, slots)
         self._holder: dict[int, object] = {}  # [0]: who reads, until it resumes; see [Note: interrupts]
-        self._seen = 0  # bytes_received, when all that had come was dealt with
         self._losing = False  # the holder is about to tell of the loss
         self._poller = select.poll()  # for receive; used by the holder
         self._poller.register(self._fd, select.POLLIN)
@@ -146,7 +144,6 @@ class SocketChannel(Channel):
 
     def receive(self, timeout: float | None) -> Event | None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._seen = self.bytes_received
         self._luck.begin()
         if self._luck.expecting:
             event = self._look()
@@ -154,14 +151,13 @@ class SocketChannel(Channel):
                 return event
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            if not self._poller.poll(None if left is None else min(left, _LONGEST) * 1000):
+            if not interrupts.poll(self._poller, None if left is None else min(left, _LONGEST)):
                 if left is not None and left <= _LONGEST:
                     return None
                 continue
             event = self._read()
             if event is not None:
                 return event
-            self._seen = self.bytes_received
 
     def linger(self) -> Event | None:
         """The thread that read the channel last has nothing else to do: see whether more comes. If so, the channel is
@@ -216,9 +212,6 @@ class SocketChannel(Channel):
             return self._lose(f"malformed input: {error}")
         except OSError as error:
             return self._lose(os.strerror(error.errno or 0))
-        except BaseException:  # an interrupt of the user's: what was read may be lost with it
-            self._tear("interrupted while it was read")
-            raise
 
     def resolve(self, place: int, size: int) -> Buffer:
         """See ``frames.Slots``."""
@@ -242,7 +235,6 @@ class SocketChannel(Channel):
         return self._fd
 
     def take(self) -> Event | None:
-        self._seen = self.bytes_received
         return self._read()
 
     def resume(self) -> None:
@@ -252,10 +244,10 @@ class SocketChannel(Channel):
         if not self._wanted:  # else it is going to be held at once
             self._endpoint.arm(self._fd, select.EPOLLIN)
 
-    def mend(self, holder: object) -> Lost | None:
+    def mend(self, holder: object, *, whole: bool) -> Lost | None:
         mine = self._holder.get(0) is holder
-        if mine and self.bytes_received != self._seen:  # what was read may be lost
-            self._tear("interrupted while it was read")
+        if mine and not whole:
+            self._end("interrupted while it was read")
         if self._ended is not None and self._holder.setdefault(0, holder) is holder:
             return self._lose(self._ended)
         if mine:
@@ -270,6 +262,7 @@ class SocketChannel(Channel):
         self.free()
         return Lost(self, self._ended or reason)
 
+    @interrupts.unwavering
     def free(self) -> None:
         """Close the descriptors. Only for the thread that holds the channel, or when nobody polls any more."""
         self._end("closed by this side")
@@ -295,11 +288,6 @@ class SocketChannel(Channel):
             self._ended = reason
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, which reports the loss
-
-    def _tear(self, reason: str) -> None:
-        log.info("closing the channel to %s: %s", self.peer, reason)
-        self.torn = True
-        self._end(reason)
 
     def close(self) -> None:
         self._closing = True
@@ -360,7 +348,9 @@ class SocketChannel(Channel):
             self._end(os.strerror(error.errno or 0))
             self._stop_writing(parts)
             raise ChannelBrokenError(f"the channel to {self.peer} broke: {self._ended}") from error
-        except BaseException:  # an interrupt of the user's; what is half written is in the queue
+        except BaseException as error:
+            if not interrupts.in_wait(error):
+                self._end("interrupted while it was written")
             self._stop_writing(parts)
             raise
 
@@ -375,7 +365,7 @@ class SocketChannel(Channel):
             if self._writer.setdefault(0, writer) is writer:
                 break
             left = -1.0 if deadline is None else max(deadline - time.monotonic(), 0.0)
-            if not waiter.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            if not interrupts.acquire(waiter, left):
                 return False
         return True
 
@@ -458,7 +448,8 @@ class SocketChannel(Channel):
             except OSError as error:
                 self._end(os.strerror(error.errno or 0))
                 self._writer.clear()
-            except BaseException:  # an interrupt of the user's
+            except BaseException:
+                self._end("interrupted while it was written")
                 self._stop_writing(mine)
                 raise
             if self._waiters:
@@ -469,51 +460,34 @@ class SocketChannel(Channel):
     def _write_queue(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         self._stalled = self._writable = False
-        try:
-            while self._queue and not self._stalled:
-                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-                self._write(self._dequeue(), left)
-        except OSError:
-            raise
-        except BaseException:  # an interrupt of the user's: what others have left to us may be lost
-            self._tear("interrupted while it was written")
-            raise
+        while self._queue and not self._stalled:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            self._write(self._dequeue(), left)
 
     def _write(self, parts: Sequence[Buffer], timeout: float | None) -> None:
         """Write all parts; if the socket stays full for longer than that, leave the rest to a poller."""
-        whole = left = sum(map(len, parts))
-        deadline, rest = None, b""
-        try:
-            while left:
+        left = sum(map(len, parts))
+        deadline = None
+        while left:
+            try:
+                count = self._sock.sendmsg(parts if len(parts) <= _MAX_PARTS else parts[:_MAX_PARTS])
+            except BlockingIOError:
+                if timeout is not None and deadline is None:
+                    deadline = time.monotonic() + timeout
                 try:
-                    # No interrupt comes between the two; it might between a call and what is done with its result.
-                    for count in map(self._sock.sendmsg, (parts if len(parts) <= _MAX_PARTS else parts[:_MAX_PARTS],)):
-                        left -= count
-                        self._written += count
-                except BlockingIOError:
-                    if timeout is not None and deadline is None:
-                        deadline = time.monotonic() + timeout
                     if self._wait_writable(deadline):
                         continue
-                    rest = b"".join(parts)
-                    self._enqueue(rest, first=True)
-                    self._expect_room()
-                    return
-                if left:
-                    parts = _without(parts, count)
-        except OSError:
-            raise
-        except BaseException:  # an interrupt of the user's: nothing of a frame is to be sent, or all
-            if not self._exact:
-                self._tear("interrupted while it was written")
-            else:
-                queued = bool(self._queue) and self._queue[0] is rest
-                if 0 < left < whole and not queued:
-                    self._enqueue(b"".join(parts)[-left:], first=True)
-                    queued = True
-                if queued:
-                    self._expect_room()
-            raise
+                except OSError:
+                    raise
+                except BaseException:  # an interrupt: others expect that a frame which has begun goes on
+                    self._leave(parts)
+                    raise
+                self._leave(parts)
+                return
+            self._written += count
+            left -= count
+            if left:
+                parts = _without(parts, count)
 
     def _wait_writable(self, deadline: float | None) -> bool:
         poller = select.poll()
@@ -522,14 +496,15 @@ class SocketChannel(Channel):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            ready = poller.poll(None if left is None else min(left, _LONGEST) * 1000)
+            ready = interrupts.poll(poller, None if left is None else min(left, _LONGEST))
             if self._ended is not None:
                 raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN))
             if ready:
                 return True
 
-    def _expect_room(self) -> None:
-        """The rest is in the queue: go on when the socket takes more."""
+    def _leave(self, parts: Sequence[Buffer]) -> None:
+        """Put the rest in the queue, and go on when the socket takes more."""
+        self._enqueue(b"".join(parts), first=True)
         self._stalled = True
         if self._out_fd < 0:
             self._out_fd = os.dup(self._fd)

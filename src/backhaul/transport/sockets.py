@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from backhaul import interrupts
 from backhaul.errors import AuthenticationError
 from backhaul.transport import addresses
 from backhaul.transport.base import Channel, ConnectTimeoutError, Endpoint, Event
@@ -296,7 +297,7 @@ class SocketEndpoint(Endpoint):
             sock.sendall(handshake.start())
             while not handshake.done:
                 sock.settimeout(max(deadline - time.monotonic(), 0.001))
-                data = sock.recv(handshake.wanted)
+                data = _recv(sock, handshake.wanted)
                 if not data:
                     raise ConnectionResetError(f"{address} closed the connection during the handshake")
                 sock.sendall(handshake.feed(data))
@@ -323,6 +324,7 @@ class SocketEndpoint(Endpoint):
             raise
 
     @staticmethod
+    @interrupts.waits
     def _open(
         family: socket.AddressFamily, where: addresses.SocketAddress, timeout: float, address: str
     ) -> socket.socket:
@@ -347,6 +349,9 @@ class SocketEndpoint(Endpoint):
         except OSError as error:
             sock.close()
             raise ConnectionError(f"cannot connect to {address}: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
 
     @staticmethod
     def _tune(sock: socket.socket) -> None:
@@ -376,6 +381,11 @@ class SocketEndpoint(Endpoint):
             self._timer.close()
             self._trimmer.close()
             self._patience.close()
+
+
+@interrupts.waits
+def _recv(sock: socket.socket, size: int) -> bytes:
+    return sock.recv(size)
 
 
 def _show_peer(sock: socket.socket, where: object) -> str:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+from backhaul import interrupts
 from backhaul.errors import AuthenticationError
 from backhaul.transport.base import Event, Lost, Received
 from backhaul.transport.socket_channel import SocketChannel, Watcher
@@ -70,7 +71,7 @@ class Credentials:
         """The client's side, after its handshake. Takes ``sock`` over, and closes it if that fails."""
         secure = self._client.wrap_socket(sock, do_handshake_on_connect=False)
         try:
-            secure.do_handshake()
+            _shake_hands(secure)
             return secure
         except ssl.SSLError as error:
             secure.close()
@@ -78,6 +79,11 @@ class Credentials:
         except BaseException:
             secure.close()
             raise
+
+
+@interrupts.waits
+def _shake_hands(secure: ssl.SSLSocket) -> None:
+    secure.do_handshake()
 
 
 def explain(error: ssl.SSLError) -> str:
@@ -212,8 +218,6 @@ def _pieces(parts: Sequence[Buffer]) -> Iterator[Buffer]:
 
 class TlsChannel(SocketChannel):
     """A channel over a TLS connection."""
-
-    _exact = False
 
     def __init__(self, endpoint: Watcher, secure: TlsSocket, peer: str) -> None:
         super().__init__(endpoint, cast("socket.socket", secure), peer)

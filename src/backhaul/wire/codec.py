@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from backhaul import interrupts
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
 from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.devices import Lease, Link, Trial
@@ -176,6 +177,7 @@ def _encode_tensors(plain: list[Any], placed: list[tuple[int, torch.Tensor]], li
     return Encoded(Payload(table, plain, where), buffers, [keep], distinct, lease=writer.lease)
 
 
+@interrupts.calls_out
 def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bool, link: Link | None) -> Encoded:
     writer = TensorWriter(link)
     loose: list[pickle.PickleBuffer] = []
@@ -215,6 +217,7 @@ def tensors_of(payload: Payload, buffers: Sequence[Buffer], link: Link | None = 
     return read_tensors(payload.tensors, buffers, link)
 
 
+@interrupts.calls_out
 def load(
     payload: Payload, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor], home: object = None
 ) -> list[Any]:

@@ -254,7 +254,7 @@ def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
             channel.hold("who is interrupted")
     channel._holder.clear()
     channel._lingering = False
-    assert channel.mend("who is interrupted") is None
+    assert channel.mend("who is interrupted", whole=False) is None
     for number in range(2):  # armed, and again after it was read
         back.send(Frame(41, number))
         event = comes(here)
@@ -273,12 +273,23 @@ def test_an_interrupt_while_a_channel_is_read_ends_it(
     def interrupt(_: int) -> list[Frame]:
         raise Interrupt
 
-    assert channel.hold()
+    assert channel.hold("who is interrupted")
     monkeypatch.setattr(channel._reader, "fed", interrupt)
     back.send(Frame(41, 7))
     with pytest.raises(Interrupt):
         channel.receive(5.0)
-    channel.resume()
+    loss = channel.mend("who is interrupted", whole=False)
+    assert isinstance(loss, Lost)
+    assert "interrupted" in loss.reason
+    assert isinstance(comes(there), Lost)
+
+
+def test_an_interrupt_of_who_waits_for_a_channel_leaves_it_whole(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
+    here, there = ends
+    channel, back = connect(here, there)
+    assert channel.hold("who is interrupted")
+    assert channel.mend("who is interrupted", whole=True) is None
+    back.send(Frame(41, 7))
     event = comes(here)
-    assert isinstance(event, Lost)
-    assert "interrupted" in event.reason
+    assert isinstance(event, Received)
+    event.channel.resume()
