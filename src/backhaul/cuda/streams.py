@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import logging
 import threading
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -395,14 +396,25 @@ class Frontier:
             return None
 
 
-def tensors_in(value: Any, depth: int = _DEEP) -> Iterable[torch.Tensor]:
-    """The tensors in lists, tuples, sets and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        if depth:
-            for item in value.values():
-                yield from tensors_in(item, depth - 1)
-    elif isinstance(value, (list, tuple, set, frozenset)) and depth:
-        for item in value:
-            yield from tensors_in(item, depth - 1)
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    """The tensors in lists, tuples, sets, dicts, and objects that have them as attributes; not all too deep."""
+    stack, seen = [(value, 0)], set()
+    while stack:
+        item, depth = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif depth < _DEEP:
+            stack += [(inner, depth + 1) for inner in reversed(list(_inside(item)))]
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        return ()
+    return getattr(value, "__dict__", {}).values()

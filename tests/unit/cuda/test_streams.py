@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -330,6 +331,11 @@ def test_tensors_are_found_in_values() -> None:
     for _ in range(50):
         deep = [deep]
     assert list(tensors_in(deep)) == []
+    held = types.SimpleNamespace(inner=types.SimpleNamespace(tensor=two), name="x")
+    assert [len(t) for t in tensors_in((held, torch.nn.Linear(1, 3)))] == [2, 3, 3]
+    held.itself = [held] * 10
+    assert [len(t) for t in tensors_in(held)] == [2]
+    assert list(tensors_in((torch, torch.nn.Linear, test_tensors_are_found_in_values))) == []
 
 
 class TestFailures:
