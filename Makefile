@@ -73,8 +73,8 @@ bench: env ## Measure calls and steps side by side with torch.distributed; ARGS 
 	@$(BIN)/python benchmarks/backward.py $(ARGS)
 	@$(BIN)/python benchmarks/steps.py $(ARGS)
 
-bench-cuda: env ## Measure tensors on a CUDA device side by side with torch.distributed; ARGS go to benchmarks/cuda.py
-	@$(BIN)/python benchmarks/cuda.py $(ARGS)
+bench-cuda: env ## Measure tensors on a CUDA device side by side with torch.distributed; ARGS go to benchmarks/on_devices.py
+	@$(BIN)/python benchmarks/on_devices.py $(ARGS)
 
 memory: env ## Show that memory stays flat over large echoes; ARGS go to benchmarks/memory.py
 	@$(BIN)/python benchmarks/memory.py $(ARGS)

@@ -1,7 +1,7 @@
 """Tensors on a GPU, side by side with ``torch.distributed.rpc`` and its device maps: one run, alternating.
 
     make bench-cuda
-    .venv/bin/python benchmarks/cuda.py --quick
+    .venv/bin/python benchmarks/on_devices.py --quick
 
 Two worker processes share one GPU. Every measurement ends when the device has done all of it
 (``torch.cuda.synchronize``). The last line says what a step of the split model costs in one process.
