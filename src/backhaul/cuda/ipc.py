@@ -88,9 +88,6 @@ class HostFlag:
     def force(self) -> None:
         self._reached.value = self._target.value
 
-    def synchronize(self) -> None:
-        raise NotImplementedError("nobody waits for another process on the host")
-
 
 class CudaIpc:
     """A ``segments.Ipc``."""

@@ -32,13 +32,17 @@ Key = tuple[int, int]
 
 
 class Event(Protocol):
-    """A point on a stream. After the first, only streams of the same device may record it; any may wait for it."""
+    """A point on a stream, which any stream may wait for."""
 
     def query(self) -> bool:
         """Whether the stream has passed it; also if it was never recorded."""
 
+
+class OwnEvent(Event, Protocol):
+    """One of this process's. After the first, only streams of the same device may record it."""
+
     def synchronize(self) -> None:
-        """Wait until it has, on the host."""
+        """Wait, on the host, until the stream has passed it."""
 
 
 class Stream(Protocol):
@@ -73,7 +77,7 @@ class Backend(Protocol):
     def lasting(self, stream: Stream) -> bool:
         """Whether it is there as long as the process is."""
 
-    def event(self, device: int) -> Event:
+    def event(self, device: int) -> OwnEvent:
         """A new one."""
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -347,7 +351,7 @@ class Frontier:
         """Record an event behind what this thread has begun on ``device``."""
         self._backend.record(event, self._current(device))
 
-    def record_new(self, device: int) -> Event:
+    def record_new(self, device: int) -> OwnEvent:
         """The same, for a new event."""
         event = self._backend.event(device)
         self.record(event, device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -24,13 +22,6 @@ def ipc() -> FakeIpc:
 @pytest.fixture
 def ends(ipc: FakeIpc) -> Handover:
     return Handover(ipc, Frontier(ipc.cuda))
-
-
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    made = Threads()
-    yield made
-    made.close()
 
 
 def lend(ends: Handover) -> tuple[int, int]:

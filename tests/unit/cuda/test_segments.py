@@ -93,13 +93,6 @@ def size(request: pytest.FixtureRequest) -> int:
     return found
 
 
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    made = Threads()
-    yield made
-    made.close()
-
-
 class TestLending:
     def test_after_the_second_miss_there_are_slots(self, line: Line) -> None:
         assert line.lend(64) is None

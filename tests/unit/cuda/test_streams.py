@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import types
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,13 +24,6 @@ def cuda() -> FakeCuda:
 @pytest.fixture
 def frontier(cuda: FakeCuda) -> Frontier:
     return Frontier(cuda)
-
-
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    made = Threads()
-    yield made
-    made.close()
 
 
 class TestTheClocks:
