@@ -55,18 +55,17 @@ def make_batch(draw: torch.Generator, size: int) -> tuple[torch.Tensor, torch.Te
 
 
 class Server:
-    """One set of weights. Its methods are called by all trainers, at the same time."""
+    """One set of weights. Its methods are called by all trainers, at the same time.
 
-    def __init__(self, rate: float, momentum: float) -> None:
+    Steps have no momentum: with gradients that are some steps old it makes the weights swing.
+    """
+
+    def __init__(self, rate: float) -> None:
         self.rate = rate
-        self.momentum = momentum
         self.lock = threading.Lock()  # guards all that follows
         self.steps = 0
         self.weights = make_weights()
-        self.speeds = [torch.zeros_like(weight) for weight in self.weights]
-        self.used: dict[
-            int, tuple[int, list[torch.Tensor]]
-        ] = {}  # context -> steps before its forward, weights of then
+        self.used: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by context: steps before it, weights of then
 
     def forward(self, context: int, x: torch.Tensor) -> torch.Tensor:
         """Run the model on the weights of now, in a context of the caller's."""
@@ -80,8 +79,7 @@ class Server:
         grads = bh.get_gradients(context)
         with self.lock:
             before, weights = self.used.pop(context)
-            self.speeds = [self.momentum * v + grads[w] for v, w in zip(self.speeds, weights, strict=True)]
-            self.weights = [w - self.rate * v for w, v in zip(self.weights, self.speeds, strict=True)]
+            self.weights = [now - self.rate * grads[then] for now, then in zip(self.weights, weights, strict=True)]
             self.steps += 1
             return self.steps - before - 1
 
@@ -110,7 +108,7 @@ def serve(steps: int) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     if bh.get_worker_info().name != "server":
         return None
-    server = bh.RRef(Server(rate=0.03, momentum=0.8))
+    server = bh.RRef(Server(rate=0.1))
     before = server.local_value().accuracy()
     trainers = [info for info in bh.get_worker_infos() if info.name != "server"]
     start = time.perf_counter()
