@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,12 @@ def apply_module(x: torch.Tensor) -> torch.Tensor:
 LIMIT = 3 * PATIENCE  # seconds; the first step imports much, and each process waits for the other's
 
 
+def init_gloo(file: str, rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = torch.distributed.FileStore(file, 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
 def make_model() -> torch.nn.Module:
     torch.manual_seed(7)
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
@@ -261,10 +268,8 @@ DDP_WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def train_in_all_ways(folder: str) -> dict[str, Any]:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     rank = bh.get_worker_info().id
-    store = torch.distributed.FileStore(f"{folder}/store", 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    init_gloo(f"{folder}/store", rank)
     try:
         return {name: train_together(rank, *way) for name, way in DDP_WAYS.items()}
     finally:
@@ -307,10 +312,8 @@ class Around(torch.nn.Module):
 
 
 def train_around(folder: str) -> list[list[torch.Tensor]]:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     rank = bh.get_worker_info().id
-    store = torch.distributed.FileStore(f"{folder}/store", 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    init_gloo(f"{folder}/store", rank)
     try:
         model, found = DistributedDataParallel(Around(1 - rank)), []
         for step in range(2):
@@ -329,6 +332,31 @@ def test_ddp_around_calls(tmp_path: pathlib.Path) -> None:
         mean, _ = expected_gradients(step)
         for rank in range(2):
             torch.testing.assert_close(found[rank][step], mean)
+
+
+def leave_group(folder: str) -> None:
+    """End a process group while one of its operations, started in a hook of a pass, waits for the other process."""
+    rank = bh.get_worker_info().id
+    init_gloo(f"{folder}/store", rank)
+    model = DistributedDataParallel(make_model())
+    if rank == 1:
+        time.sleep(0.3)  # the other one has let go of the group by then
+        torch.distributed.barrier()
+    else:
+        x = torch.ones(1, requires_grad=True)
+        with bh.context() as ctx:
+            y = bh.rpc_sync(1, torch.tanh, args=(x,))
+            torch.autograd.graph.register_multi_grad_hook([x], lambda _: torch.distributed.barrier(async_op=True))
+            ctx.backward(y.sum())
+    torch.distributed.destroy_process_group()
+    del model
+
+
+def test_process_groups_end(tmp_path: pathlib.Path) -> None:
+    """Torch ends them with the interpreter's lock held, and Gloo's threads, which it waits for, must not need it. They
+    do if there are objects of Python's in the state of the thread that started an operation: Gloo copies it.
+    """
+    bh.launch(leave_group, 2, args=(str(tmp_path),), timeout=LIMIT, start_method="forkserver")
 
 
 def test_the_look_for_replicas_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,10 @@ import ctypes
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence, Set
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.autograd.function import _HookMixin
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from backhaul import interrupts
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 Node = Any  # torch.autograd.graph.Node, as far as Python sees it
 
@@ -243,15 +245,13 @@ class Task:
         return node in self._found
 
     def __enter__(self) -> None:
-        self._outer = stashed(_TASK)
-        stash(_TASK, self)
+        self._outer = _task.get()
+        _task.set(self)
 
     def __exit__(self, *_: object) -> None:
-        stash(_TASK, self._outer)
+        _task.set(self._outer)
 
 
-_TASK = "backhaul_task"
-_REPLAY = "backhaul_replay"
 _own_tasks = itertools.count(1 << 62)
 
 
@@ -276,30 +276,66 @@ def new_task_number() -> int:
 
 
 def stash(key: str, value: Any) -> None:
-    """Keep a value with this strand of execution: the engine and the interpreter of scripts carry it along."""
-    if not _stash_counts:
+    """Keep a value with this strand of execution: the engine and the interpreter of scripts carry it along.
+
+    Sparingly, for a key can be set to None but not taken away, and the state of a thread that has one is costly to
+    others: whoever takes a copy of it, as Gloo does with each operation, needs the interpreter's lock to let go of it.
+    That may be on a thread that somebody joins who holds this lock: torch ends process groups so.
+    """
+    if not _does_stash_count():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
 
 
+@functools.cache
 def _does_stash_count() -> bool:
     """Whether torch counts the reference that it keeps there. Up to 2.11 it did not, and gave one back all the same."""
-    probe = object()
-    before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls("backhaul_probe", probe)
-    counts = sys.getrefcount(probe) > before
-    if not counts:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
-    torch._C._stash_obj_in_tls("backhaul_probe", None)
-    return counts
+    counts = []
 
+    def probe() -> None:  # on a thread of its own, which leaves nothing behind
+        kept = object()
+        before = sys.getrefcount(kept)
+        torch._C._stash_obj_in_tls("backhaul_probe", kept)
+        counts.append(sys.getrefcount(kept) > before)
+        if not counts[0]:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
-_stash_counts = _does_stash_count()
+    thread = threading.Thread(target=probe)
+    thread.start()
+    thread.join()
+    return counts[0]
 
 
 def stashed(key: str) -> Any:
     """What ``stash`` has kept; None if there is nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def engine_has_threads() -> bool:
+    """Whether the engine may run nodes on threads of its own: it does for those of devices."""
+    return torch.cuda.is_initialized() or torch.xpu.is_initialized() or torch.backends.mps.is_built()
+
+
+class OfRun(threading.local, Generic[T]):
+    """A value of one run of the engine, on whatever thread it runs a node."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._value: T | None = None
+
+    def get(self) -> T | None:
+        """What was set; None if nothing."""
+        return self._value if self._value is not None else stashed(self._key)
+
+    def set(self, value: T | None) -> None:
+        """Set it for runs that are started from this thread."""
+        self._value = value
+        if engine_has_threads():
+            stash(self._key, value)
+
+
+_task: OfRun[Task] = OfRun("backhaul_task")
+_replay: OfRun[Set[int]] = OfRun("backhaul_replay")
 
 
 def _nested(frame: FrameType | None) -> bool:
@@ -315,7 +351,7 @@ def _task_for(frame: FrameType) -> Task | None:
     """The pass that a multi-grad hook is called in; None for all others who ask."""
     if frame.f_globals.get("__name__") != "torch.autograd.graph":
         return None  # checkpointing, above all, means one run of the engine
-    task: Task | None = stashed(_TASK)
+    task = _task.get()
     return None if task is None or _nested(frame) else task
 
 
@@ -370,7 +406,7 @@ class _Once:
 
     @interrupts.calls_out
     def __call__(self, *args: Any) -> Any:
-        replayed: Set[int] | None = stashed(_REPLAY)
+        replayed = _replay.get()
         if replayed is not None and self._leaf in replayed and not _nested(sys._getframe(1)):
             return None
         return self.__wrapped__(*args)
@@ -385,10 +421,10 @@ def run_accumulation(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tenso
         for key, hook in list(hooks.items()):
             if not isinstance(hook, _Once):
                 hooks[key] = _Once(id(leaf), hook)
-    outer = stashed(_REPLAY)
-    stash(_REPLAY, frozenset(map(id, leaves)))
+    outer = _replay.get()
+    _replay.set(frozenset(map(id, leaves)))
     try:
         edges = list(map(leaf_edge, leaves))
         run_engine(edges, grads, edges, retain=create, create=create, accumulate=True)
     finally:
-        stash(_REPLAY, outer)
+        _replay.set(outer)

@@ -50,7 +50,17 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_waits: dict[str, bool] = {}  # see _may_wait, by the name of the script
+
+
+class _Traits(NamedTuple):
+    """What a script may do."""
+
+    moves: bool  # to other threads
+    waits: bool  # in the interpreter, on the thread that calls it
+
+
+_NONE = _Traits(moves=False, waits=False)
+_traits: dict[str, _Traits] = {}  # by the name of the script
 
 
 def called_here() -> bool:
@@ -62,21 +72,22 @@ def called_here() -> bool:
 
 def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a script. What is current here is current on all threads that it moves to, until it returns."""
-    outer: Carried | None = stashed(_KEY)
     worker, scope = workers._current.get(), recording._scope.get()
-    carries = worker is not None or scope is not None or outer is not None
-    if carries:
+    outer: Carried | None = stashed(_KEY)
+    current = not (worker is None and scope is None and outer is None)
+    traits = _traits_of(script) if current else _NONE
+    if traits.moves:
         inherited = outer or _NOTHING
         stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
     _here.calls += 1
     try:
-        if worker is None or not worker.crew.inside or not _may_wait(script):
+        if worker is None or not worker.crew.inside or not traits.waits:
             return invoke(script, *args, **kwargs)
         with worker.crew.blocking():  # the interpreter does not say when it waits
             return invoke(script, *args, **kwargs)
     finally:
         _here.calls -= 1
-        if carries:
+        if traits.moves:
             stash(_KEY, outer)
 
 
@@ -86,15 +97,16 @@ def _put(own: T | None, inherited: Put[T] | None) -> Put[T] | None:
     return inherited if inherited is not None and inherited.elsewhere() else None
 
 
-def _may_wait(script: Any) -> bool:
-    """Whether the thread that calls a script may have to wait in the interpreter. Most of our operators wait before."""
+def _traits_of(script: Any) -> _Traits:
     name = compiler.name_of(script)
-    found = _waits.get(name)
+    found = _traits.get(name)
     if found is None:
         graph = script.inlined_graph
+        unknown = bool(graph.findAllNodes("prim::CallMethod", True))
         waited = {node.inputsAt(0).node().kind() for node in graph.findAllNodes("aten::wait", True)}
-        found = not waited <= _SETTLED or bool(graph.findAllNodes("prim::CallMethod", True))
-        _waits[name] = found
+        waits = unknown or not waited <= _SETTLED  # most of our operators wait before
+        found = _Traits(moves=waits or bool(graph.findAllNodes("prim::fork", True)), waits=waits)
+        _traits[name] = found
     return found
 
 
