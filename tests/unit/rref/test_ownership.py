@@ -193,7 +193,8 @@ class World:
 
     def check(self) -> None:
         """Once it is there, the value is the same as long as somebody refers to it."""
-        travelling = any(message.kind == "fork" and not message.cut for message in self.under_way)
+        there = self.lives.values()  # what is on its way to a life that is over does not arrive
+        travelling = any(one.kind == "fork" and not one.cut and one.receiver in there for one in self.under_way)
         if self.created is not None and self.certain and (self.held or self.handles or travelling):
             assert self.owned.entries.get(self.value) is self.created
 
