@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test test-cuda races lint types browser bench bench-cuda memory reference sim kills fuzz soak format clean
+.PHONY: help env run test explore test-cuda races lint types browser bench bench-cuda memory reference sim kills fuzz soak format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -40,6 +40,9 @@ run: env ## Train a model split over workers; ARGS go to examples/train_transfor
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint types browser ## Check everything: lint, types, tests; ARGS go to pytest
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+explore: env ## Run the property tests on inputs drawn anew; ARGS go to pytest
+	$(BIN)/pytest -m hypothesis --hypothesis-profile explore -n auto --maxprocesses 8 $(ARGS)
 
 # Where there is no device these are skipped, and say so.
 races: env ## Compare steps with kernels that take long, drawn by lot, with plain autograd on a CUDA device; ROUNDS=1000

@@ -13,11 +13,17 @@ import signal
 import pytest
 import torch
 import torch.distributed
+from hypothesis import settings
 
 pytest_plugins = ["backhaul.testing.leaks"]
 
 # A shell that starts the tests in the background lets them ignore it; some of them, and programs they start, must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What fails today has to fail tomorrow, and no test fails for being slow. ``make explore`` looks further.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile("steady")
 
 # These take longest, the first most of all; of files that run side by side they must not be the last to begin.
 LONG = (
