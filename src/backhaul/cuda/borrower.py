@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,8 @@ from backhaul.cuda.segments import (
     graves,
     has_ended,
     pages_size,
+    probe,
+    span_of_ready,
     visit_graves,
 )
 from backhaul.cuda.streams import Event, Frontier
@@ -43,7 +46,7 @@ log = logging.getLogger("backhaul")
 class _Borrowed:
     """A segment as its receiver knows it."""
 
-    __slots__ = ("device", "frontier", "memory", "pages", "sender", "slot_bytes", "start", "taken")
+    __slots__ = ("device", "frontier", "memory", "pages", "sender", "slot_bytes", "start", "taken", "watch")
 
     def __init__(self, frontier: Frontier, device: int, offer: Offer, pages: Pages, memory: Stretch) -> None:
         self.frontier = frontier
@@ -54,6 +57,7 @@ class _Borrowed:
         self.sender = offer.process
         self.slot_bytes = offer.slot_bytes
         self.taken = bytearray(offer.count)  # which slots are in use here, whatever the states say
+        self.watch: Sequence[object] = ()
 
     @property
     def on_host(self) -> bool:
@@ -66,16 +70,19 @@ class _Borrowed:
         self.pages.states[index] = FREE
 
     def release(self) -> None:
-        if has_ended(self.sender):
-            waiting = [index for index, flag in enumerate(self.pages.ready) if not flag.query()]
-            for index in waiting:
-                self.pages.ready[index].force()
-            lost = sum(self.taken[index] for index in waiting)
+        if self.sender and has_ended(self.sender):
+            self.sender = 0
+            self.pages.force_ready()
+            lost = sum(self.pages.lost(index) for index, taken in enumerate(self.taken) if taken)
             if lost:
                 log.error("a worker ended before %d tensors that it had sent were computed: they hold nothing", lost)
 
     def over(self) -> bool:
         return not any(self.taken) and self.pages.passed
+
+    def let_go(self) -> None:
+        del self.memory
+        self.pages.opened = 0
 
 
 class Patience:
@@ -130,7 +137,7 @@ def _end(lease: _Lease) -> None:
 
 
 class Borrower:
-    """Makes tensors of slots. ``offered`` and ``retired`` are called by one thread at a time, all else by any.
+    """Makes tensors of slots. Thread-safe.
 
     Args:
         ipc: Memory.
@@ -143,10 +150,12 @@ class Borrower:
         self._frontier = frontier
         self._identities = list(identities)
         self._segments: dict[int, _Borrowed] = {}
+        self._opening = threading.Lock()  # for one offer at a time
+        self._closed = False
         self._patience = Patience()
 
-    def offered(self, offer: Offer) -> Answer:
-        """The sender offers a segment: open it, and return the answer."""
+    def check(self, offer: Offer) -> None:
+        """Raise ``ProtocolError`` if an offer is none that a sender makes."""
         count, nbytes = offer.count, offer.count * offer.slot_bytes
         if not 0 < count <= MAX_SLOTS or offer.slot_bytes < 1 or offer.slot_bytes % SMALLEST or nbytes > _MAX_SEGMENT:
             raise ProtocolError(f"impossible segment: {count} slots of {offer.slot_bytes} bytes")
@@ -154,19 +163,38 @@ class Borrower:
             raise ProtocolError("impossible segment")
         if offer.number in self._segments or not 0 < offer.number < 1 << 31:
             raise ProtocolError(f"impossible segment number {offer.number}")
+
+    def open(self, offer: Offer) -> Answer:
+        """Open a segment that the sender offers, and return the answer. Takes a while."""
+        with self._opening:
+            accepted = offer.number not in self._segments and self._open(offer)
+        if self._closed:
+            self.close()  # not all was there yet
+        return Answer(offer.number, accepted)
+
+    def _open(self, offer: Offer) -> bool:
         if len(self._segments) >= _MAX_SEGMENTS or offer.device not in self._identities or offer.process <= 0:
-            return Answer(offer.number)
+            return False
         device = self._identities.index(offer.device)
-        total = pages_size(offer.slot_bytes, count, slots=not offer.memory)
+        size = offer.count * offer.slot_bytes
+        watches: list[object] = []
+
+        def watch(file: int) -> None:
+            watches.append(self._ipc.watch(file, offer.process, span_of_ready(offer.count)))
+
         try:
-            self._frontier.prepare(device)
-            mapping = shm.attach(offer.process, offer.descriptor, total, offer.cookie)
-            pages = Pages(self._ipc, mapping, count, device)
-            memory = self._ipc.open(offer.memory, device, nbytes) if offer.memory else pages.pinned
+            total = pages_size(offer.slot_bytes, offer.count, slots=not offer.memory)
+            mapping = shm.attach(offer.process, offer.descriptor, total, offer.cookie, watch)
+            pages = Pages(self._ipc, mapping, offer.count, device)
+            probe(self._ipc, self._frontier, pages, device, sender=False)
+            memory = self._ipc.open(offer.memory, device, size) if offer.memory else pages.pinned
         except (RuntimeError, OSError):
-            return Answer(offer.number)
-        self._segments[offer.number] = _Borrowed(self._frontier, device, offer, pages, memory)
-        return Answer(offer.number, True, os.getpid())
+            return False
+        pages.opened = os.getpid()
+        segment = _Borrowed(self._frontier, device, offer, pages, memory)
+        segment.watch = watches
+        self._segments[offer.number] = segment
+        return True
 
     def retired(self, number: int) -> None:
         """The sender has let go of a segment."""
@@ -177,6 +205,7 @@ class Borrower:
 
     def close(self) -> None:
         """The channel is lost. Slots in use stay so."""
+        self._closed = True
         while self._segments:
             segment = self._segments.popitem()[1]
             segment.pages.close()
@@ -224,4 +253,6 @@ class Borrower:
             raise ProtocolError(f"there is no slot {slot}")
         if segment.taken[index] or segment.pages.states[index] != LENT:
             raise ProtocolError(f"slot {slot} was not lent")
+        if segment.pages.lost(index):
+            raise ProtocolError(f"the worker has ended before what is in slot {slot} was computed")
         return segment, index

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from backhaul.cuda import undertaker
 from backhaul.cuda.library import Library
 from backhaul.transport import shm
 from backhaul.wire.devices import Form
@@ -132,6 +133,9 @@ class CudaIpc:
 
     def copy_on_host(self, pinned: Pinned, offset: int, source: int, nbytes: int) -> None:
         ctypes.memmove(pinned.mapping.address + offset, source, nbytes)
+
+    def watch(self, file: int, process: int, span: undertaker.Span) -> object:
+        return undertaker.shared.watch(file, process, span)
 
 
 device_at = functools.cache(functools.partial(torch.device, "cuda"))

@@ -25,6 +25,8 @@ from backhaul.cuda.segments import (
     bury,
     has_ended,
     pages_size,
+    probe,
+    span_of_done,
     visit_graves,
 )
 from backhaul.cuda.streams import Frontier
@@ -41,17 +43,18 @@ HOST = -1
 class _Lent:
     """A segment's memory, as its owner has it."""
 
-    __slots__ = ("abandoned", "budget", "descriptor", "memory", "pages", "pool", "receiver", "start")
+    __slots__ = ("abandoned", "budget", "descriptor", "memory", "nbytes", "pages", "pool", "start", "watch")
 
     def __init__(self, pages: Pages, memory: Stretch, descriptor: int, budget: Budget, pool: Pool) -> None:
         self.pages = pages
         self.memory = memory
         self.start = HEAD if memory is pages.pinned else 0
+        self.nbytes = 0  # that are counted in the budget
         self.descriptor = descriptor  # until it is answered
         self.budget = budget
         self.pool = pool
-        self.receiver = 0  # its process, once it has answered
-        self.abandoned = False  # that has ended
+        self.watch: object = None
+        self.abandoned = False  # the receiver's process has ended
 
     @property
     def on_host(self) -> bool:
@@ -63,14 +66,17 @@ class _Lent:
             self.descriptor = -1
 
     def release(self) -> None:
-        if self.receiver and has_ended(self.receiver):
-            self.receiver = 0
+        if not self.abandoned and self.pages.opened and has_ended(self.pages.opened):
             self.abandoned = True
-            for flag in self.pages.done:
-                flag.force()
+            self.pages.force_done()
 
     def over(self) -> bool:
-        return (self.abandoned or not self.pages.in_use) and self.pages.passed
+        pages = self.pages
+        return (self.abandoned or not (pages.in_use or pages.opened)) and pages.passed
+
+    def let_go(self) -> None:
+        del self.memory
+        self.budget.give_back(self.nbytes)
 
 
 class Lender:
@@ -193,10 +199,10 @@ class Lender:
             self._full.add((device, small))
 
     def _offer(self, device: int, small: bool, slot_bytes: int, count: int) -> None:
-        self._frontier.prepare(device)
         descriptor, mapping, cookie = shm.create(pages_size(slot_bytes, count, slots=small))
         try:
             pages = Pages(self._ipc, mapping, count, device)
+            probe(self._ipc, self._frontier, pages, device, sender=True)
             memory = pages.pinned if small else self._ipc.allocate(device, slot_bytes * count)
             name = b"" if small else self._ipc.export(memory)
         except BaseException:
@@ -204,6 +210,7 @@ class Lender:
             raise
         pool = self._pools[device, small]
         lent = _Lent(pages, memory, descriptor, self._budgets(HOST if small else device), pool)
+        lent.nbytes = slot_bytes * count
         number = next(self._numbers)
         segment = Segment(number, slot_bytes, pages.states, self._now(), lent)
         pool.add(segment)
@@ -217,15 +224,18 @@ class Lender:
             segment = self._segments.get(answer.number)
             if self._closed:
                 return
-            if segment is None or segment.ready or (answer.accepted and answer.process <= 0):
+            if segment is None or segment.ready:
                 raise ProtocolError(f"an answer to no offer: segment {answer.number}")
-            segment.memory.close_descriptor()
-            if answer.accepted:
-                segment.memory.receiver = answer.process
-                segment.ready = True
-            else:
+            lent: _Lent = segment.memory
+            if not answer.accepted:
                 self._refused = True
                 self._drop(segment)
+                return
+            if not lent.pages.opened:
+                raise ProtocolError(f"segment {answer.number} was accepted and is not open")
+            lent.watch = self._ipc.watch(lent.descriptor, lent.pages.opened, span_of_done(len(segment.states)))
+            lent.close_descriptor()
+            segment.ready = True
 
     def trim(self) -> bool:
         """Let unused segments go; whether there may be more of them later."""
@@ -259,7 +269,6 @@ class Lender:
         lent: _Lent = segment.memory
         lent.close_descriptor()
         del self._segments[segment.number]
-        lent.budget.give_back(segment.nbytes)
         bury(lent)
 
     @property

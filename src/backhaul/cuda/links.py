@@ -138,15 +138,22 @@ class Shared:
         """What the peer is to be told."""
         return self.lender.news
 
-    def hear(self, items: Iterable[Item]) -> None:
-        """The peer has told something. Raises ``ProtocolError``."""
+    def hear(self, items: Iterable[Item]) -> list[Offer]:
+        """The peer has told something; what of it is to be opened. Raises ``ProtocolError``."""
+        offers = []
         for item in items:
             if isinstance(item, Offer):
-                self.news.append(self.borrower.offered(item))
+                self.borrower.check(item)
+                offers.append(item)
             elif isinstance(item, Answer):
                 self.lender.answered(item)
             else:
                 self.borrower.retired(item.number)
+        return offers
+
+    def open(self, offers: Iterable[Offer]) -> None:
+        """Open what the peer offers, which takes a while."""
+        self.news.extend(map(self.borrower.open, offers))
 
     def close(self) -> None:
         """The channel is lost."""

@@ -12,7 +12,7 @@ that both have mapped, with the state of each slot and two *flags* for it; and `
     slot's *ready*; a message names the slot   -> its stream waits for *ready*; tensors are views of the slot
     (finds the slot free) its stream waits        records *done* behind all that may use them, and clears the slot's
     for *done* before it writes there             state, when the last of them is gone
-    Retire                                     -> closes it
+    Retire                                     -> closes it, and says so in the pages: only then is it freed
 
 The host waits for nothing. A slot is free when its state says so, although the receiver's device may still read it: who
 writes there next waits for *done*, on the device.
@@ -23,7 +23,8 @@ memory that devices read and write as if it were their own. What came in one, an
 the host copies.
 
 [Note: graves] Memory is let go when nothing on it lies ahead any more: when all flags are passed and no slot is lent.
-What a process that has ended was to do is never going to be done; its flags are set for it.
+What a process that has ended was to do is never going to be done; its flags are set for it: by the other process, or,
+should that be unable to (see ``undertaker``), for it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import msgspec
 import torch
 
 from backhaul.cuda.streams import Event, Frontier
+from backhaul.cuda.undertaker import Span
 from backhaul.transport import shm
 from backhaul.transport.slots import MAX_SLOTS
 from backhaul.wire.devices import Form
@@ -54,7 +56,10 @@ HANDLE = 64
 """Bytes by which device memory is opened."""
 
 _FLAG = 8
-_CLOSED = shm.PAGE + 2 * MAX_SLOTS * _FLAG  # where the receiver says that it borrows nothing more
+_PROBES = shm.PAGE + 2 * MAX_SLOTS * _FLAG  # two flags, one of each end
+_OPENED = _PROBES + 2 * _FLAG  # where the receiver says which process has opened the memory
+_CLOSED = _OPENED + 4  # and that it borrows nothing more
+_LOST = _CLOSED + 4  # a byte for each flag: whether it was set for a process that had ended
 TAKEN = 2
 """The state of a slot that the receiver has borrowed, after ``slots.LENT``."""
 
@@ -73,11 +78,10 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, tag="offer"):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
-    """Whether an offer was accepted, and by which process."""
+    """Whether an offer was accepted."""
 
     number: int
     accepted: bool = False
-    process: int = 0
 
 
 class Retire(msgspec.Struct, array_like=True, frozen=True, tag="retire"):
@@ -145,18 +149,50 @@ class Ipc(Protocol):
     def copy_on_host(self, pinned: Any, offset: int, source: int, nbytes: int) -> None:
         """Copy bytes from there to a place in pinned memory, at once."""
 
+    def watch(self, file: int, process: int, span: Span) -> object:
+        """Set flags that a process was to set, when it has ended: even if no thread of this one can go on. As long as
+        what is returned is there.
+        """
+
 
 class Pages:
     """What both ends of a segment see of it. ``ready`` is recorded by the sender, ``done`` by the receiver."""
 
-    __slots__ = ("_closed", "done", "pinned", "ready", "states")
+    __slots__ = ("_closed", "_lost", "_opened", "done", "pinned", "ready", "states")
 
     def __init__(self, ipc: Ipc, mapping: shm.Mapping, count: int, device: int) -> None:
         self.pinned = ipc.pin(mapping, device)
         self.states = shm.states_of(mapping, count)
+        self._opened = memoryview(mapping.block(_OPENED, 4)).cast("B").cast("I")
         self._closed = memoryview(mapping.block(_CLOSED, 1)).cast("B")
+        self._lost = memoryview(mapping.block(_LOST, count)).cast("B")
         flags = [ipc.flag(self.pinned, shm.PAGE + index * _FLAG) for index in range(2 * count)]
         self.ready, self.done = flags[:count], flags[count:]
+
+    @property
+    def opened(self) -> int:
+        """The process that has the memory open; 0: none."""
+        return int(self._opened[0])
+
+    @opened.setter
+    def opened(self, process: int) -> None:
+        self._opened[0] = process
+
+    def lost(self, index: int) -> bool:
+        """Whether the sender has ended before a slot was ready."""
+        return bool(self._lost[index])
+
+    def force_ready(self) -> None:
+        """The sender has ended."""
+        for index, flag in enumerate(self.ready):
+            if not flag.query():
+                self._lost[index] = 1
+                flag.force()
+
+    def force_done(self) -> None:
+        """The receiver has ended."""
+        for flag in self.done:
+            flag.force()
 
     def close(self) -> None:
         """The receiver borrows nothing more."""
@@ -173,7 +209,23 @@ class Pages:
         return all(flag.query() for flag in (*self.ready, *self.done))
 
 
-assert HEAD > _CLOSED
+assert HEAD >= _LOST + 2 * MAX_SLOTS
+
+
+def span_of_ready(count: int) -> Span:
+    """The flags that the sender records."""
+    return Span(shm.PAGE, count, _LOST)
+
+
+def span_of_done(count: int) -> Span:
+    """The flags that the receiver records."""
+    return Span(shm.PAGE + count * _FLAG, count, _LOST + count)
+
+
+def probe(ipc: Ipc, frontier: Frontier, pages: Pages, device: int, *, sender: bool) -> None:
+    """Find out whether a device can record flags; some cannot. Raises ``RuntimeError``."""
+    frontier.prepare(device)
+    frontier.try_out(ipc.flag(pages.pinned, _PROBES + (0 if sender else _FLAG)), device)
 
 
 def pages_size(slot_bytes: int, count: int, *, slots: bool) -> int:
@@ -189,6 +241,9 @@ class Grave(Protocol):
 
     def over(self) -> bool:
         """Whether it can go. See [Note: graves]."""
+
+    def let_go(self) -> None:
+        """It goes."""
 
 
 graves: collections.deque[Grave] = collections.deque()
@@ -217,7 +272,8 @@ def visit_graves(frontier: Frontier | None = None) -> bool:
             graves.remove(grave)
     finally:
         _visiting.release()
-    gone.clear()
+    for grave in gone:
+        grave.let_go()
     return bool(graves)
 
 

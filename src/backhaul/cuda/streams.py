@@ -173,6 +173,10 @@ class Frontier:
             if one not in self._drains:
                 self._drains.setdefault(one, self._backend.fresh(one))
 
+    def try_out(self, event: Event, device: int) -> None:
+        """Record an event on a stream that nobody else uses now. Raises ``RuntimeError`` if the device cannot."""
+        self._backend.record(event, self._drains[device])
+
     # Threads.
 
     def enter(self) -> None:

@@ -42,9 +42,14 @@ class Devices:
         shared = None if peer is None or peer.link is None else peer.link.ends_of(channel)
         if shared is None:
             raise ProtocolError("device memory from a peer with which none is shared")
-        shared.hear(unpack(frame.body, News).items)
+        offers = shared.hear(unpack(frame.body, News).items)
+        self._mourn()
+        return functools.partial(self._open, channel, shared, offers) if offers else None
+
+    def _open(self, channel: Channel, shared: Shared, offers: list[Offer]) -> None:
+        shared.open(offers)
         self._tell(channel, shared)
-        return None
+        self._mourn()  # the channel may have been lost meanwhile
 
     def _tell(self, channel: Channel, shared: Shared) -> None:
         items = []
@@ -70,6 +75,7 @@ class Devices:
                 again |= shared.lender.trim()
                 self._tell(channel, shared)
         self._trimming = again
+        self._mourn()
         if again:
             self._worker.crew.call_at(self._worker.runtime.now() + _TRIM, self._trim)
 

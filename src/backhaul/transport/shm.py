@@ -37,7 +37,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from backhaul.errors import ProtocolError
@@ -118,18 +118,28 @@ def create(total: int) -> tuple[int, Mapping, bytes]:
     return fd, mapping, cookie
 
 
-def attach(process: int, fd: int, total: int, cookie: bytes) -> Mapping:
-    """Map a segment that another process has made. Raises ``OSError``."""
+def attach(process: int, fd: int, total: int, cookie: bytes, look: Callable[[int], object] | None = None) -> Mapping:
+    """Map a segment that another process has made. Raises ``OSError``.
+
+    Args:
+        process: Whose it is.
+        fd: Its descriptor there.
+        total: Its size.
+        cookie: What it begins with.
+        look: Called with a descriptor that is open as long.
+    """
     # Whatever that descriptor is, opening it must not block; and what may shrink would kill whoever reads it.
     mine = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if os.fstat(mine).st_size != total or fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError("not a segment")
         mapping = Mapping(mine, total)
+        if ctypes.string_at(mapping.address, len(cookie)) != cookie:
+            raise OSError("another segment")
+        if look is not None:
+            look(mine)
     finally:
         os.close(mine)
-    if ctypes.string_at(mapping.address, len(cookie)) != cookie:
-        raise OSError("another segment")
     return mapping
 
 

@@ -76,6 +76,7 @@ class FakeCuda:
         self.count = count
         self.broken = False
         self.capture = False
+        self.no_flags = False  # streams cannot write what other processes see
         self.done: Clock = {}  # of every stream, how far it has got
         self.events = 0
         self.relaxed = 0
@@ -134,6 +135,8 @@ class FakeCuda:
         return FakeEvent(self, device)
 
     def record(self, event: FakeEvent, stream: FakeStream) -> None:
+        if event.foreign and self.no_flags:
+            raise RuntimeError("CUDA error: operation not supported")
         assert event.device in (None, stream.device), "an event of another device"
         event.device = stream.device
         event.records += 1

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from backhaul.cuda.segments import HANDLE
+from backhaul.cuda.undertaker import Span
 from backhaul.transport import shm
 from backhaul.wire.devices import Form
 
@@ -33,6 +37,12 @@ class FakeStretch:
         self.ipc.there_now -= 1
 
 
+@dataclass(eq=False)
+class Watch:
+    process: int
+    span: Span
+
+
 class FakeFlag(FakeEvent):
     foreign = True
 
@@ -48,6 +58,7 @@ class FakeIpc:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.no_memory = False
+        self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self.refuse = False
         self.breaks = False  # the next copy
         self.there_now = 0
@@ -126,6 +137,12 @@ class FakeIpc:
         self.cell((pinned.name, offset)).put()
         ctypes.memmove(pinned.address + offset, source, nbytes)
         self.on_host_count += 1
+
+    def watch(self, file: int, process: int, span: Span) -> object:
+        os.fstat(file)  # it is open
+        watch = Watch(process, span)
+        self.watches.add(watch)
+        return watch
 
     def empty(self, device: int, nbytes: int) -> torch.Tensor:
         if self.no_memory:

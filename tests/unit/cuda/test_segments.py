@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,6 +29,13 @@ from .clocks import FakeCuda, RaceError, Threads
 from .fake_ipc import FakeIpc
 
 MIB = 1 << 20
+
+
+def visit_graves() -> None:
+    segments.visit_graves()  # the receiver closes what the sender lets go next
+    segments.visit_graves()
+
+
 DEVICES = ("X", "Y")
 
 
@@ -52,7 +60,8 @@ class Line:
         (item,) = unpack(pack(News((item,))), News).items
         self.told.append(type(item).__name__)
         if isinstance(item, Offer):
-            self._tell(self.borrower.offered(item))
+            self.borrower.check(item)
+            self._tell(self.borrower.open(item))
         elif isinstance(item, Answer):
             self.lender.answered(item)
         else:
@@ -74,7 +83,7 @@ class Line:
         self.lender.close()
         self.borrower.close()
         self.cuda.finish()
-        segments.visit_graves()
+        visit_graves()
 
 
 @pytest.fixture
@@ -269,10 +278,10 @@ class TestEnds:
         assert line.lend(size) is not None
         line.lender.close()
         line.cuda.finish()
-        segments.visit_graves()
+        visit_graves()
         assert line.ipc.there_now, "the receiver may still read the message"
         line.borrower.close()
-        segments.visit_graves()
+        visit_graves()
         assert not line.ipc.there_now
 
     def test_a_receiver_that_was_killed(self, line: Line, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,10 +292,10 @@ class TestEnds:
         line.borrower._segments.clear()  # without a word
         line.lender.close()
         line.cuda.finish()
-        segments.visit_graves()
+        visit_graves()
         there = line.ipc.there_now
         monkeypatch.setattr(lender, "has_ended", lambda process: process == os.getpid())
-        segments.visit_graves()
+        visit_graves()
         assert line.ipc.there_now < there
         del held
 
@@ -300,17 +309,70 @@ class TestEnds:
         ready = [flag for flag in line.ipc.flags.values() if not flag.query()]
         assert len(ready) == 1
         line.borrower.close()
-        segments.visit_graves()
+        visit_graves()
         assert not ready[0].query()
         monkeypatch.setattr(borrower, "has_ended", lambda process: process == os.getpid())
-        segments.visit_graves()
+        visit_graves()
         assert ready[0].query(), "whoever waits for it goes on"
         assert "before 1 tensors" in caplog.text
         del held
         line.cuda.finish()
         line.lender.close()
-        segments.visit_graves()
+        visit_graves()
         assert not line.ipc.there_now
+
+    def test_what_such_a_sender_has_not_computed_cannot_be_borrowed(
+        self, line: Line, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        line.warm(size)
+        slots = [line.lend(size), line.lend(size)]
+        assert slots == [(1, 0), (1, 1)]
+        held = line.borrower.borrow((1, 0), size, 0)
+        line.borrower._segments[1].pages.force_ready()
+        with pytest.raises(ProtocolError, match="has ended before"):
+            line.borrower.borrow((1, 1), size, 0)
+        line.lender.take_back([(1, 1)])
+        del held
+
+    def test_both_ends_have_the_other_watched(self, line: Line, size: int) -> None:
+        line.warm(size)
+        count = len(line.borrower._segments[1].taken)
+        assert {watch.process for watch in line.ipc.watches} == {os.getpid()}
+        spans = [watch.span for watch in line.ipc.watches]
+        assert sorted(spans) == [segments.span_of_ready(count), segments.span_of_done(count)]
+        line.close()
+        assert not line.ipc.watches
+
+    def test_a_channel_that_is_lost_while_a_segment_is_being_opened(
+        self, line: Line, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pin = line.ipc.pin
+
+        def lose(*args: Any) -> Any:
+            line.borrower.close()
+            return pin(*args)
+
+        line.lender.lend(torch.zeros(size, dtype=torch.uint8), 0)
+        line.lender.lend(torch.zeros(size, dtype=torch.uint8), 0)
+        monkeypatch.setattr(line.ipc, "pin", lose)
+        line.tell()
+        assert not line.borrower._segments
+        line.lender.close()
+        visit_graves()
+        assert not line.ipc.there_now
+
+    def test_memory_is_not_freed_while_the_receiver_has_it_open(self, line: Line) -> None:
+        line.warm(MIB)
+        line.lender.close()
+        line.cuda.finish()
+        visit_graves()
+        there = line.ipc.there_now
+        assert there == 4, "pages and memory, at both ends"
+        line.borrower.close()
+        segments.visit_graves()
+        assert line.ipc.there_now == 2, "the receiver's go first"
+        segments.visit_graves()
+        assert line.ipc.there_now == 0
 
     def test_processes_that_have_ended(self) -> None:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -332,17 +394,16 @@ class TestEnds:
         held = line.borrower.borrow(slot, size, 0)
         line.lender.close()
         line.borrower.close()
-        assert [budget.used for budget in line.budgets] == [0, 0, 0]
         assert line.lend(size) is None
         assert held.tolist() == [5] * size
         line.cuda.finish()
-        segments.visit_graves()
+        visit_graves()
         assert line.ipc.there_now
         with pytest.raises(ProtocolError):
             line.borrower.borrow((1, 1), size, 0)
         del held
         line.cuda.finish()
-        segments.visit_graves()
+        visit_graves()
         assert not line.ipc.there_now
 
     def test_memory_stays_while_the_device_may_use_it(self, line: Line, size: int, threads: Threads) -> None:
@@ -355,10 +416,10 @@ class TestEnds:
         line.lender.close()
         line.borrower.close()
         del held
-        segments.visit_graves()
+        visit_graves()
         assert line.ipc.there_now
         line.cuda.finish()
-        segments.visit_graves()
+        visit_graves()
         assert not line.ipc.there_now
 
     def test_unused_segments_are_retired(self, line: Line) -> None:
@@ -369,6 +430,10 @@ class TestEnds:
         line.tell()
         assert line.told[-1] == "Retire"
         assert line.lender.nbytes == 0
+        assert line.budgets[0].used == 32 * MIB, "the receiver has not closed it"
+        line.cuda.finish()
+        visit_graves()
+        assert line.budgets[0].used == 0
         assert line.lend(64) is None
 
     def test_a_segment_in_use_is_not(self, line: Line) -> None:
@@ -392,6 +457,11 @@ class TestEnds:
         line.lender.lend(torch.zeros(9 * MIB, dtype=torch.uint8), 0)
         line.lender.close()
         assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_a_device_that_cannot_write_flags(self, line: Line) -> None:
+        line.cuda.no_flags = True
+        assert [line.lend(size) for size in (64, MIB) for _ in range(4)] == [None] * 8
+        assert line.told == []
 
     @pytest.mark.parametrize("why", ["cannot open", "another device", "another process"])
     def test_a_peer_that_refuses_is_not_asked_again(self, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,20 +499,20 @@ class TestWhatAPeerSays:
     )
     def test_offers(self, line: Line, changes: dict[str, object]) -> None:
         with pytest.raises(ProtocolError):
-            line.borrower.offered(offer(**changes))
+            line.borrower.check(offer(**changes))
 
     @pytest.mark.parametrize("changes", [{"process": 0}, {"process": -1}, {"descriptor": -1}, {"descriptor": 0}])
     def test_offers_that_are_refused(self, line: Line, changes: dict[str, object]) -> None:
-        assert line.borrower.offered(offer(**changes)) == Answer(1)
+        assert line.borrower.open(offer(**changes)) == Answer(1)
 
     def test_answers(self, line: Line) -> None:
-        for answer in (Answer(1), Answer(7, True, 1)):
+        for answer in (Answer(1), Answer(7, True)):
             with pytest.raises(ProtocolError):
                 line.lender.answered(answer)
         line.lender.lend(torch.zeros(64, dtype=torch.uint8), 0)
         line.lender.lend(torch.zeros(64, dtype=torch.uint8), 0)
         with pytest.raises(ProtocolError):
-            line.lender.answered(Answer(1, True, 0))
+            line.lender.answered(Answer(1, True))  # and has not opened it
 
     def test_slots(self, line: Line) -> None:
         line.warm(64)
