@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -65,6 +65,15 @@ def spoiled_with(x: torch.Tensor) -> Any:
     return x, Spoiled()
 
 
+def wait_for(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 class World:
     """Workers over sockets that believe to be in different processes, or not."""
 
@@ -99,6 +108,15 @@ class World:
     def shared(self) -> list[Shared]:
         return [shared for link in self.links for _, shared in link.shared()]
 
+    def warm(self) -> None:
+        """Send small tensors both ways until there are slots for them: those are made meanwhile."""
+
+        def warm() -> bool:
+            bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),))
+            return sum(shared.lender.bytes_lent > 0 for shared in self.shared) == 2  # there and back
+
+        assert wait_for(warm)
+
     @property
     def lent(self) -> int:
         gc.collect()
@@ -110,20 +128,17 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     made = World(request.param, monkeypatch)
     weight.grad = None
     with bh.cluster(2, endpoints=lambda: SocketEndpoint(secret=b"secret")) as made.workers:
-        yield made
-        deadline = time.monotonic() + 10  # handlers let go of what they had just after their replies
-        while made.lent and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert made.lent == 0, "no slot is left"
         if request.param == "slots":
-            assert sum(shared.lender.bytes_lent for shared in made.shared) > 0
+            made.warm()
+        yield made
+        assert wait_for(lambda: not made.lent), "no slot is left"  # handlers let go of some just after their replies
         bytes_lent = sum(shared.lender.bytes_lent for shared in made.shared)
         assert (bytes_lent > 0) == (request.param == "slots")
         assert not made.frontier.trouble
         made.cuda.finish()  # who ends waits for that
         assert bh.get_debug_info()["cuda_usable"]
     made.cuda.finish()
-    segments.visit_graves()
+    assert wait_for(lambda: not segments.visit_graves())
     assert made.ipc.there_now == 0
     assert [plane.slot_bytes for plane in made.planes] == [0, 0]
 
@@ -277,15 +292,11 @@ def test_who_waits_for_a_worker_that_was_killed_goes_on(world: World, monkeypatc
     peer = world.workers[0].part(Node).peers.find(1)
     assert peer.channel is not None
     peer.channel.abort("killed")
-    deadline = time.monotonic() + 10
-    while not segments.graves and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_for(lambda: bool(segments.graves))
     time.sleep(0.3)
     assert not any(flag.query() for flag in waiting), "nobody is known to have ended"
     ended.append(os.getpid())
-    while not all(flag.query() for flag in waiting) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(flag.query() for flag in waiting)
+    assert wait_for(lambda: all(flag.query() for flag in waiting))
     assert kept.shape == (16,)
     del kept
     for _ in range(4):
@@ -300,10 +311,7 @@ def test_slots_of_calls_that_cannot_be_decoded_go_back(world: World) -> None:
             bh.rpc_sync("worker1", scale, args=(torch.ones(16), Spoiled()))
         with pytest.raises(bh.SerializationError):
             bh.rpc_sync("worker1", spoiled_with, args=(torch.ones(16),))
-    deadline = time.monotonic() + 10
-    while world.lent and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert world.lent == 0
+    assert wait_for(lambda: not world.lent)
 
 
 def test_a_loss_is_told_though_cuda_has_failed(world: World) -> None:
