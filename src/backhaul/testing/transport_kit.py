@@ -510,10 +510,10 @@ class TransportConformance:
 
     # ``hold`` and ``receive``, where offered.
 
-    def _hold(self, channel: Channel) -> None:
+    def _hold(self, channel: Channel, holder: object = None) -> None:
         if not self.can_hold:
             pytest.skip("this transport does not offer hold")
-        assert channel.hold()
+        assert channel.hold(holder)
 
     def test_hold_is_refused_where_it_is_not_offered(self, line: Line) -> None:
         if self.can_hold:
@@ -580,7 +580,8 @@ class TransportConformance:
 
     @pytest.mark.parametrize("who", ["peer", "this side"])
     def test_receive_tells_the_loss_and_ends_the_hold(self, line: Line, who: str) -> None:
-        self._hold(line.far)
+        holder = object()
+        self._hold(line.far, holder)
         receiving = Aside(lambda: line.far.receive(None))
         (line.near if who == "peer" else line.far).close()
         event = receiving.result()
@@ -588,6 +589,7 @@ class TransportConformance:
         assert event.channel is line.far
         assert_nothing(line.there)
         assert not line.far.hold()
+        assert not line.far.hold(holder), "nor by who held it then"
 
     def test_holders_and_pollers_lose_nothing_between_them(self, line: Line) -> None:
         self._hold(line.near)

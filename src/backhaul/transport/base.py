@@ -111,7 +111,7 @@ class Channel(abc.ABC):
         """Take the channel from the pollers, so as to read it with ``receive``. False: it cannot be had now.
 
         A thread that waits for a reply gets it without a hand-off that way. A transport need not offer it. ``holder``
-        is for ``mend``, and is not used for two holds at a time.
+        is for ``mend``, and is not used for two holds at a time. A channel that is lost cannot be had any more.
         """
         return False
 

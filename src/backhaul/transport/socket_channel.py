@@ -119,6 +119,8 @@ class SocketChannel(Channel):
         return event
 
     def hold(self, holder: object = None) -> bool:
+        if self._losing:  # its descriptor is another's by now; who has told of the loss is its holder still
+            return False
         if holder is None:
             holder = object()
         if self._holder.setdefault(0, holder) is not holder and not (self._lingering and self._take_over(holder)):
