@@ -23,6 +23,7 @@ from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 
 _PAUSE = 0.2  # seconds before asking again
+_FIRST = 10.0  # seconds for an answer at one address, the leader's included; twice as many once that was not enough
 _MOMENT = 0.1  # seconds after which interrupts are looked for
 _DOUBT = 5.0  # seconds until a member that has not heard of us should have
 _AT_ONCE = 32  # members to which we show ourselves at the same time
@@ -62,12 +63,15 @@ def enrol(
 
     Raises ``RendezvousError``, ``AuthenticationError``.
     """
-    deadline = runtime.now() + timeout
+    deadline, allowed = runtime.now() + timeout, _FIRST
     problems: dict[str, str] = {}
     while True:
-        for address in addresses:
+        began = runtime.now()
+        for number, address in enumerate(addresses):
+            now = runtime.now()
+            share = (deadline - now) / (len(addresses) - number)  # so that there is time for those that follow
             try:
-                answer = _ask_around(endpoint, own, address, deadline, runtime)
+                answer = _ask_around(endpoint, own, address, now + min(allowed, share), runtime)
             except _UnansweredError as error:
                 problems.setdefault(address, str(error))  # what a member has said before tells more
                 continue
@@ -78,6 +82,8 @@ def enrol(
                 break
         else:
             if runtime.now() + _PAUSE < deadline:
+                if runtime.now() >= began + allowed:  # a leader may have to look for a silent member first
+                    allowed *= 2
                 runtime.gate().wait(_PAUSE)
                 continue
         why = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
