@@ -17,7 +17,7 @@ from backhaul.crew import Task
 from backhaul.cuda.links import PeerLink, link_to
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
 from backhaul.rpc import roster
-from backhaul.rpc.roster import Roster, WorkerRecord, choose
+from backhaul.rpc.roster import Roster, Standing, WorkerRecord, choose
 from backhaul.runtime import Lock
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import Tls, WorkerInfo
@@ -118,6 +118,7 @@ class Peers:
         self._refusals: dict[Channel, str] = {}  # why channels that are about to be lost are
         self._expected: collections.OrderedDict[str, tuple[WorkerRecord, float]] = collections.OrderedDict()
         self.inquire: Inquiry = lambda record: None  # what to do about one that was not believed; it may come again
+        self.regained: Callable[[Peer], None] = lambda peer: None  # hears of one that was lost; it must not block
         self._sent_before = 0  # bytes that went over channels that are gone
         self.own = self._by_id[own.id] = self._by_name[own.name] = Peer(own, own, worker.runtime.lock())
         self._link(self.own)
@@ -179,6 +180,14 @@ class Peers:
                     return f"there is a worker '{rival.info.name}' (id {rival.info.id}) already"
             return self._admit(record, heard=heard)
 
+    def learn(self, record: WorkerRecord) -> Peer | None:
+        """Add a worker of which a member has told that is believed; not in place of one that is not lost."""
+        with self._changing:
+            rivals = self._roster.rivals(record.name, record.id)
+            if not all(self._by_id[rival.id].lost for rival in rivals) or self._admit(record, heard=True):
+                return None
+            return self._by_id[record.id]
+
     def _may_follow(self, channel: Channel, record: WorkerRecord, rival: Peer) -> bool:
         """Whether a worker may take the place of another on its own word."""
         same = record.name == rival.info.name
@@ -225,7 +234,7 @@ class Peers:
     def dismiss(self, peer: Peer) -> None:
         """Forget a worker that has left."""
         with self._changing:
-            if self._roster.dismiss(peer.record, "has left the cluster"):
+            if self._roster.dismiss(peer.record):
                 with self._lock:
                     peer.gone = "has left the cluster"
                     self._strike(peer)
@@ -259,6 +268,7 @@ class Peers:
             if peer.lost and not peer.gone and peer.channels:
                 peer.lost = ""
                 self._tell_change("joined", peer, "it is there again")
+                self.regained(peer)
 
     def rivals(self, name: str, number: int) -> list[Peer]:
         """The members that have that name or that id."""
@@ -284,6 +294,12 @@ class Peers:
             if not flaw:
                 self._expect(enrolled)
             return flaw or enrolled
+
+    @property
+    def standing(self) -> Standing:
+        """Whom this worker knows."""
+        with self._changing:
+            return self._roster.standing
 
     @property
     def epoch(self) -> int:

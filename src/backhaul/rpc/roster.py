@@ -20,6 +20,7 @@ _REMEMBERED = 1024  # workers that are gone
 _AHEAD = 1024  # newcomers that a worker may have missed when another shows it its own epoch
 _LAST = 1 << 53  # of all epochs: nobody comes near it by joining
 _LONGEST = 64  # characters of an incarnation
+_LEFT = "has left the cluster"
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -50,7 +51,15 @@ class WorkerRecord(msgspec.Struct, frozen=True):
         return self.epoch > other.epoch
 
 
+class Standing(msgspec.Struct, array_like=True, frozen=True):
+    """Whom a worker knows, by their incarnations: those who are members, and those who have left."""
+
+    members: tuple[str, ...]
+    left: tuple[str, ...]
+
+
 prepare(WorkerRecord)
+prepare(Standing)
 
 
 def choose(record: WorkerRecord, host: str) -> str | None:
@@ -135,7 +144,13 @@ class Roster:
         self.epoch = max(self.epoch, record.epoch)
         return Admit(tuple(rivals))
 
-    def dismiss(self, record: WorkerRecord, why: str) -> bool:
+    @property
+    def standing(self) -> Standing:
+        """Whom this worker knows."""
+        left = (incarnation for incarnation, (_, why) in self._gone.items() if why == _LEFT)
+        return Standing(tuple(self._lives), tuple(left))
+
+    def dismiss(self, record: WorkerRecord, why: str = _LEFT) -> bool:
         """A member is gone for good; whether it was one."""
         if self._members.get(record.id) is not record:
             return False
