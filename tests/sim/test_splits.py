@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.rpc.peers import Peers
 from backhaul.testing.simulated import SimCluster
 
 OPTIONS = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
@@ -94,3 +96,32 @@ def test_a_channel_that_is_lost_before_two_have_compared() -> None:
         cluster.run("worker1", lambda: peers.regained(peers.find("worker0"))).result()
         cluster.sleep(60.0)
         assert cluster.network.sent == sent
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("first", ["left", "right"])
+def test_two_leaders_that_give_one_id_to_two_workers_where_not_everyone_is_believed(
+    first: str, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each half kept its own if that of the first was the earlier: the leader, once they had met, did not let the later
+    one in, and the others did not put the earlier one in its place.
+    """
+    sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
+    monkeypatch.setattr(Peers, "_bound", trusted)  # as if there were certificates
+    with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        split(cluster, *([*members, side] for side, members in sides.items()))
+        for side in (first, "left" if first == "right" else "right"):
+            start_beside(cluster, side, sides[side])
+        assert [cluster.nodes[side].peers.own.record.id for side in sides] == [4, 4]
+        cluster.network.heal_all()
+        for one, other in itertools.permutations(cluster.nodes, 2):
+            with contextlib.suppress(bh.BackhaulError):
+                call(cluster, one, other)
+        cluster.sleep(10.0)
+        assert [cluster.nodes[f"worker{n}"].peers.find(4).info.name for n in range(4)] == ["left"] * 4
+        for n in range(4):
+            call(cluster, "left", f"worker{n}")
+            with pytest.raises(bh.PeerLostError, match="refused"):
+                call(cluster, "right", f"worker{n}")
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []

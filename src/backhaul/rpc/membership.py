@@ -242,6 +242,9 @@ class Membership:
                 others.sort(key=lambda peer: bool(peer.lost))
                 asked = [[leader], others] if self._peers.credulous else [[leader]]
                 if any(self._worker.run(self._is_known, record, members) for members in asked):
+                    for rival in [] if self._peers.credulous else rivals:
+                        # The leader's word alone counts, and more than epochs: anybody can claim a late one.
+                        rival.overruled = record.incarnation
                     self._peers.expect(record, seconds=_AGAIN)
                 elif self._peers.credulous:
                     for rival in rivals:

@@ -55,6 +55,7 @@ class Peer:
         "link",
         "lost",
         "main_shared",
+        "overruled",
         "plain",
         "record",
         "sent_at",
@@ -75,6 +76,7 @@ class Peer:
         self.suspicion = ""  # why it may be dead, if it is suspected
         self.lost = ""  # why it is thought dead, until it is heard of again
         self.gone = ""  # why it is no member any more, for good
+        self.overruled = ""  # the incarnation that the leader has in its place
         # Of asynchronous calls, for those who may send them together:
         self.called_at = 0.0  # when the last was made
         self.closely = 0  # how many have followed each other closely
@@ -137,8 +139,8 @@ class Peers:
         with self._changing:
             return self._admit(record, heard=True)
 
-    def _admit(self, record: WorkerRecord, *, heard: bool) -> str:
-        verdict = self._roster.admit(record, heard=heard)
+    def _admit(self, record: WorkerRecord, *, heard: bool, decided: bool = False) -> str:
+        verdict = self._roster.admit(record, heard=heard, decided=decided)
         if isinstance(verdict, roster.Refuse):
             return verdict.reason
         if verdict is None:
@@ -178,7 +180,8 @@ class Peers:
             for rival in rivals:
                 if not heard and not self._may_follow(channel, record, rival):
                     return f"there is a worker '{rival.info.name}' (id {rival.info.id}) already"
-            return self._admit(record, heard=heard)
+            decided = heard and all(rival.overruled == record.incarnation for rival in rivals)
+            return self._admit(record, heard=heard, decided=decided)
 
     def learn(self, record: WorkerRecord) -> Peer | None:
         """Add a worker of which a member has told that is believed; not in place of one that is not lost."""
@@ -278,8 +281,11 @@ class Peers:
     def enrolment_of(self, incarnation: str) -> WorkerRecord | None:
         """The record of a worker that is a member, or has been enrolled."""
         with self._changing:
-            found = self._expected.get(incarnation)
-            return found[0] if found is not None else self._roster.alive(incarnation)
+            record, _ = self._expected.get(incarnation, (None, 0.0))
+            if record is None:
+                return self._roster.alive(incarnation)
+            rivals = self._roster.rivals(record.name, record.id)
+            return record if all(map(record.follows, rivals)) else None  # else another has come after it
 
     def enrol(self, record: WorkerRecord) -> WorkerRecord | str:
         """The record of a newcomer with its id and epoch, which is expected from now on; or why there is none."""

@@ -123,8 +123,10 @@ class Roster:
             return f"epoch {record.epoch} is too far from the last known, {self.epoch}"
         return ""
 
-    def admit(self, record: WorkerRecord, *, heard: bool = True) -> Admit | Refuse | None:
-        """A worker has shown its record. None: it is known. ``heard``: see ``flaw_in``."""
+    def admit(self, record: WorkerRecord, *, heard: bool = True, decided: bool = False) -> Admit | Refuse | None:
+        """A worker has shown its record. None: it is known. ``heard``: see ``flaw_in``. ``decided``: it counts,
+        whatever the epochs are.
+        """
         if flaw := self.flaw_in(record, heard=heard):
             return Refuse(flaw)
         if record.incarnation in self._gone:
@@ -135,7 +137,7 @@ class Roster:
             return Refuse(f"worker '{known.name}' (id {known.id}) is of that incarnation")
         rivals = self.rivals(record.name, record.id)
         for rival in rivals:
-            if rival is self._own or not record.follows(rival):
+            if rival is self._own or not (decided or record.follows(rival)):
                 return Refuse(f"there is a worker '{rival.name}' (id {rival.id}) already")
         for rival in rivals:
             same = rival.name == record.name
