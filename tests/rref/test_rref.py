@@ -364,6 +364,25 @@ def test_a_leak_is_reported() -> None:
         del rref
 
 
+def fail() -> None:
+    raise ValueError("long ago")
+
+
+def test_a_leak_of_a_value_that_could_not_be_made_is_reported_as_any() -> None:
+    with bh.cluster(2, endpoints=sockets) as made:
+        rref = bh.remote(1, fail)
+        with pytest.raises(ValueError, match="long ago"):
+            rref.to_here()
+        other = made[0].part(Node)
+        ending = threading.Thread(target=other.shutdown, kwargs={"graceful": True, "timeout": PATIENCE})
+        ending.start()
+        with pytest.raises(bh.LeakError, match=r"could not be made \(ValueError\) is still referred to by worker 0"):
+            made[1].part(Node).shutdown(graceful=True, timeout=PATIENCE, strict=True)
+        ending.join()
+        assert made[1].closed
+        del rref
+
+
 def quit_program() -> None:
     raise SystemExit(2)
 

@@ -15,7 +15,8 @@ import torch
 import backhaul as bh
 from backhaul.autograd.messages import AutogradKind
 from backhaul.rpc.agent import Pending
-from backhaul.testing.simulated import SimCluster
+from backhaul.rpc.joining import join
+from backhaul.testing.simulated import Program, SimCluster
 from backhaul.transport.base import Channel, ChannelBrokenError
 from backhaul.transport.sim import Weather
 from backhaul.transport.sim_ends import SimChannel
@@ -492,6 +493,28 @@ def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: py
         with pytest.raises(bh.PeerLostError, match="refused"):
             cluster.run(loser, functools.partial(bh.rpc_sync, "worker0", torch.ones, args=(1,))).result()
         assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+@pytest.mark.parametrize("silent", ["nobody reads there", "cut off", "died"])
+def test_an_address_that_does_not_answer_keeps_nobody_from_joining(silent: str) -> None:
+    """The newcomer waited there for all of its time, though it had another address, or would have been told one."""
+    options = bh.Options(rendezvous_timeout=60.0)
+    with SimCluster(3, seed=1, options=options) as cluster:
+        addresses = [node.worker.endpoint.addresses[0] for node in cluster.nodes.values()]
+        record, endpoint, runtime = cluster._prepare("late")
+        if silent == "nobody reads there":
+            addresses[0] = cluster.network.endpoint(cluster.scheduler.home("silent")).addresses[0]
+        elif silent == "cut off":
+            cluster.cut("late", "worker1", 1000.0)
+            del addresses[0]
+        else:  # worker1 takes it for the leader until it misses its heartbeats
+            cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,))).result()
+            cluster.crash("worker0", silent=True)
+            addresses = [addresses[1]]
+        come = functools.partial(join, endpoint, record, addresses, options, runtime=runtime)
+        node = Program(cluster.scheduler, runtime, come).result()
+        assert node.peers.own.record.id == 3
+        node.worker.abandon()
 
 
 def test_ids_of_newcomers_that_take_long() -> None:

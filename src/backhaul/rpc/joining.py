@@ -11,10 +11,8 @@ from collections.abc import Sequence
 
 from backhaul import interrupts
 from backhaul.cuda.placement import check
-from backhaul.errors import AuthenticationError, BackhaulError, PeerLostError, RendezvousError, UnknownWorkerError
-from backhaul.rpc.membership import greet
+from backhaul.errors import AuthenticationError, RendezvousError
 from backhaul.rpc.node import Node, start_node
-from backhaul.rpc.peers import Peer
 from backhaul.rpc.roster import WorkerRecord, choose
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Channel, ChannelClosedError, Endpoint, Lost
@@ -23,8 +21,8 @@ from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 
 _PAUSE = 0.2  # seconds before asking again
+_FIRST = 10.0  # seconds for an answer at one address, the leader's included; twice as many once that was not enough
 _MOMENT = 0.1  # seconds after which interrupts are looked for
-_DOUBT = 5.0  # seconds until a member that has not heard of us should have
 _AT_ONCE = 32  # members to which we show ourselves at the same time
 _STEPS = 8  # from one that is not the leader to the next
 
@@ -62,12 +60,15 @@ def enrol(
 
     Raises ``RendezvousError``, ``AuthenticationError``.
     """
-    deadline = runtime.now() + timeout
+    deadline, allowed = runtime.now() + timeout, _FIRST
     problems: dict[str, str] = {}
     while True:
-        for address in addresses:
+        began = runtime.now()
+        for number, address in enumerate(addresses):
+            now = runtime.now()
+            share = (deadline - now) / (len(addresses) - number)  # so that there is time for those that follow
             try:
-                answer = _ask_around(endpoint, own, address, deadline, runtime)
+                answer = _ask_around(endpoint, own, address, now + min(allowed, share), runtime)
             except _UnansweredError as error:
                 problems.setdefault(address, str(error))  # what a member has said before tells more
                 continue
@@ -78,6 +79,8 @@ def enrol(
                 break
         else:
             if runtime.now() + _PAUSE < deadline:
+                if runtime.now() >= began + allowed:  # a leader may have to look for a silent member first
+                    allowed *= 2
                 runtime.gate().wait(_PAUSE)
                 continue
         why = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
@@ -152,7 +155,7 @@ def introduce(node: Node, timeout: float) -> None:
             if peer is None:
                 return
             time_left = max(deadline - node.worker.runtime.now(), 0.01)
-            if (reason := node.worker.run(_show_to, node, peer, time_left)) is not None:
+            if (reason := node.worker.run(node.membership.show_to, peer, time_left)) is not None:
                 refused[peer.info.name] = reason
 
     runtime = node.worker.runtime
@@ -162,27 +165,3 @@ def introduce(node: Node, timeout: float) -> None:
     for name, reason in refused.items():
         why = f"worker '{node.worker.name}' cannot join: worker '{name}' {reason}"
         raise RendezvousError(why, worker=node.worker.name)
-
-
-def _show_to(node: Node, peer: Peer, timeout: float) -> str | None:
-    """Show our record to a member; returns why that does not accept it, if it does not."""
-    if choose(peer.record, node.peers.own.record.host) is None:
-        return None  # it cannot be reached from here
-    now, refusal = node.worker.runtime.now, None
-    deadline = now() + min(timeout, _DOUBT)
-    while True:
-        try:
-            node.agent.call(peer.info, greet, None, None, timeout, mode="internal")
-            return None
-        except UnknownWorkerError:  # another takes its place just now, and shows itself to us
-            return None
-        except PeerLostError as error:
-            if peer.gone or isinstance(error.__cause__, ConnectionError):
-                return None  # nobody is there
-            if (error.reason or "").startswith("refused: "):
-                refusal = error.reason
-        except BackhaulError:  # it does not answer in time, and may yet be lost
-            return None
-        if now() > deadline:
-            return refusal
-        node.worker.runtime.gate().wait(_PAUSE)  # it asks the leader about us; or we have only lost a channel

@@ -23,7 +23,7 @@ from backhaul.rpc.dispatch import Answer, never_dropped
 from backhaul.rpc.farewell import Farewell
 from backhaul.rpc.peers import Peer, Peers
 from backhaul.rpc.policy import internal
-from backhaul.rpc.roster import WorkerRecord
+from backhaul.rpc.roster import WorkerRecord, choose
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import WorkerInfo
 from backhaul.wire.frames import Frame
@@ -34,6 +34,8 @@ log = logging.getLogger("backhaul")
 
 _TOLD = 3.0  # seconds that the members have to hear of a newcomer
 _PROBE = 2.0  # seconds in which a worker that is thought lost may show that it is not
+_PAUSE = 0.2  # seconds before we show ourselves again
+_DOUBT = 5.0  # seconds until a member that has not heard of us should have
 _AGAIN = 60.0  # seconds in which one that was refused, and has been found to be a member, may show itself again
 _MAX_JOINING = 16  # newcomers whose questions are dealt with at the same time
 _MAX_ASKING = 8  # newcomers that this worker asks the leader about at the same time
@@ -206,11 +208,15 @@ class Membership:
     def expect(self, caller: Peer, record: WorkerRecord) -> None:
         """A member says that it has enrolled a newcomer."""
         with self._worker.crew.blocking():
-            if not self._peers.credulous and self._leader() is not caller:
+            if not self.believes(caller):
                 log.warning("worker '%s' speaks for a newcomer, and is not the leader", caller.info.name)
                 return
         if flaw := self._peers.expect(record):
             log.warning("worker '%s' speaks for what cannot be a worker: %s", caller.info.name, flaw)
+
+    def believes(self, caller: Peer) -> bool:
+        """Whether what a member says of others counts here. This may take a while."""
+        return self._peers.credulous or self._leader() is caller
 
     def enrolment_of(self, incarnation: str) -> WorkerRecord | None:
         """What this worker knows of a newcomer."""
@@ -236,6 +242,9 @@ class Membership:
                 others.sort(key=lambda peer: bool(peer.lost))
                 asked = [[leader], others] if self._peers.credulous else [[leader]]
                 if any(self._worker.run(self._is_known, record, members) for members in asked):
+                    for rival in [] if self._peers.credulous else rivals:
+                        # The leader's word alone counts, and more than epochs: anybody can claim a late one.
+                        rival.overruled = record.incarnation
                     self._peers.expect(record, seconds=_AGAIN)
                 elif self._peers.credulous:
                     for rival in rivals:
@@ -258,6 +267,29 @@ class Membership:
             with contextlib.suppress(BackhaulError):
                 known.append(call.wait() == pack(record))
         return any(known)
+
+    def show_to(self, peer: Peer, timeout: float) -> str | None:
+        """Show our record to a member; returns why that does not accept it, if it does not."""
+        if choose(peer.record, self._peers.own.record.host) is None:
+            return None  # it cannot be reached from here
+        now, refusal = self._worker.runtime.now, None
+        deadline = now() + min(timeout, _DOUBT)
+        while True:
+            try:
+                self._agent.call(peer.info, greet, None, None, timeout, mode="internal")
+                return None
+            except UnknownWorkerError:  # another takes its place just now, and shows itself to us
+                return None
+            except PeerLostError as error:
+                if peer.gone or isinstance(error.__cause__, ConnectionError):
+                    return None  # nobody is there
+                if (error.reason or "").startswith("refused: "):
+                    refusal = error.reason
+            except BackhaulError:  # it does not answer in time, and may yet be lost
+                return None
+            if now() > deadline:
+                return refusal
+            self._worker.runtime.gate().wait(_PAUSE)  # it asks the leader about us; or we have only lost a channel
 
     def _leader(self) -> Peer:
         for peer in self._peers:

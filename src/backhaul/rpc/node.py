@@ -22,6 +22,7 @@ from backhaul.rpc.intercept import extensions
 from backhaul.rpc.membership import Membership
 from backhaul.rpc.peers import Peers, main_identity
 from backhaul.rpc.quotas import Quotas
+from backhaul.rpc.reunion import Reunion
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Endpoint
@@ -53,6 +54,7 @@ class Node:
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
         self.membership = Membership(worker, self.agent, self.farewell)
         membership.attach(worker, self.peers)
+        self.reunion = Reunion(worker, self.agent, self.farewell, self.membership)
         self.devices = None if worker.plane is None else Devices(worker, self.peers, worker.plane)
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down

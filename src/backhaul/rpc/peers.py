@@ -17,7 +17,7 @@ from backhaul.crew import Task
 from backhaul.cuda.links import PeerLink, link_to
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
 from backhaul.rpc import roster
-from backhaul.rpc.roster import Roster, WorkerRecord, choose
+from backhaul.rpc.roster import Roster, Standing, WorkerRecord, choose
 from backhaul.runtime import Lock
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import Tls, WorkerInfo
@@ -55,6 +55,7 @@ class Peer:
         "link",
         "lost",
         "main_shared",
+        "overruled",
         "plain",
         "record",
         "sent_at",
@@ -75,6 +76,7 @@ class Peer:
         self.suspicion = ""  # why it may be dead, if it is suspected
         self.lost = ""  # why it is thought dead, until it is heard of again
         self.gone = ""  # why it is no member any more, for good
+        self.overruled = ""  # the incarnation that the leader has in its place
         # Of asynchronous calls, for those who may send them together:
         self.called_at = 0.0  # when the last was made
         self.closely = 0  # how many have followed each other closely
@@ -118,6 +120,7 @@ class Peers:
         self._refusals: dict[Channel, str] = {}  # why channels that are about to be lost are
         self._expected: collections.OrderedDict[str, tuple[WorkerRecord, float]] = collections.OrderedDict()
         self.inquire: Inquiry = lambda record: None  # what to do about one that was not believed; it may come again
+        self.regained: Callable[[Peer], None] = lambda peer: None  # hears of one that was lost; it must not block
         self._sent_before = 0  # bytes that went over channels that are gone
         self.own = self._by_id[own.id] = self._by_name[own.name] = Peer(own, own, worker.runtime.lock())
         self._link(self.own)
@@ -136,8 +139,8 @@ class Peers:
         with self._changing:
             return self._admit(record, heard=True)
 
-    def _admit(self, record: WorkerRecord, *, heard: bool) -> str:
-        verdict = self._roster.admit(record, heard=heard)
+    def _admit(self, record: WorkerRecord, *, heard: bool, decided: bool = False) -> str:
+        verdict = self._roster.admit(record, heard=heard, decided=decided)
         if isinstance(verdict, roster.Refuse):
             return verdict.reason
         if verdict is None:
@@ -177,7 +180,16 @@ class Peers:
             for rival in rivals:
                 if not heard and not self._may_follow(channel, record, rival):
                     return f"there is a worker '{rival.info.name}' (id {rival.info.id}) already"
-            return self._admit(record, heard=heard)
+            decided = heard and all(rival.overruled == record.incarnation for rival in rivals)
+            return self._admit(record, heard=heard, decided=decided)
+
+    def learn(self, record: WorkerRecord) -> Peer | None:
+        """Add a worker of which a member has told that is believed; not in place of one that is not lost."""
+        with self._changing:
+            rivals = self._roster.rivals(record.name, record.id)
+            if not all(self._by_id[rival.id].lost for rival in rivals) or self._admit(record, heard=True):
+                return None
+            return self._by_id[record.id]
 
     def _may_follow(self, channel: Channel, record: WorkerRecord, rival: Peer) -> bool:
         """Whether a worker may take the place of another on its own word."""
@@ -225,7 +237,7 @@ class Peers:
     def dismiss(self, peer: Peer) -> None:
         """Forget a worker that has left."""
         with self._changing:
-            if self._roster.dismiss(peer.record, "has left the cluster"):
+            if self._roster.dismiss(peer.record):
                 with self._lock:
                     peer.gone = "has left the cluster"
                     self._strike(peer)
@@ -259,6 +271,7 @@ class Peers:
             if peer.lost and not peer.gone and peer.channels:
                 peer.lost = ""
                 self._tell_change("joined", peer, "it is there again")
+                self.regained(peer)
 
     def rivals(self, name: str, number: int) -> list[Peer]:
         """The members that have that name or that id."""
@@ -268,8 +281,11 @@ class Peers:
     def enrolment_of(self, incarnation: str) -> WorkerRecord | None:
         """The record of a worker that is a member, or has been enrolled."""
         with self._changing:
-            found = self._expected.get(incarnation)
-            return found[0] if found is not None else self._roster.alive(incarnation)
+            record, _ = self._expected.get(incarnation, (None, 0.0))
+            if record is None:
+                return self._roster.alive(incarnation)
+            rivals = self._roster.rivals(record.name, record.id)
+            return record if all(map(record.follows, rivals)) else None  # else another has come after it
 
     def enrol(self, record: WorkerRecord) -> WorkerRecord | str:
         """The record of a newcomer with its id and epoch, which is expected from now on; or why there is none."""
@@ -284,6 +300,12 @@ class Peers:
             if not flaw:
                 self._expect(enrolled)
             return flaw or enrolled
+
+    @property
+    def standing(self) -> Standing:
+        """Whom this worker knows."""
+        with self._changing:
+            return self._roster.standing
 
     @property
     def epoch(self) -> int:

@@ -20,6 +20,7 @@ _REMEMBERED = 1024  # workers that are gone
 _AHEAD = 1024  # newcomers that a worker may have missed when another shows it its own epoch
 _LAST = 1 << 53  # of all epochs: nobody comes near it by joining
 _LONGEST = 64  # characters of an incarnation
+_LEFT = "has left the cluster"
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -50,7 +51,15 @@ class WorkerRecord(msgspec.Struct, frozen=True):
         return self.epoch > other.epoch
 
 
+class Standing(msgspec.Struct, array_like=True, frozen=True):
+    """Whom a worker knows, by their incarnations: those who are members, and those who have left."""
+
+    members: tuple[str, ...]
+    left: tuple[str, ...]
+
+
 prepare(WorkerRecord)
+prepare(Standing)
 
 
 def choose(record: WorkerRecord, host: str) -> str | None:
@@ -114,8 +123,10 @@ class Roster:
             return f"epoch {record.epoch} is too far from the last known, {self.epoch}"
         return ""
 
-    def admit(self, record: WorkerRecord, *, heard: bool = True) -> Admit | Refuse | None:
-        """A worker has shown its record. None: it is known. ``heard``: see ``flaw_in``."""
+    def admit(self, record: WorkerRecord, *, heard: bool = True, decided: bool = False) -> Admit | Refuse | None:
+        """A worker has shown its record. None: it is known. ``heard``: see ``flaw_in``. ``decided``: it counts,
+        whatever the epochs are.
+        """
         if flaw := self.flaw_in(record, heard=heard):
             return Refuse(flaw)
         if record.incarnation in self._gone:
@@ -126,7 +137,7 @@ class Roster:
             return Refuse(f"worker '{known.name}' (id {known.id}) is of that incarnation")
         rivals = self.rivals(record.name, record.id)
         for rival in rivals:
-            if rival is self._own or not record.follows(rival):
+            if rival is self._own or not (decided or record.follows(rival)):
                 return Refuse(f"there is a worker '{rival.name}' (id {rival.id}) already")
         for rival in rivals:
             same = rival.name == record.name
@@ -135,7 +146,13 @@ class Roster:
         self.epoch = max(self.epoch, record.epoch)
         return Admit(tuple(rivals))
 
-    def dismiss(self, record: WorkerRecord, why: str) -> bool:
+    @property
+    def standing(self) -> Standing:
+        """Whom this worker knows."""
+        left = (incarnation for incarnation, (_, why) in self._gone.items() if why == _LEFT)
+        return Standing(tuple(self._lives), tuple(left))
+
+    def dismiss(self, record: WorkerRecord, why: str = _LEFT) -> bool:
         """A member is gone for good; whether it was one."""
         if self._members.get(record.id) is not record:
             return False

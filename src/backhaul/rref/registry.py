@@ -462,8 +462,7 @@ class RRefs:
             entries = self._owned.entries.values()
             left = [(entry.value, sorted({holder for holder, _ in entry.forks.values()})) for entry in entries]
         return [
-            f"a value of type {type(value.value()).__name__ if value.done() else 'unknown'} is still referred to by "
-            + ", ".join(f"worker {holder}" for holder in holders)
+            f"{_describe(value)} is still referred to by " + ", ".join(f"worker {holder}" for holder in holders)
             for value, holders in left
             if holders
         ]
@@ -572,6 +571,15 @@ class RRefs:
                 refused = fork in self._refused
             if not held and not refused:  # else its handle tells when it dies, or the owner knows
                 self.bury(((owner, incarnation), number, fork))
+
+
+def _describe(value: Future[Any]) -> str:
+    """A value, whatever has become of it, for people."""
+    if not value.done():
+        return "a value of type unknown"
+    if (error := value._failure()) is not None:
+        return f"a value that could not be made ({type(error).__name__})"
+    return f"a value of type {type(value.value()).__name__}"
 
 
 def _gone_with(owner: str, reason: str) -> PeerLostError:

@@ -1,0 +1,140 @@
+"""Members that had lost each other, and meet again: they compare whom they know.
+
+Each lets those of whom the other has not heard show themselves to it, and forgets those that have left. Who is admitted
+and who is believed is not decided here, see ``peers`` and ``membership``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+
+from backhaul import limits
+from backhaul.crew import Task
+from backhaul.errors import BackhaulError
+from backhaul.rpc.agent import Agent
+from backhaul.rpc.dispatch import Answer
+from backhaul.rpc.farewell import Farewell
+from backhaul.rpc.membership import Membership
+from backhaul.rpc.peers import Peer
+from backhaul.rpc.policy import internal
+from backhaul.rpc.roster import Standing, WorkerRecord
+from backhaul.wire.messages import pack, unpack
+from backhaul.worker import Worker, current_worker
+
+log = logging.getLogger("backhaul")
+
+_MAX_TASKS = 1024  # that wait
+_TOLD = 3.0  # seconds that the other, and those who are to show themselves to it, have to hear of it
+
+
+class Reunion:
+    """One worker's part in it. Thread-safe."""
+
+    def __init__(self, worker: Worker, agent: Agent, farewell: Farewell, membership: Membership) -> None:
+        self._worker = worker
+        self._agent = agent
+        self._peers = agent.peers
+        self._farewell = farewell
+        self._membership = membership
+        self._lock = threading.Lock()  # guards _tasks and _working
+        self._tasks: dict[tuple[str, str], Task] = {}  # what is to be done, and about which incarnation
+        self._working = False  # one after the other: many may meet again at the same time
+        self._peers.regained = self._on_regained
+        worker.attach(self)
+
+    def _soon(self, what: str, about: WorkerRecord, task: Task) -> None:
+        with self._lock:
+            if len(self._tasks) < _MAX_TASKS:
+                self._tasks[what, about.incarnation] = task
+            start, self._working = not self._working, True
+        if start:
+            self._worker.crew.submit(self._work)
+
+    def _work(self) -> None:
+        with self._worker.crew.blocking():
+            while (task := self._next()) is not None:
+                try:
+                    self._worker.run(task)
+                except BackhaulError as error:
+                    log.debug("a member that is there again was not told all: %s", error)
+                except Exception:
+                    log.exception("a member that is there again was not told all")
+
+    def _next(self) -> Task | None:
+        with self._lock:
+            self._working = bool(self._tasks) and not self._worker.closed
+            return self._tasks.pop(next(iter(self._tasks))) if self._working else None
+
+    def _on_regained(self, peer: Peer) -> None:
+        if not self._farewell.started:
+            self._soon("compare", peer.record, functools.partial(self._compare, peer))
+
+    def _compare(self, peer: Peer) -> None:
+        if peer.channel is None:
+            return  # refused, or lost again; to open another would bring us here once more
+        told = (pack(self._peers.standing),)
+        answer = self._agent.call(peer.info, compare, told, None, _TOLD, mode="internal")
+        if isinstance(answer, bytes):
+            self._heed(peer, unpack(answer, Standing))
+
+    def compare(self, caller: Peer, standing: Standing) -> Standing:
+        """A member that has found this worker again says whom it knows; returns whom this one does."""
+        self._soon("heed", caller.record, functools.partial(self._heed, caller, standing))
+        return self._peers.standing
+
+    def _heed(self, caller: Peer, standing: Standing) -> None:
+        """Make up for what either of the two has missed, as far as this worker can."""
+        self._forget(caller, set(standing.left))
+        self._let_show(caller, {*standing.members, *standing.left})
+
+    def _forget(self, caller: Peer, left: set[str]) -> None:
+        """A member says that these have left."""
+        meant = [peer for peer in self._others(caller) if peer.record.incarnation in left]
+        if meant and self._membership.believes(caller):
+            for peer in meant:
+                self._peers.dismiss(peer)
+
+    def _let_show(self, to: Peer, known: set[str]) -> None:
+        """Let those of whom a member has not heard show themselves to it."""
+        calls, now = [], self._worker.runtime.now
+        deadline, told = now() + _TOLD, (pack(to.record),)
+        for peer in self._others(to):
+            if peer.record.incarnation not in known and not peer.lost and (left := deadline - now()) > 0:
+                with contextlib.suppress(BackhaulError):
+                    calls.append(self._agent.call_async(peer.info, show, told, None, left, mode="internal"))
+        for call in calls:
+            with contextlib.suppress(BackhaulError):
+                call.wait()
+
+    def _others(self, caller: Peer) -> list[Peer]:
+        return [peer for peer in self._peers if peer is not caller and peer is not self._peers.own]
+
+    def show(self, caller: Peer, record: WorkerRecord) -> None:
+        """A member says that the worker of that record has not heard of this one."""
+        self._soon("show", record, functools.partial(self._show, caller, record))
+
+    def _show(self, caller: Peer, record: WorkerRecord) -> None:
+        found = self._peers.in_life(record.id, record.incarnation)
+        if found is None and self._membership.believes(caller):
+            found = self._peers.learn(record)
+        if isinstance(found, Peer) and found.channel is None:
+            self._membership.show_to(found, self._peers.patience)
+
+
+@internal(bytes)
+def compare(standing: bytes) -> bytes:
+    """Called by a member that has found this worker again."""
+    answer, reunion = limits.current.get(), current_worker().part(Reunion)
+    assert isinstance(answer, Answer)
+    return pack(reunion.compare(answer.peer, unpack(standing, Standing)))
+
+
+@internal(bytes)
+def show(record: bytes) -> None:
+    """Called by a member: another has not heard of this worker."""
+    answer, reunion = limits.current.get(), current_worker().part(Reunion)
+    assert isinstance(answer, Answer)
+    reunion.show(answer.peer, unpack(record, WorkerRecord))

@@ -1,0 +1,127 @@
+"""A cluster that is split and meets again: what either part has missed, and whom both have let in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+
+import pytest
+import torch
+
+import backhaul as bh
+from backhaul.rpc.peers import Peers
+from backhaul.testing.simulated import SimCluster
+
+OPTIONS = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
+
+bh.expose(torch.ones, name="ones")
+
+
+def split(cluster: SimCluster, *sides: list[str]) -> None:
+    """Let nothing get from one side to the other until ``heal_all``."""
+    for one, other in itertools.permutations(sides, 2):
+        for source, target in itertools.product(one, other):
+            cluster.cut(source, target, 1000.0)
+
+
+def start_beside(cluster: SimCluster, name: str, members: list[str]) -> None:
+    """Start a worker that can ask only these."""
+    everyone = cluster.nodes
+    cluster.nodes = {member: everyone[member] for member in members}
+    cluster.start(name)
+    cluster.nodes = everyone | cluster.nodes
+
+
+def call(cluster: SimCluster, source: str, target: str) -> None:
+    cluster.run(source, functools.partial(bh.rpc_sync, target, "ones", args=(1,))).result()
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("ends", [("worker0", "worker2"), ("worker2", "worker0")])
+def test_members_that_came_and_went_while_others_were_cut_off(
+    ends: tuple[str, str], trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody told those of them, and they did not notice: whom they do not know they cannot ask."""
+    options = dataclasses.replace(OPTIONS, trusted=trusted)
+    with SimCluster(3, seed=1, options=options) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # which would end the split
+        call(cluster, "worker0", "worker2")
+        call(cluster, "worker1", "worker2")
+        split(cluster, ["worker0", "worker1", "late"], ["worker2"])
+        cluster.sleep(5.0)
+        start_beside(cluster, "late", ["worker0", "worker1"])
+        cluster.leave("worker1", timeout=10.0)
+        cluster.network.heal_all()
+        call(cluster, *ends)
+        cluster.sleep(5.0)
+        assert [peer.info.name for peer in cluster.nodes["worker2"].peers] == ["worker0", "worker2", "late"]
+        call(cluster, "worker2", "late")
+        with pytest.raises(bh.UnknownWorkerError, match="has left"):
+            call(cluster, "worker2", "worker1")
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_members_that_were_replaced_on_both_sides_of_a_split(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two that came neither had heard of the other."""
+    options = dataclasses.replace(OPTIONS, trusted=trusted)
+    with SimCluster(4, seed=1, options=options) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        for one, other in itertools.permutations(cluster.nodes, 2):
+            call(cluster, one, other)
+        split(cluster, ["worker0", "worker1"], ["worker2", "worker3"])
+        cluster.sleep(5.0)
+        for victim, member in (("worker1", "worker0"), ("worker3", "worker2")):
+            cluster.crash(victim)
+            start_beside(cluster, victim, [member])
+        cluster.network.heal_all()
+        call(cluster, "worker2", "worker0")
+        cluster.sleep(10.0)
+        lives = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
+        for node in cluster.nodes.values():
+            assert {peer.info.name: peer.record.incarnation for peer in node.peers} == lives
+        call(cluster, "worker1", "worker3")
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def test_a_channel_that_is_lost_before_two_have_compared() -> None:
+    """To open another would be to meet once more, and so on for ever where one of them is refused."""
+    with SimCluster(2, seed=1, options=bh.Options(heartbeat_interval=0.0)) as cluster:
+        call(cluster, "worker1", "worker0")
+        cluster.network.drop(cluster.network.channels[0], 0.0, 0.0)
+        cluster.sleep(1.0)
+        peers, sent = cluster.nodes["worker1"].peers, cluster.network.sent
+        cluster.run("worker1", lambda: peers.regained(peers.find("worker0"))).result()
+        cluster.sleep(60.0)
+        assert cluster.network.sent == sent
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("first", ["left", "right"])
+def test_two_leaders_that_give_one_id_to_two_workers_where_not_everyone_is_believed(
+    first: str, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each half kept its own if that of the first was the earlier: the leader, once they had met, did not let the later
+    one in, and the others did not put the earlier one in its place.
+    """
+    sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
+    monkeypatch.setattr(Peers, "_bound", trusted)  # as if there were certificates
+    with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        split(cluster, *([*members, side] for side, members in sides.items()))
+        for side in (first, "left" if first == "right" else "right"):
+            start_beside(cluster, side, sides[side])
+        assert [cluster.nodes[side].peers.own.record.id for side in sides] == [4, 4]
+        cluster.network.heal_all()
+        for one, other in itertools.permutations(cluster.nodes, 2):
+            with contextlib.suppress(bh.BackhaulError):
+                call(cluster, one, other)
+        cluster.sleep(10.0)
+        assert [cluster.nodes[f"worker{n}"].peers.find(4).info.name for n in range(4)] == ["left"] * 4
+        for n in range(4):
+            call(cluster, "left", f"worker{n}")
+            with pytest.raises(bh.PeerLostError, match="refused"):
+                call(cluster, "right", f"worker{n}")
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
