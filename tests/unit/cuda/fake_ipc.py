@@ -149,6 +149,7 @@ class FakeIpc:
             raise torch.OutOfMemoryError("CUDA out of memory")
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         memory.home = device  # type: ignore[attr-defined]
+        self.cells.pop((b"", memory.data_ptr()), None)  # torch gives out no memory that a stream may still use
         return memory
 
     def pinned(self, nbytes: int) -> torch.Tensor:
