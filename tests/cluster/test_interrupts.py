@@ -4,6 +4,7 @@ a program that goes on after an interrupt finds everything in order.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import pathlib
@@ -22,6 +23,7 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
+from backhaul.launch.local import _uninterrupted
 from backhaul.transport.inproc import InprocEndpoint
 from backhaul.transport.sockets import SocketEndpoint
 
@@ -74,6 +76,21 @@ def test_ctrl_c(start_method: str, when: str, pause: float, how: str) -> None:
     assert code == -signal.SIGINT, said
     assert said.count("Traceback") == 1, said
     assert said.rstrip().endswith("KeyboardInterrupt"), said
+
+
+def test_an_interrupt_that_another_thread_takes_waits_until_a_process_is_started() -> None:
+    started = []
+
+    def start() -> None:
+        with _uninterrupted():
+            _thread.interrupt_main()
+            time.sleep(0.01)
+            started.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert started
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -119,6 +119,27 @@ def _dump(value: Any) -> bytes:
     return cloudpickle.dumps(value)  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C goes to all processes of a terminal. A new one must not see it, not even while it imports: it inherits
+    that the signal is blocked. Another thread of this one may take it all the same, and then it is raised afterwards:
+    what is started must not be left half started.
+    """
+    handler, came = signal.getsignal(signal.SIGINT), []
+    here = callable(handler) and threading.current_thread() is threading.main_thread()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if here:
+        signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        if here:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
 class _Crowd:
     """The processes of one launch, as their parent sees them. Used by one thread."""
 
@@ -132,16 +153,13 @@ class _Crowd:
         ours, theirs = context.Pipe()
         self._pipes.append(ours)
         process = context.Process(target=_work, args=(*job, theirs), name=f"backhaul-{self._names[rank]}")
-        # Ctrl-C goes to all processes of a terminal. A new one must not see it, not even while it imports. The tracker
-        # comes first: starting it would undo that.
-        multiprocessing.resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-        self._processes.append(process)
+        multiprocessing.resource_tracker.ensure_running()  # first: starting it would let interrupts through
+        with _uninterrupted():
+            try:
+                process.start()
+            finally:
+                theirs.close()
+            self._processes.append(process)
 
     def results(self, deadline: float | None) -> list[Any]:
         """Wait for all; raise the first failure as soon as there is one."""
