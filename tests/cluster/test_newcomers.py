@@ -369,7 +369,7 @@ def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_na
 
 def hang(rank: int, port: int, trusted: bool) -> Any:
     """w2 hangs until it is lost; another takes its name, which all members accept; then w2 wakes, and is refused."""
-    soon: dict[str, Any] = {"heartbeat_interval": 0.1, "suspect_after": 0.4, "lost_after": 1.2}
+    soon: dict[str, Any] = {"heartbeat_interval": 0.1, "suspect_after": 0.4, "lost_after": 3.0}
     quick = bh.Options(secret=SECRET, timeout=PATIENCE, trusted=trusted, **soon)
     store = TCPStore("127.0.0.1", port, is_master=False)
     if rank == 3:
