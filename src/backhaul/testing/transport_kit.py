@@ -591,6 +591,19 @@ class TransportConformance:
         assert not line.far.hold()
         assert not line.far.hold(holder), "nor by who held it then"
 
+    def test_an_interrupt_after_the_loss_does_no_harm_to_others(self, line: Line) -> None:
+        holder = object()
+        self._hold(line.far, holder)
+        line.far.abort("over")
+        assert isinstance(line.far.receive(PATIENCE), Lost)
+        assert isinstance(next_event(line.here), Lost)
+        others = [join(line.here, line.there) for _ in range(4)]  # some with what the lost one had: descriptors, say
+        line.far.mend(holder, whole=True)
+        for other in others:
+            other.near.send(Frame(3, 1))
+            assert next_event(line.there).channel is other.far
+            other.far.resume()
+
     def test_holders_and_pollers_lose_nothing_between_them(self, line: Line) -> None:
         self._hold(line.near)
         line.near.resume()

@@ -271,7 +271,8 @@ class SocketChannel(Channel):
         mine = object()
         try:
             self._await_turn(mine, None)  # a writer that waits has been woken by the shutdown in _end
-            self._endpoint.forget(self._fd)
+            if self._sock.fileno() >= 0:  # else it is another's by now
+                self._endpoint.forget(self._fd)
             if self._out_fd >= 0:
                 self._endpoint.forget(self._out_fd)
                 os.close(self._out_fd)
