@@ -230,13 +230,12 @@ class Task:
         nodes: All nodes that take part.
     """
 
-    __slots__ = ("_found", "_nodes", "_outer", "number")
+    __slots__ = ("_found", "_nodes", "number")
 
     def __init__(self, number: int, nodes: Callable[[], Set[Node]]) -> None:
         self.number = number
         self._nodes = nodes
         self._found: Set[Node] | None = None
-        self._outer: Any = None
 
     def runs(self, node: Node) -> bool:
         """Whether ``node`` takes part."""
@@ -245,11 +244,10 @@ class Task:
         return node in self._found
 
     def __enter__(self) -> None:
-        self._outer = _task.get()
-        _task.set(self)
+        _task.begin(self)
 
     def __exit__(self, *_: object) -> None:
-        _task.set(self._outer)
+        _task.end()
 
 
 _own_tasks = itertools.count(1 << 62)
@@ -322,16 +320,25 @@ class OfRun(threading.local, Generic[T]):
     def __init__(self, key: str) -> None:
         self._key = key
         self._value: T | None = None
+        self._outer: list[tuple[T | None, bool, Any]] = []  # what there was before, here and in the state
 
     def get(self) -> T | None:
-        """What was set; None if nothing."""
+        """What the run has that is under way; None if nothing."""
         return self._value if self._value is not None else stashed(self._key)
 
-    def set(self, value: T | None) -> None:
-        """Set it for runs that are started from this thread."""
+    def begin(self, value: T) -> None:
+        """Runs that are started from this thread have it from now on."""
+        carried = engine_has_threads()
+        self._outer.append((self._value, carried, stashed(self._key) if carried else None))
         self._value = value
-        if engine_has_threads():
+        if carried:
             stash(self._key, value)
+
+    def end(self) -> None:
+        """They have what they had before, each in its place: threads of the engine get their state from it."""
+        self._value, carried, stashed_before = self._outer.pop()
+        if carried:
+            stash(self._key, stashed_before)
 
 
 _task: OfRun[Task] = OfRun("backhaul_task")
@@ -421,10 +428,9 @@ def run_accumulation(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tenso
         for key, hook in list(hooks.items()):
             if not isinstance(hook, _Once):
                 hooks[key] = _Once(id(leaf), hook)
-    outer = _replay.get()
-    _replay.set(frozenset(map(id, leaves)))
+    _replay.begin(frozenset(map(id, leaves)))
     try:
         edges = list(map(leaf_edge, leaves))
         run_engine(edges, grads, edges, retain=create, create=create, accumulate=True)
     finally:
-        _replay.set(outer)
+        _replay.end()
