@@ -186,12 +186,21 @@ class Borrower:
             total = pages_size(offer.slot_bytes, offer.count, slots=not offer.memory)
             mapping = shm.attach(offer.process, offer.descriptor, total, offer.cookie, watch)
             pages = Pages(self._ipc, mapping, offer.count, device)
-            probe(self._ipc, self._frontier, pages, device, sender=False)
-            memory = self._ipc.open(offer.memory, device, size) if offer.memory else pages.pinned
         except (RuntimeError, OSError):
             return False
-        pages.opened = os.getpid()
+        pages.opened = os.getpid()  # first: the sender frees nothing that may be open
+        try:
+            memory = self._ipc.open(offer.memory, device, size) if offer.memory else pages.pinned
+        except RuntimeError:
+            pages.opened = 0
+            return False
         segment = _Borrowed(self._frontier, device, offer, pages, memory)
+        del memory
+        try:
+            probe(self._ipc, self._frontier, pages, device, sender=False)
+        except RuntimeError:
+            segment.let_go()
+            return False
         segment.watch = watches
         self._segments[offer.number] = segment
         return True

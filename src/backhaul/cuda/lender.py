@@ -202,9 +202,9 @@ class Lender:
         descriptor, mapping, cookie = shm.create(pages_size(slot_bytes, count, slots=small))
         try:
             pages = Pages(self._ipc, mapping, count, device)
-            probe(self._ipc, self._frontier, pages, device, sender=True)
             memory = pages.pinned if small else self._ipc.allocate(device, slot_bytes * count)
             name = b"" if small else self._ipc.export(memory)
+            probe(self._ipc, self._frontier, pages, device, sender=True)
         except BaseException:
             os.close(descriptor)
             raise

@@ -158,7 +158,7 @@ class Ipc(Protocol):
 class Pages:
     """What both ends of a segment see of it. ``ready`` is recorded by the sender, ``done`` by the receiver."""
 
-    __slots__ = ("_closed", "_lost", "_opened", "done", "pinned", "ready", "states")
+    __slots__ = ("_closed", "_lost", "_opened", "done", "pinned", "probe", "ready", "states")
 
     def __init__(self, ipc: Ipc, mapping: shm.Mapping, count: int, device: int) -> None:
         self.pinned = ipc.pin(mapping, device)
@@ -168,6 +168,7 @@ class Pages:
         self._lost = memoryview(mapping.block(_LOST, count)).cast("B")
         flags = [ipc.flag(self.pinned, shm.PAGE + index * _FLAG) for index in range(2 * count)]
         self.ready, self.done = flags[:count], flags[count:]
+        self.probe: Flag | None = None  # this end's
 
     @property
     def opened(self) -> int:
@@ -206,7 +207,8 @@ class Pages:
     @property
     def passed(self) -> bool:
         """Whether nothing on either side lies ahead."""
-        return all(flag.query() for flag in (*self.ready, *self.done))
+        tried = self.probe is None or self.probe.query()
+        return tried and all(flag.query() for flag in (*self.ready, *self.done))
 
 
 assert HEAD >= _LOST + 2 * MAX_SLOTS
@@ -223,9 +225,13 @@ def span_of_done(count: int) -> Span:
 
 
 def probe(ipc: Ipc, frontier: Frontier, pages: Pages, device: int, *, sender: bool) -> None:
-    """Find out whether a device can record flags; some cannot. Raises ``RuntimeError``."""
+    """Find out whether a device can record flags; some cannot. Raises ``RuntimeError``. Else the pages must be kept
+    until they are ``passed``: it is going to write there.
+    """
     frontier.prepare(device)
-    frontier.try_out(ipc.flag(pages.pinned, _PROBES + (0 if sender else _FLAG)), device)
+    flag = ipc.flag(pages.pinned, _PROBES + (0 if sender else _FLAG))
+    frontier.try_out(flag, device)
+    pages.probe = flag
 
 
 def pages_size(slot_bytes: int, count: int, *, slots: bool) -> int:

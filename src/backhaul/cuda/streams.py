@@ -174,7 +174,7 @@ class Frontier:
                 self._drains.setdefault(one, self._backend.fresh(one))
 
     def try_out(self, event: Event, device: int) -> None:
-        """Record an event on a stream that nobody else uses now. Raises ``RuntimeError`` if the device cannot."""
+        """Record an event on a stream apart. Raises ``RuntimeError`` if the device cannot."""
         self._backend.record(event, self._drains[device])
 
     # Threads.

@@ -15,6 +15,7 @@ import itertools
 import logging
 import mmap
 import os
+import resource
 import select
 import socket
 import struct
@@ -77,7 +78,8 @@ class Undertaker:
                 ours = self._socket = self._socket or _start()
                 socket.send_fds(ours, [message], [file])
             except OSError as error:
-                self._close()  # to be started again next time
+                if not isinstance(error, BlockingIOError):
+                    self._close()  # to be started again next time; what it watched is watched no longer
                 log.warning("nobody lets streams go on that wait for a worker which is killed: %s", str(error))
                 return None
             return Watch(number, process, ours)
@@ -155,7 +157,8 @@ class _Watcher:
                 return True
             if not said:
                 return False
-            self._hear(said, files)
+            with contextlib.suppress(OSError, IndexError):  # no descriptor is left: the others are still watched
+                self._hear(said, files)
 
     def _hear(self, said: bytes, files: list[int]) -> None:
         number, process, *place = _MESSAGE.unpack(said)
@@ -187,6 +190,8 @@ def _main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()  # Ctrl-C is not meant for it
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file that is mapped takes one
     _Watcher(int(sys.argv[1])).run()
 
 

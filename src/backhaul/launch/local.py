@@ -127,10 +127,11 @@ def _uninterrupted() -> Iterator[None]:
     """
     handler, came = signal.getsignal(signal.SIGINT), []
     here = callable(handler) and threading.current_thread() is threading.main_thread()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    if here:
-        signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        if here:
+            signal.signal(signal.SIGINT, lambda *_: came.append(True))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
         if here:

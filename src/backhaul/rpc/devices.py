@@ -49,7 +49,10 @@ class Devices:
     def _open(self, channel: Channel, shared: Shared, offers: list[Offer]) -> None:
         shared.open(offers)
         self._tell(channel, shared)
-        self._mourn()  # the channel may have been lost meanwhile
+        if self._worker.closed:  # meanwhile
+            self._mourn_on()
+        else:
+            self._mourn()
 
     def _tell(self, channel: Channel, shared: Shared) -> None:
         items = []
@@ -94,6 +97,9 @@ class Devices:
             if peer.link is not None:
                 peer.link.close()
         self._plane.close()
+        self._mourn_on()
+
+    def _mourn_on(self) -> None:
         if visit_graves(self._plane.frontier):  # others may have tensors of ours, or streams of ours wait for them
             threading.Thread(target=_mourn_on, args=(self._plane,), name="backhaul-graves", daemon=True).start()
 

@@ -281,9 +281,10 @@ class Peers:
     def enrolment_of(self, incarnation: str) -> WorkerRecord | None:
         """The record of a worker that is a member, or has been enrolled."""
         with self._changing:
+            alive = self._roster.alive(incarnation)
             record, _ = self._expected.get(incarnation, (None, 0.0))
-            if record is None:
-                return self._roster.alive(incarnation)
+            if alive is not None or record is None:
+                return alive
             rivals = self._roster.rivals(record.name, record.id)
             return record if all(map(record.follows, rivals)) else None  # else another has come after it
 

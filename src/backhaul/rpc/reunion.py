@@ -92,7 +92,7 @@ class Reunion:
 
     def _forget(self, caller: Peer, left: set[str]) -> None:
         """A member says that these have left."""
-        meant = [peer for peer in self._others(caller) if peer.record.incarnation in left]
+        meant = [peer for peer in self._others(caller) if peer.lost and peer.record.incarnation in left]
         if meant and self._membership.believes(caller):
             for peer in meant:
                 self._peers.dismiss(peer)
