@@ -275,13 +275,18 @@ class SocketEndpoint(Endpoint):
         """A newcomer has proven itself: from here on its bytes are frames."""
         channel, fd = newcomer.channel(), newcomer.fd
         with self._lock:
-            self._newcomers.pop(fd, None)
+            if self._newcomers.get(fd) is not newcomer:
+                return  # as below
+            self._newcomers.pop(fd)
             self._actions.pop(fd, None)
             self._channels[fd] = channel
         self.arm(fd, select.EPOLLIN)
 
     def drop(self, newcomer: Newcomer) -> None:
         """Close a connection that did not prove itself."""
+        with self._lock:
+            if self._newcomers.get(newcomer.fd) is not newcomer:
+                return  # another thread was told of it too, and has seen to it: its descriptor may be another's
         self.forget(newcomer.fd)
         newcomer.sock.close()
 
