@@ -103,9 +103,12 @@ class Plane:
         """How much of a device's memory may be used for slots, or of the host's."""
         found = self._budgets.get(device)
         if found is None:
-            limit = self._limit if self._limit is not None else self.memory.total(device) // _SHARE
             if device == HOST:
                 limit = _HOST_SLOTS
+            elif self._limit is None:
+                limit = self.memory.total(device) // _SHARE
+            else:
+                limit = self._limit
             found = self._budgets.setdefault(device, Budget(limit))
         return found
 

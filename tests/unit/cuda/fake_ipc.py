@@ -156,4 +156,5 @@ class FakeIpc:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def total(self, device: int) -> int:
+        assert device >= 0, "no device"
         return 1 << 30
