@@ -80,7 +80,7 @@ def watch(owner: type, name: str) -> None:
             mark(label + " <")
         return found
 
-    setattr(owner, name, wrapped)
+    setattr(owner, name, staticmethod(wrapped) if isinstance(vars(owner)[name], staticmethod) else wrapped)
 
 
 for _owner, _name in STAGES:

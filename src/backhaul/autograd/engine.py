@@ -291,8 +291,6 @@ class Engine:
     def _enter_source(self, run: Run, source: MessageId, grads: Grads, parcels: Parcels) -> None:
         """Gradients have come to a source: run what they make possible. Called between the journal's begin and end."""
         try:
-            if self.worker.plane is not None:
-                self.worker.plane.frontier.depart()  # another thread may be the one that goes on with them
             outcomes = run.arrive(source, grads)
             if outcomes:
                 self._finish(run, outcomes, parcels)

@@ -46,17 +46,24 @@ def run_engine(
 ) -> Sequence[torch.Tensor | None]:
     """Run the engine from ``edges`` as far as ``wanted``; return their gradients, or add them to their ``.grad``.
 
-    What ``torch.autograd.grad`` and ``backward`` do, at half the cost: they check at length what is known here.
+    What ``torch.autograd.grad`` and ``backward`` do, at half the cost: they check at length what is known here. All
+    nodes run on the calling thread, those of devices too: to hand them to the engine's threads for these, and to wait
+    for that, takes longer than most groups do.
     """
-    found: Sequence[torch.Tensor | None] = _engine.run_backward(
-        tuple(edges),
-        tuple(seeds),
-        retain,
-        create,
-        tuple(wanted),
-        allow_unreachable=True,
-        accumulate_grad=accumulate,
-    )
+    threads = torch._C._is_multithreading_enabled()
+    torch._C._set_multithreading_enabled(False)
+    try:
+        found: Sequence[torch.Tensor | None] = _engine.run_backward(
+            tuple(edges),
+            tuple(seeds),
+            retain,
+            create,
+            tuple(wanted),
+            allow_unreachable=True,
+            accumulate_grad=accumulate,
+        )
+    finally:
+        torch._C._set_multithreading_enabled(threads)
     return found
 
 
@@ -223,7 +230,7 @@ _BEHIND = "backhaul_behind"
 class Task:
     """What multi-grad hooks take a pass for. They ask torch for the graph task that runs, and which nodes it is going
     to run; but a pass is many tasks, one for each group or even node, and the first knows nothing of what follows.
-    While inside, on this thread and those the engine uses for it, they get the pass in answer.
+    While inside, on this thread, they get the pass in answer.
 
     Args:
         number: Names the pass; above all of torch's own.
@@ -309,40 +316,27 @@ def stashed(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
-def engine_has_threads() -> bool:
-    """Whether the engine may run nodes on threads of its own: it does for those of devices."""
-    return torch.cuda.is_initialized() or torch.xpu.is_initialized() or torch.backends.mps.is_built()
-
-
 class OfRun(threading.local, Generic[T]):
-    """A value of one run of the engine, on whatever thread it runs a node."""
+    """A value of one run of the engine, which is all on one thread."""
 
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self._value: T | None = None
-        self._outer: list[tuple[T | None, bool, Any]] = []  # what there was before, here and in the state
+    def __init__(self) -> None:
+        self._values: list[T] = []
 
     def get(self) -> T | None:
         """What the run has that is under way; None if nothing."""
-        return self._value if self._value is not None else stashed(self._key)
+        return self._values[-1] if self._values else None
 
     def begin(self, value: T) -> None:
         """Runs that are started from this thread have it from now on."""
-        carried = engine_has_threads()
-        self._outer.append((self._value, carried, stashed(self._key) if carried else None))
-        self._value = value
-        if carried:
-            stash(self._key, value)
+        self._values.append(value)
 
     def end(self) -> None:
-        """They have what they had before, each in its place: threads of the engine get their state from it."""
-        self._value, carried, stashed_before = self._outer.pop()
-        if carried:
-            stash(self._key, stashed_before)
+        """They have what they had before."""
+        self._values.pop()
 
 
-_task: OfRun[Task] = OfRun("backhaul_task")
-_replay: OfRun[Set[int]] = OfRun("backhaul_replay")
+_task: OfRun[Task] = OfRun()
+_replay: OfRun[Set[int]] = OfRun()
 
 
 def _nested(frame: FrameType | None) -> bool:

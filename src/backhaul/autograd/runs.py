@@ -264,6 +264,8 @@ class Run:
             return None
         if len(group.sources) == 1 and not self.spec.restricted:
             return [self._run(group, {source: grads})]
+        if process.frontier is not None:
+            process.frontier.depart()  # another thread may be the one that goes on with them
         with self._lock:
             self._waiting[source] = grads
         return self._try(group, (source,))

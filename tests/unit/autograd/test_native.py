@@ -6,9 +6,10 @@ import sys
 import threading
 
 import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
 
-from backhaul.autograd import native
-from backhaul.autograd.native import OfRun, Task, stash, stashed
+from backhaul.autograd.native import OfRun, Task, run_engine, stash, stashed
 
 
 def test_what_is_stashed_is_kept_and_let_go() -> None:
@@ -31,23 +32,37 @@ def test_a_task_is_entered_again_and_again() -> None:
     assert sys.getrefcount(task) == before
 
 
-def test_a_pass_within_a_pass_leaves_nothing_on_a_thread_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine puts the state of who has started a run on such a thread, and takes it away after each node."""
-    monkeypatch.setattr(native, "engine_has_threads", lambda: True)
-    run: OfRun[str] = OfRun("test_run")
-    seen: list[str | None] = []
+def test_a_run_within_a_run_has_a_value_of_its_own() -> None:
+    run: OfRun[str] = OfRun()
+    seen: list[str | None] = [run.get()]
+    run.begin("outer")
+    run.begin("inner")
+    other = threading.Thread(target=lambda: seen.append(run.get()))
+    other.start()
+    other.join()
+    seen.append(run.get())
+    run.end()
+    seen.append(run.get())
+    run.end()
+    assert [*seen, run.get()] == [None, None, "inner", "outer", None]
 
-    def node() -> None:
-        stash("test_run", "outer")
-        seen.append(run.get())
-        run.begin("inner")
-        seen.append(run.get())
-        run.end()
-        seen.append(run.get())
-        stash("test_run", None)
-        seen.append(run.get())
 
-    thread = threading.Thread(target=node)
-    thread.start()
-    thread.join()
-    assert seen == ["outer", "inner", "outer", None]
+@pytest.mark.parametrize("before", [True, False])
+def test_the_engine_uses_no_threads_in_a_pass_and_may_after_it(before: bool) -> None:
+    def hook(_: torch.Tensor) -> None:
+        seen.append(torch._C._is_multithreading_enabled())
+        if len(seen) == 2:
+            raise ValueError("refused")
+
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(hook)
+    y = x * 2
+    with torch.autograd.set_multithreading_enabled(before):
+        edges, seeds = [get_gradient_edge(y)], [torch.ones(2)]
+        run_engine(edges, seeds, [x], retain=True, create=False)
+        assert torch._C._is_multithreading_enabled() == before
+        with pytest.raises(ValueError, match="refused"):
+            run_engine(edges, seeds, [x], retain=True, create=False)
+        assert torch._C._is_multithreading_enabled() == before
+    assert seen == [False, False]
