@@ -276,7 +276,7 @@ class SocketEndpoint(Endpoint):
         channel, fd = newcomer.channel(), newcomer.fd
         with self._lock:
             if self._newcomers.get(fd) is not newcomer:
-                return  # as below
+                return  # this endpoint was closed
             self._newcomers.pop(fd)
             self._actions.pop(fd, None)
             self._channels[fd] = channel
@@ -286,7 +286,8 @@ class SocketEndpoint(Endpoint):
         """Close a connection that did not prove itself."""
         with self._lock:
             if self._newcomers.get(newcomer.fd) is not newcomer:
-                return  # another thread was told of it too, and has seen to it: its descriptor may be another's
+                return  # another thread was faster, when this endpoint was closed
+            del self._newcomers[newcomer.fd]
         self.forget(newcomer.fd)
         newcomer.sock.close()
 
