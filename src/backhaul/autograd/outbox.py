@@ -56,8 +56,8 @@ class Outbox:
         self._container = container
 
     def put(self, run: Run, fired: Sequence[Fired], parcels: Parcels) -> None:
-        """Let gradients go where their messages came from: at once if they are large, else with ``ship``. Raises
-        ``PeerLostError``, or what encoding raised.
+        """Let gradients go where their messages came from: at once if they are large, else with ``ship``. What they
+        come of has departed. Raises ``PeerLostError``, or what encoding raised.
         """
         if run.spec.profiles and (observer := self._worker.observer) is not None:
             self._send_observed(run, fired, observer)
@@ -90,6 +90,8 @@ class Outbox:
 
     def send(self, run: Run, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
+        if self._worker.plane is not None:
+            self._worker.plane.frontier.depart()
         parcels: Parcels = {}
         self.put(run, ((recv, grads),), parcels)
         self.ship(run, parcels)
@@ -158,7 +160,7 @@ class Outbox:
             if peer.link is not None:
                 for lease in parcel.leases:
                     hand_over(lease, channel)
-                peer.link.depart()
+                peer.link.tell()
             left = None if run.deadline is None else max(run.deadline - self._worker.runtime.now(), 0.0)
             if run.journal.is_last(channel):
                 channel.send(frame, timeout=left)

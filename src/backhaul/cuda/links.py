@@ -353,11 +353,15 @@ class PeerLink:
 
     def depart(self) -> None:
         """A message is about to go out."""
-        if self.plane is None:
-            return
-        self.plane.frontier.depart()
+        if self.plane is not None:
+            self.plane.frontier.depart()
+            self.tell()
+
+    def tell(self) -> None:
+        """Let the peer know of memory that there is for it."""
         for channel, pair in list(self._pairs.items()):
             if isinstance(pair.ends, Shared) and pair.ends.news:
+                assert self.plane is not None
                 self.plane.tell(channel, pair.ends)
 
     def arrive(self, channel: Channel | None) -> ChannelLink:

@@ -236,13 +236,13 @@ class Frontier:
             return
         if self._ended:
             self._drain()
-        departed = self._departed
-        pending = [(key, event) for key, event in list(departed.items()) if not event.query()] if departed else ()
-        for device in backend.devices():
-            stream = self._current(device)
+        streams = [self._current(device) for device in backend.devices()]
+        own = streams[0].key if len(streams) == 1 else None  # which comes after itself in any case
+        pending = [item for item in list(self._departed.items()) if item[0] != own and not item[1].query()]
+        for stream in streams:
             if pending:
                 self._follow(stream, pending)
-            self._follow_stream(stream, backend.default(device))
+            self._follow_stream(stream, backend.default(stream.key[0]))
 
     # Values that go from thread to thread.
 
