@@ -173,9 +173,11 @@ class Crew:
             here.running = True
             start = effort()
             try:
-                if self.prepare is not None:
-                    self.prepare()
-                task()
+                try:
+                    if self.prepare is not None:
+                        self.prepare()
+                finally:
+                    task()  # somebody waits for it, whatever is wrong with this thread
             except BaseException:
                 log.exception("a task failed")
             del task

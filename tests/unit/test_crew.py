@@ -295,6 +295,21 @@ class TestLimit:
         assert job.started
         finish(show, job)
 
+    def test_a_task_is_run_whatever_fails_before_it(
+        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        show = stage_for(1)
+
+        def fail() -> None:
+            raise OSError("no stream")
+
+        show.crew.prepare = fail
+        job = Job(show)
+        with caplog.at_level(logging.CRITICAL, "backhaul"):
+            show.submit(job)
+            finish(show, job)
+        assert job.done
+
 
 class TestCompany:
     def test_short_tasks_have_one_thread(self, stage_for: Callable[[int], Show]) -> None:
