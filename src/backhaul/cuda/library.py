@@ -22,8 +22,6 @@ _PORTABLE_AND_MAPPED = 1 | 2
 _WITH_PEERS = 1
 _THREAD_LOCAL = 1
 
-_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-
 
 class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * _HANDLE),)
@@ -53,7 +51,7 @@ _TAKES: dict[str, tuple[Any, ...]] = {
 
 class _Here(threading.local):
     relaxed = False
-    bound = False  # whether the context of torch's current device is this thread's
+    bound = False  # whether the context of the only device is this thread's
 
 
 class Library:
@@ -63,6 +61,7 @@ class Library:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         for name, takes in _TAKES.items():
             getattr(self._cuda, name).argtypes = takes
+        self._alone = torch.cuda.device_count() == 1
         self._contexts: dict[int, int] = {}
         self._here = _Here()
         self._copy = self._cuda.cuMemcpyAsync
@@ -137,22 +136,17 @@ class Library:
         """Call a function in a device's context."""
         if not self._here.relaxed:
             self.relax()
-        here = _get_device() == device
-        if here and self._here.bound:
+        if self._alone:
+            if not self._here.bound:
+                self._check(self._cuda.cuCtxSetCurrent(self._context(device)))
+                self._here.bound = True
             code = function(*args)
         else:
-            context = self._context(device)
-            if here:
-                # torch keeps it so, from then on, when it changes a thread's device.
-                self._check(self._cuda.cuCtxSetCurrent(context))
-                self._here.bound = True
+            self._check(self._cuda.cuCtxPushCurrent_v2(self._context(device)))
+            try:
                 code = function(*args)
-            else:
-                self._check(self._cuda.cuCtxPushCurrent_v2(context))
-                try:
-                    code = function(*args)
-                finally:
-                    self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+            finally:
+                self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         if code:
             self._check(code)
 
