@@ -530,6 +530,10 @@ class Engine:
                     if tensor.requires_grad:
                         tensors[index] = tensor.detach()
             grads = load(payload, buffers, tensors)
+            if self.worker.plane is not None:
+                record = run.context.sends.get(source)
+                if record is not None:
+                    grads = record.bring(grads)
         except Exception as error:
             self._decline(channel, (gradient,))
             self._fail(run, source, error)
