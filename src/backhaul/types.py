@@ -200,6 +200,11 @@ class Options:
             _check_allow(self.allow, self.trusted)
         if self.devices not in ("auto", "cpu", "mapped"):
             raise ValueError(f"devices must be 'auto', 'cpu' or 'mapped', got {self.devices!r}")
+        if self.device_maps is not None and not isinstance(self.device_maps, Mapping):
+            raise ValueError(
+                "device_maps has, by name of a worker, a map from device to device or 'cpu', "
+                f"not {self.device_maps!r}; devices='cpu' is for all workers"
+            )
         for to, given in (self.device_maps or {}).items():
             _check_map(check_name(to), given)
         self._check_limits()
@@ -209,8 +214,8 @@ class Options:
             raise ValueError(f"max_frame_bytes must be at least 65536, got {self.max_frame_bytes}")
         for field in ("shm_bytes", "device_slot_bytes"):
             value = getattr(self, field)
-            if value is not None and value < 0:
-                raise ValueError(f"{field} must not be negative, got {value}")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ValueError(f"{field} must be a number of bytes, 0 or more, got {value!r}")
         if not 1 <= self.max_depth <= 256:
             raise ValueError(f"max_depth must be 1 to 256, got {self.max_depth}")
         for field in ("max_tensors", "max_calls", "max_bytes_in_flight", "max_contexts"):
