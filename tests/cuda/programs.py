@@ -336,8 +336,10 @@ def optimizers() -> None:
         x = torch.randn(8, 64, device="cuda")
         with bh.context() as ctx:
             ctx.backward(net.rpc_sync().forward(x).square().mean())
+            norm = bh.optim.clip_grad_norm_(ctx, optimizer, max_norm=1e9)  # which changes nothing
             optimizer.step(ctx)
         plain(x).square().mean().backward()
+        assert torch.allclose(norm, torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).cpu())
         plain_optimizer.step()
         plain_optimizer.zero_grad()
         for found, wanted in zip(far(parameters_of, net), plain.parameters(), strict=True):
