@@ -136,9 +136,11 @@ class Options:
         device_maps: By worker, on which of its devices a tensor of this one's arrives: ``{0: 1}`` for one of ``cuda:0``
             that goes to its ``cuda:1``. Replies and gradients go back the other way. ``"cpu"`` in the place of a map:
             all arrives on the CPU, on both sides. Without a map a tensor arrives on the device of the same index.
-        devices: ``"cpu"``: all tensors that this worker sends and gets arrive on the CPU, but for the workers in
-            ``device_maps``. ``"mapped"``: tensors of this worker's devices travel only as ``device_maps`` says; where
-            that says nothing, a call that takes one along raises ``SerializationError``.
+        devices: ``"auto"``: a tensor goes where ``device_maps`` says, else to the device of the same index; if there is
+            none, the call raises ``SerializationError``. ``"cpu"``: all tensors that this worker sends and gets arrive
+            on the CPU, but for the workers in ``device_maps``. ``"mapped"``: tensors of this worker's devices travel
+            only as ``device_maps`` says; where that says nothing, a call that takes one along raises
+            ``SerializationError``.
         device_slot_bytes: How much memory of each of its devices this worker takes at most for tensors that it sends to
             others on its host; what finds no place there is copied through the host. 0 switches it off. Default: an
             eighth of the device's memory.
