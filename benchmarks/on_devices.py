@@ -92,6 +92,9 @@ def rows(quick: bool, name: str) -> list[Row]:
 def main() -> None:
     """Measure and print."""
     options = options_of(__doc__)
+    if not torch.cuda.is_available():
+        print("skipped: needs a CUDA device")
+        return
     if play(functools.partial(rows, options.quick), 2, options, devices={0: 0}):
         return
     numbers = conduct()

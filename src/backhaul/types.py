@@ -136,9 +136,11 @@ class Options:
         device_maps: By worker, on which of its devices a tensor of this one's arrives: ``{0: 1}`` for one of ``cuda:0``
             that goes to its ``cuda:1``. Replies and gradients go back the other way. ``"cpu"`` in the place of a map:
             all arrives on the CPU, on both sides. Without a map a tensor arrives on the device of the same index.
-        devices: ``"cpu"``: all tensors that this worker sends and gets arrive on the CPU, but for the workers in
-            ``device_maps``. ``"mapped"``: tensors of this worker's devices travel only as ``device_maps`` says; where
-            that says nothing, a call that takes one along raises ``SerializationError``.
+        devices: ``"auto"``: a tensor goes where ``device_maps`` says, else to the device of the same index; if there is
+            none, the call raises ``SerializationError``. ``"cpu"``: all tensors that this worker sends and gets arrive
+            on the CPU, but for the workers in ``device_maps``. ``"mapped"``: tensors of this worker's devices travel
+            only as ``device_maps`` says; where that says nothing, a call that takes one along raises
+            ``SerializationError``.
         device_slot_bytes: How much memory of each of its devices this worker takes at most for tensors that it sends to
             others on its host; what finds no place there is copied through the host. 0 switches it off. Default: an
             eighth of the device's memory.
@@ -200,6 +202,11 @@ class Options:
             _check_allow(self.allow, self.trusted)
         if self.devices not in ("auto", "cpu", "mapped"):
             raise ValueError(f"devices must be 'auto', 'cpu' or 'mapped', got {self.devices!r}")
+        if self.device_maps is not None and not isinstance(self.device_maps, Mapping):
+            raise ValueError(
+                "device_maps has, by name of a worker, a map from device to device or 'cpu', "
+                f"not {self.device_maps!r}; devices='cpu' is for all workers"
+            )
         for to, given in (self.device_maps or {}).items():
             _check_map(check_name(to), given)
         self._check_limits()
@@ -209,8 +216,8 @@ class Options:
             raise ValueError(f"max_frame_bytes must be at least 65536, got {self.max_frame_bytes}")
         for field in ("shm_bytes", "device_slot_bytes"):
             value = getattr(self, field)
-            if value is not None and value < 0:
-                raise ValueError(f"{field} must not be negative, got {value}")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ValueError(f"{field} must be a number of bytes, 0 or more, got {value!r}")
         if not 1 <= self.max_depth <= 256:
             raise ValueError(f"max_depth must be 1 to 256, got {self.max_depth}")
         for field in ("max_tensors", "max_calls", "max_bytes_in_flight", "max_contexts"):

@@ -149,3 +149,10 @@ def test_futures_collected_are_those_given() -> None:
     both = torch.futures.collect_all([future])
     future.set_result(1)
     assert both.wait() == [future]
+
+
+def test_an_index_is_one_of_cuda_where_torch_sees_no_device() -> None:
+    given = TensorPipeRpcBackendOptions(devices=[1])
+    given.set_device_map("worker1", {0: 1})
+    assert given.devices == [torch.device("cuda:1")]
+    assert given.device_maps == {"worker1": {torch.device("cuda:0"): torch.device("cuda:1")}}

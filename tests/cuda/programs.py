@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 
 import backhaul as bh
 from backhaul.rpc.node import Node
@@ -25,6 +27,13 @@ PEER = "worker1"
 
 def nap() -> None:
     torch.cuda._sleep(LONG)
+
+
+def late(x: torch.Tensor) -> torch.Tensor:
+    """Double ``x`` in memory that is something else until then."""
+    made = torch.full_like(x, float("nan"))
+    nap()
+    return made.copy_(x * 2)
 
 
 def far(function: Callable[..., Any], *args: Any) -> Any:
@@ -92,9 +101,59 @@ def table_grad(table: bh.RRef[Any], context: int) -> torch.Tensor:
     return bh.get_gradients(context)[table.local_value().weight]
 
 
+def look_up_in(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    found = torch.nn.functional.embedding(index, table, sparse=True)
+    found.register_hook(late)
+    return found
+
+
+class Pair:
+    """Two weights with hooks of all kinds, which take long."""
+
+    def __init__(self) -> None:
+        self.p = torch.full((WIDE,), 2.0, device="cuda", requires_grad=True)
+        self.q = torch.full((WIDE,), 5.0, device="cuda", requires_grad=True)
+        self.seen: dict[str, torch.Tensor] = {}
+        self.p.register_hook(late)
+        self.q.register_post_accumulate_grad_hook(self._after)
+        register_multi_grad_hook((self.p, self.q), self._both)
+
+    def _after(self, leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        self.seen["after"] = late(leaf.grad)
+
+    def _both(self, grads: Any) -> None:
+        self.seen["both"] = late(grads[0] + grads[1])
+
+    def blend(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.p + x.square() * self.q
+        y.register_hook(late)
+        return y
+
+
+pairs: list[Pair] = []
+
+
+def keep_pair() -> None:
+    pairs[:] = [Pair()]
+
+
+def blend(x: torch.Tensor) -> torch.Tensor:
+    return pairs[0].blend(x)
+
+
+def pair_saw(context: int) -> list[torch.Tensor]:
+    pair, grads = pairs[0], bh.get_gradients(context)
+    return [grads[pair.p], grads[pair.q], pair.seen["both"], pair.seen["after"]]
+
+
 def layer() -> torch.nn.Linear:
+    """Its gradients are late."""
     torch.manual_seed(5)
-    return torch.nn.Linear(64, 64, device="cuda")
+    made = torch.nn.Linear(64, 64, device="cuda")
+    for parameter in made.parameters():
+        parameter.register_hook(late)
+    return made
 
 
 def keep_layer() -> tuple[bh.RRef[Any], list[bh.RRef[Any]]]:
@@ -211,12 +270,14 @@ def higher_orders() -> None:
         first = ctx.grads[x]
         assert torch.equal(first, torch.autograd.grad((x**3).sum(), x)[0])
     with bh.context() as ctx:
-        y = far(cube, x).sum()
-        ctx.backward(y, create_graph=True)
-        penalty = (ctx.grads[x] ** 2).sum()
+        ctx.backward(far(cube, x).sum(), create_graph=True)
+        nap()
+        ctx.backward((ctx.grads[x] ** 2).sum())  # through the first pass, on both workers
+        both = ctx.grads[x]
     plain = x.detach().clone().requires_grad_()
-    (wanted,) = torch.autograd.grad((plain**3).sum(), plain, create_graph=True)
-    assert torch.allclose(penalty, (wanted**2).sum())
+    (first,) = torch.autograd.grad((plain**3).sum(), plain, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), plain)
+    assert torch.allclose(both, first + second)
 
 
 def sparse_gradients() -> None:
@@ -231,6 +292,11 @@ def sparse_gradients() -> None:
         (wanted,) = torch.autograd.grad(plain(index).square().sum(), plain.weight)
         assert found.is_sparse
         assert torch.equal(found.to_dense(), wanted.to_dense())
+        with bh.context() as ctx:  # and one that travels
+            ctx.backward(far(look_up_in, plain.weight, index).square().sum())
+            found = ctx.grads[plain.weight]
+        assert found.is_sparse
+        assert torch.equal(found.to_dense(), 2 * wanted.to_dense())
 
 
 def mixed_precision() -> None:
@@ -243,11 +309,13 @@ def mixed_precision() -> None:
     for seed in range(6):
         torch.manual_seed(seed)
         x = torch.randn(32, 64, device="cuda")
+        if seed == 3:
+            x *= 1e30  # too large for float16: no step, and a lower scale
         with bh.context() as ctx:
             hidden = far(far_half_precision, net, x)
             assert hidden.dtype is torch.float16
             ctx.backward(scaler.scale(hidden.float().square().mean()))
-            scaler.step(optimizer, ctx)
+            assert scaler.step(optimizer, ctx) is (seed != 3)
             scaler.update()
         plain_scaler.scale(half_precision(plain, x).float().square().mean()).backward()
         plain_scaler.step(plain_optimizer)
@@ -268,8 +336,10 @@ def optimizers() -> None:
         x = torch.randn(8, 64, device="cuda")
         with bh.context() as ctx:
             ctx.backward(net.rpc_sync().forward(x).square().mean())
+            norm = bh.optim.clip_grad_norm_(ctx, optimizer, max_norm=1e9)  # which changes nothing
             optimizer.step(ctx)
         plain(x).square().mean().backward()
+        assert torch.allclose(norm, torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).cpu())
         plain_optimizer.step()
         plain_optimizer.zero_grad()
         for found, wanted in zip(far(parameters_of, net), plain.parameters(), strict=True):
@@ -308,6 +378,86 @@ def kinds() -> None:
         assert far(torch.clone, torch.tensor(2.5, device="cuda")).item() == 2.5
         value = bh.remote(PEER, torch.add, args=(matrix, 1))
         assert torch.equal(value.to_here(), matrix + 1)
+
+
+def hooks() -> None:
+    for number in range(4):
+        far(keep_pair)
+        x = torch.full((WIDE,), 1.0 + number, device="cuda", requires_grad=True)
+        with bh.context() as ctx:
+            ctx.backward(far(blend, x).sum(), mode="fast" if number % 2 else "exact")
+            found = [ctx.grads[x], *far(pair_saw, int(ctx))]
+        pair, plain = Pair(), x.detach().clone().requires_grad_()
+        pair.blend(plain).sum().backward()  # type: ignore[no-untyped-call]
+        wanted = [plain.grad, pair.p.grad, pair.q.grad, pair.seen["both"], pair.seen["after"]]
+        for one, other in zip(found, wanted, strict=True):
+            assert other is not None
+            assert torch.equal(one, other)
+
+
+def callbacks() -> None:
+    async def awaited(x: torch.Tensor) -> torch.Tensor:
+        return (await bh.rpc_async(PEER, slowly, args=(x,))) + 1
+
+    for size in (16, WIDE):
+        for number in range(4):
+            x = torch.full((size,), float(number), device="cuda")
+            chained = (
+                bh.rpc_async(PEER, slowly, args=(x,)).then(lambda done: late(done.wait())).then(lambda d: d.value())
+            )
+            passed: bh.Future[torch.Tensor] = bh.Future()
+            called = bh.rpc_async(PEER, slowly, args=(x,))
+            called.add_done_callback(lambda done, passed=passed: passed.set_result(late(done.value())))  # type: ignore[misc]
+            many = bh.wait_all([bh.rpc_async(PEER, slowly, args=(x,)) for _ in range(3)])
+            assert torch.equal(chained.wait(), x * 4)
+            assert torch.equal(passed.wait(), x * 4)
+            assert torch.equal(torch.stack(many), torch.stack([x * 2] * 3))
+            assert torch.equal(asyncio.run(awaited(x)), x * 2 + 1)
+
+
+def several_streams() -> None:
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for size in (16, WIDE):
+        for number in range(4):
+            with bh.context() as ctx:
+                with torch.cuda.stream(first):
+                    x = late(torch.full((size,), 0.5 * number, device="cuda")).requires_grad_()
+                    future = bh.rpc_async(PEER, cube, args=(x,))
+                with torch.cuda.stream(second):
+                    other = far(slowly, late(torch.full((size,), 1.0, device="cuda")))
+                    loss = (future.wait() * other).sum()
+                    nap()
+                first.wait_stream(second)
+                with torch.cuda.stream(first):
+                    ctx.backward(loss)
+                with torch.cuda.stream(second):
+                    found = ctx.grads[x] + 1
+            torch.cuda.synchronize()
+            assert torch.equal(other, torch.full_like(other, 4.0))
+            plain = x.detach().clone().requires_grad_()
+            (wanted,) = torch.autograd.grad((plain**3 * 4).sum(), plain)
+            assert torch.equal(found, wanted + 1)
+
+
+def nothing_waits() -> None:
+    def step(x: torch.Tensor) -> Any:
+        with bh.context() as ctx:
+            y = far(cube, x)
+            ctx.backward(y.sum())
+            return y, ctx.grads[x]
+
+    for size in (16, WIDE):
+        x = torch.full((size,), 2.0, device="cuda", requires_grad=True)
+        for _ in range(4):  # until there are slots enough
+            kept = [step(x) for _ in range(6)]
+            del kept
+            torch.cuda.synchronize()
+            time.sleep(0.2)
+        for _ in range(100):
+            nap()
+        _, grad = step(x)
+        assert not torch.cuda.current_stream().query(), "the step took as long as what came before it on the device"
+        assert torch.equal(grad, 3 * x.detach() ** 2)
 
 
 def own_streams() -> None:
@@ -385,7 +535,11 @@ ALL = [
     mixed_precision,
     optimizers,
     kinds,
+    hooks,
+    callbacks,
     own_streams,
+    several_streams,
+    nothing_waits,
     threads,
     what_is_kept,
     memory_comes_back,

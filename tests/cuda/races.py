@@ -125,6 +125,9 @@ def run(rounds: int, seed: int) -> list[str] | None:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        print("skipped: needs a CUDA device")
+        sys.exit(0)
     rounds, begun = int(sys.argv[1]), time.monotonic()
     differences = bh.launch(run, 3, args=(rounds, int(sys.argv[2]) if len(sys.argv) > 2 else 0))[0]
     for text in differences:

@@ -529,7 +529,11 @@ class Engine:
                 for index, tensor in enumerate(tensors):
                     if tensor.requires_grad:
                         tensors[index] = tensor.detach()
-            grads = load(payload, buffers, tensors)
+            grads: Grads = load(payload, buffers, tensors)
+            if self.worker.plane is not None:
+                record = run.context.sends.get(source)
+                if record is not None:
+                    grads = record.bring(grads)
         except Exception as error:
             self._decline(channel, (gradient,))
             self._fail(run, source, error)

@@ -48,7 +48,7 @@ def edge_of(end: End) -> GradientEdge:
 class SendRecord:
     """The sending end of a message: where its gradients enter this worker."""
 
-    __slots__ = ("born_in", "ends", "failed", "message", "order", "replied", "to")
+    __slots__ = ("born_in", "devices", "ends", "failed", "message", "order", "replied", "to")
 
     def __init__(
         self,
@@ -64,7 +64,10 @@ class SendRecord:
         self.message = message
         self.to = to
         self.ends: list[End] = []
+        self.devices: list[torch.device] | None = None  # where the tensors are, if one is on a CUDA device
         for tensor in tensors:
+            if tensor.is_cuda and self.devices is None:
+                self.devices = [each.device for each in tensors]
             node = tensor.grad_fn
             if node is None:
                 self.ends.append(tensor)
@@ -75,6 +78,15 @@ class SendRecord:
         self.order = order  # place in program order; see recording
         self.born_in = born_in  # the pass that sent it, if it is a gradient message
         self.failed = False  # so did its call; whether it was done there, and is part of anything, is not known
+
+    def bring(self, grads: Grads) -> Grads:
+        """Gradients where their tensors are: a map may have sent both ways to the CPU, see cuda.placement."""
+        if self.devices is None:
+            return grads
+        return [
+            grad if grad is None or grad.device == device else grad.to(device)
+            for grad, device in zip(grads, self.devices, strict=True)
+        ]
 
 
 class Recv:

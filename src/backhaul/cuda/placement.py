@@ -77,11 +77,8 @@ class Route:
 
     def target(self, device: str) -> str:
         """Where a tensor of ``device`` arrives. Raises ``SerializationError`` that says what to do."""
-        if self.map is not None:
-            found = self.map.get(device, CPU if device == CPU else None)
-        else:
-            found = device if device == CPU or index_of(device) < self.there else None
-        if found is None:
+        found = device if self.map is None else self.map.get(device, CPU if device == CPU else None)
+        if found is None or (found != CPU and index_of(found) >= self.there):  # who joined later may not have it
             why = f"a tensor on {device} {self._why_not(device)}"
             raise SerializationError(why, worker=self.receiver, device=device)
         return found
@@ -93,7 +90,9 @@ class Route:
         entry = f"'cuda:0': '{device}'" if self.back else f"'{device}': 'cuda:0'"
         if self.map is not None:
             told = ", ".join(f"{ours} -> {theirs}" for ours, theirs in sorted(self.map.items())) or "nothing"
-            trouble = f"has no place at worker '{self.receiver}': its map says {told}"
+            have = f" and that worker has {self.there or 'no'} CUDA device{'' if self.there == 1 else 's'}"
+            lacks = "" if device not in self.map else have
+            trouble = f"has no place at worker '{self.receiver}': its map says {told}{lacks}"
         else:
             have = f"has {self.there or 'no'} CUDA device{'' if self.there == 1 else 's'}"
             trouble = f"has no place at worker '{self.receiver}', which {have}"

@@ -102,7 +102,22 @@ def norms(parameters: Parameters, context: int | None, norm_type: float) -> Grad
         found = read(parameters, context)
         if found is None:
             return None
-        return [g if g is None else torch.linalg.vector_norm(_values(g.detach()), norm_type).cpu() for g in found]
+        made = [None if g is None else torch.linalg.vector_norm(_values(g.detach()), norm_type) for g in found]
+    return _to_cpu(made)
+
+
+def _to_cpu(numbers: Gradients) -> Gradients:
+    """The same on the CPU: a device is waited for once, not for each of them."""
+    made = list(numbers)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, number in enumerate(numbers):
+        if number is not None and number.device.type != "cpu":
+            alike.setdefault((number.device, number.dtype), []).append(index)
+    for indices in alike.values():
+        together = torch.stack([number for index in indices if (number := numbers[index]) is not None])
+        for index, number in zip(indices, together.cpu().unbind(), strict=True):
+            made[index] = number
+    return made
 
 
 def scale(parameters: Parameters, context: int | None, factor: torch.Tensor) -> bool | None:
@@ -121,15 +136,16 @@ def clamp(parameters: Parameters, context: int | None, limit: float) -> bool | N
 
 def unscale(parameters: Parameters, context: int | None, factor: torch.Tensor) -> tuple[int, bool] | None:
     """Multiply all gradients; answer how many there are, and whether one was infinite or not a number."""
-    finite = True
+    finite: dict[torch.device, list[torch.Tensor]] = {}  # looked at last, so that no device is waited for in between
 
     def multiply(gradient: torch.Tensor) -> torch.Tensor:
-        nonlocal finite
         if gradient.dtype is torch.float16:
             raise ValueError("gradients in float16 cannot be unscaled: keep the parameters in float32")
-        finite = finite and bool(torch.isfinite(_values(gradient)).all())
+        finite.setdefault(gradient.device, []).append(torch.isfinite(_values(gradient)).all())
         return _changed(gradient, lambda values: values.mul_(factor))
 
     with one_at_a_time():
         changed = _change(parameters, context, multiply)
-    return None if changed is None else (len(changed), not finite)
+    if changed is None:
+        return None
+    return len(changed), not all(bool(torch.stack(each).all()) for each in finite.values())

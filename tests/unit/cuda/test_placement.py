@@ -102,6 +102,10 @@ class TestWithAMap:
         with pytest.raises(SerializationError, match=r"of worker 'a' to {'b': {'cuda:0': 'cuda:0'}}"):
             route.target("cuda:0")
 
+    def test_a_device_that_who_joined_later_does_not_have(self) -> None:
+        with pytest.raises(SerializationError, match=r"says cuda:0 -> cuda:9 and that worker has 1 CUDA device; set"):
+            onward(worker("a", 1, {"later": {0: 9}}), worker("later", 1)).target("cuda:0")
+
     def test_between_cpu_and_devices(self) -> None:
         one, other = worker("a", 1, {"b": {"cpu": 0}}), worker("b", 1)
         assert onward(one, other).takes_host
@@ -174,6 +178,16 @@ class TestOptions:
     def test_what_cannot_be(self, maps: Any) -> None:
         with pytest.raises(ValueError):
             Options(device_maps=maps)
+
+    @pytest.mark.parametrize("maps", ["cpu", [("b", {0: 0})], 3])
+    def test_what_is_no_map_at_all(self, maps: Any) -> None:
+        with pytest.raises(ValueError, match="device_maps has, by name of a worker, a map"):
+            Options(device_maps=maps)
+
+    @pytest.mark.parametrize("size", [-1, 1.5, "1GiB", True, float("inf")])
+    def test_slot_bytes(self, size: Any) -> None:
+        with pytest.raises(ValueError, match="device_slot_bytes must be a number of bytes"):
+            Options(device_slot_bytes=size)
 
     def test_devices(self) -> None:
         with pytest.raises(ValueError, match="devices must be"):

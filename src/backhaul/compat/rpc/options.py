@@ -76,14 +76,19 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Say which CUDA devices this worker uses."""
-        self.devices = [torch.device(device) for device in devices]
+        self.devices = [_device(device) for device in devices]
         for device in self.devices:
             if device.type != "cuda":
                 raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
 
 
+def _device(given: Device) -> torch.device:
+    """An index is one of CUDA's. Torch alone would fail on it where it sees no device, and say nothing of options."""
+    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+
+
 def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch.device]:
-    made = {torch.device(ours): torch.device(theirs) for ours, theirs in device_map.items()}
+    made = {_device(ours): _device(theirs) for ours, theirs in device_map.items()}
     if len(set(made.values())) < len(made):
         raise ValueError(f"`device_map` only supports 1-to-1 mapping, got {made}")
     return made

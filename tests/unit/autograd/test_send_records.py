@@ -1,0 +1,20 @@
+"""What the sending end of a message does with its gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from backhaul.autograd.functions import MessageId, SendRecord
+
+
+def test_gradients_come_to_where_their_tensors_are() -> None:
+    record = SendRecord(MessageId(1), 1, [torch.ones(2, requires_grad=True) for _ in range(3)], (1,))
+    here = torch.ones(2)
+    assert record.devices is None
+    assert record.bring([here, None, here])[0] is here
+    record.devices = [torch.device("meta"), torch.device("meta"), torch.device("cpu")]
+    moved, missing, kept = record.bring([here, None, here])
+    assert moved is not None
+    assert moved.is_meta
+    assert missing is None
+    assert kept is here
