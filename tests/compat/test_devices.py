@@ -156,3 +156,15 @@ def test_an_index_is_one_of_cuda_where_torch_sees_no_device() -> None:
     given.set_device_map("worker1", {0: 1})
     assert given.devices == [torch.device("cuda:1")]
     assert given.device_maps == {"worker1": {torch.device("cuda:0"): torch.device("cuda:1")}}
+
+
+@pytest.mark.parametrize("wrong", ["cpu", [0], None])
+def test_what_is_no_map_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="a device map is a dict from our devices to theirs"):
+        TensorPipeRpcBackendOptions().set_device_map("a", wrong)
+
+
+@pytest.mark.parametrize("wrong", ["cuda:0", 0])
+def test_what_is_no_list_of_devices_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="a list of CUDA devices"):
+        TensorPipeRpcBackendOptions(devices=wrong)

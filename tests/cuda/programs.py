@@ -380,6 +380,22 @@ def kinds() -> None:
         assert torch.equal(value.to_here(), matrix + 1)
 
 
+def modules() -> None:
+    net = bh.nn.RemoteModule(f"{PEER}/cuda:0", layer)
+    plain = layer()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = late(torch.randn(8, 64, device="cuda")).requires_grad_()
+        with bh.context() as ctx:
+            y = net(x)
+            assert y.device == x.device
+            ctx.backward(late(y).sum())
+            found = ctx.grads[x]
+        (wanted,) = torch.autograd.grad(late(plain(x)).sum(), x)
+        assert torch.equal(found, wanted)
+        assert torch.equal(net(x.detach().cpu()), y), "inputs are brought to it"
+
+
 def hooks() -> None:
     for number in range(4):
         far(keep_pair)
@@ -535,6 +551,7 @@ ALL = [
     mixed_precision,
     optimizers,
     kinds,
+    modules,
     hooks,
     callbacks,
     own_streams,

@@ -20,7 +20,7 @@ from backhaul.cuda.lender import HOST, Lender
 from backhaul.cuda.placement import CPU, Party, Route, backward, index_of, onward, same_device
 from backhaul.cuda.segments import Answer, Ipc, Item, Offer, visit_graves
 from backhaul.cuda.streams import Frontier
-from backhaul.errors import ProtocolError
+from backhaul.errors import ProtocolError, SerializationError
 from backhaul.transport import shm
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.transport.slots import Budget
@@ -28,6 +28,7 @@ from backhaul.wire.devices import Form, Lease, Slot
 
 _SHARE = 8  # of a device's memory, so many parts make one that slots may take
 _HOST_SLOTS = 64 << 20  # bytes of host memory for small ones
+_CHUNK = 8 << 20  # bytes that are copied to a device at a time
 
 
 _HOST = torch.device(CPU)
@@ -257,8 +258,10 @@ class ChannelLink:
         assert index is not None
         memory = self._plane.memory
         pinned, made = memory.pinned(len(host)), memory.empty(index, len(host))
-        pinned.copy_(host)
-        memory.copy(made, pinned)
+        for start in range(0, len(host), _CHUNK):  # the device has one of them while the host copies the next
+            part = slice(start, start + _CHUNK)
+            pinned[part].copy_(host[part])
+            memory.copy(made[part], pinned[part])
         return made
 
     def take_back(self, slots: Sequence[Slot]) -> None:
@@ -341,6 +344,14 @@ class PeerLink:
 
     def _pair(self, channel: Channel | None) -> _Pair:
         return self._staged if channel is None else self._pairs.get(channel, self._staged)
+
+    def takes_from(self, device: str) -> bool:
+        """Whether the peer's answers may bring tensors of a device of its."""
+        try:
+            backward(self._record, self._own).target(device)
+        except SerializationError:
+            return False
+        return True
 
     def ends_of(self, channel: Channel) -> Shared | None:
         """The memory shared over a channel."""

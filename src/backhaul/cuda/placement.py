@@ -7,12 +7,15 @@ so that one map is enough for both; and where there is none either, a tensor arr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from backhaul.errors import ProtocolError, SerializationError
 from backhaul.types import DeviceMaps, device_name
+
+log = logging.getLogger("backhaul")
 
 CPU = "cpu"
 MAPPED = "mapped"
@@ -159,22 +162,19 @@ def same_device(one: Party, other: Party, device: str) -> int | None:
     return None
 
 
-def check(own: Party, others: Iterable[Party], *, complete: bool = False) -> None:
-    """Raise ``ValueError`` if a worker's maps do not fit it and those it knows.
+def check(own: Party, others: Iterable[Party]) -> None:
+    """Raise ``ValueError`` if a worker's maps do not fit it and those it knows; warn of maps for nobody.
 
     Args:
         own: The worker.
         others: Those it knows; it may be among them.
-        complete: Whether there are no others.
     """
     known = {other.name: other for other in others}
     for to, found in own.maps.items():
-        if isinstance(found, str):
-            continue
         mine = f"device_maps of worker '{own.name}' for '{to}'"
-        if complete and to not in known and to != EVERYONE:
-            raise ValueError(f"{mine}: there is no such worker; there are: {', '.join(sorted(known))}")
-        for ours, theirs in found.items():
+        if to not in known and to != EVERYONE:
+            log.warning("%s: there is no such worker yet; there are: %s", mine, ", ".join(sorted(known)) or "none")
+        for ours, theirs in found.items() if not isinstance(found, str) else ():
             _check_exists(own, ours, mine)
             if to in known:
                 _check_exists(known[to], theirs, mine)

@@ -34,8 +34,9 @@ class RemoteModule(nn.Module):
     """A module on another worker: calling it runs it there, as part of the graph inside of a context.
 
     It is made where it lives: ``module_cls(*args, **kwargs)`` runs on that worker, and what goes wrong there is raised
-    here. Inputs are brought to the module's device there; results come back on the CPU. It travels in calls as a
-    reference does, and the module lives as long as one is left anywhere.
+    here. Inputs are brought to the module's device there; results arrive where tensors of that device do or, if they
+    have no place here, on the CPU. It travels in calls as a reference does, and the module lives as long as one is left
+    anywhere.
 
     Local hooks, ``train``, ``eval``, ``to`` and its kin, ``state_dict`` and ``load_state_dict`` work as on any module,
     also as part of a module that holds it. Its parameters are where it is: see ``remote_parameters``.
@@ -137,7 +138,8 @@ class RemoteModule(nn.Module):
 
     def _runner(self) -> Callable[..., Any]:
         """What calls the module where it is."""
-        return owner.run
+        agent = self.module_rref._rrefs.agent
+        return owner.run_in_place if agent.has_place_for(self.on, torch.device(self.device)) else owner.run
 
     @graph_break
     def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

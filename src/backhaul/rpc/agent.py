@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from backhaul import interrupts, limits
 from backhaul.crew import Task
@@ -24,6 +25,7 @@ from backhaul.errors import (
     NotInitializedError,
     PeerLostError,
     SerializationError,
+    UnknownWorkerError,
 )
 from backhaul.limits import FOREVER, Limit
 from backhaul.rpc.calls import SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard, tell_failed
@@ -121,6 +123,16 @@ class Agent:
             if self.guard is None or not isinstance(error, PeerLostError):
                 raise
             return self.guard.rescue(pending, error)
+
+    def has_place_for(self, worker: str, device: torch.device) -> bool:
+        """Whether results of a worker on a CUDA device of its can arrive here as they are."""
+        if device.type != "cuda":
+            return False
+        try:
+            peer = self.peers.find(worker)
+        except UnknownWorkerError:
+            return False  # who calls it is told so
+        return peer is self.peers.own or (peer.link is not None and peer.link.takes_from(f"cuda:{device.index or 0}"))
 
     def repeat(self, pending: SyncCall, frame: Frame) -> Any:
         """Send a request that was kept, as a call of its own, and wait for its value."""

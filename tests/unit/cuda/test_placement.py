@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +73,7 @@ class TestMapped:
     def test_what_is_mapped_goes_there_and_back(self) -> None:
         one, other = worker("a", 2, {"b": {0: 1}}, devices="mapped"), worker("b", 2, devices="mapped")
         assert around(one, other, "cuda:0") == ("cuda:1", "cuda:0")
-        check(one, [one, other], complete=True)
+        check(one, [one, other])
 
 
 class TestWithAMap:
@@ -149,9 +150,16 @@ class TestCheck:
         with pytest.raises(ValueError, match="names cuda:0 of worker 'b', which has no CUDA devices"):
             check(worker("a", 2, {"b": {0: 0}}), [worker("b", 0)])
 
-    def test_names(self) -> None:
-        with pytest.raises(ValueError, match="no such worker; there are: b"):
-            check(worker("a", 2, {"later": {0: 0}}), [worker("b", 0)], complete=True)
+    @pytest.mark.parametrize("found", [{0: 0}, "cpu"])
+    def test_names(self, found: Any, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING, "backhaul"):
+            check(worker("a", 2, {"later": found}), [worker("b", 0)])
+        assert "of worker 'a' for 'later': there is no such worker yet; there are: b" in caplog.text
+
+    def test_nothing_is_said_of_names_that_are_there(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING, "backhaul"):
+            check(worker("a", 2, {"b": "cpu"}, devices="cpu"), [worker("b", 0)])
+        assert not caplog.text
 
     @pytest.mark.parametrize("bad", [{"x": "cuda:0"}, {"cuda:0": "cuda"}, {"cuda:0": "cuda:1", "cuda:1": "cuda:1"}])
     def test_what_a_peer_says(self, bad: dict[str, str]) -> None:

@@ -331,3 +331,18 @@ def test_a_loss_is_told_though_cuda_has_failed(world: World) -> None:
     world.frontier.trouble = ""
     for _ in range(4):
         bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
+
+
+def test_where_results_have_a_place(world: World) -> None:
+    agent = world.workers[0].part(Node).agent
+    there = {name: agent.has_place_for("worker1", torch.device(name)) for name in ("cpu", "cuda", "cuda:0", "cuda:1")}
+    assert there == {"cpu": False, "cuda": True, "cuda:0": True, "cuda:1": False}
+    assert agent.has_place_for("worker0", torch.device("cuda:1")), "its own stay where they are"
+    assert not agent.has_place_for("nobody", torch.device("cuda:0"))
+
+
+def test_what_is_staged_arrives_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_CHUNK", 100)
+    for size in (1, 25, 26, 1001):
+        x = torch.randn(size)
+        assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)

@@ -61,7 +61,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.num_worker_threads = num_worker_threads
         self.device_maps = {to: _one_to_one(map_) for to, map_ in (device_maps or {}).items()}
         self.devices: list[torch.device] = []
-        self.set_devices(devices or [])
+        self.set_devices([] if devices is None else devices)
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Add to the device map for ``to``."""
@@ -76,6 +76,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Say which CUDA devices this worker uses."""
+        if isinstance(devices, (str, int)):
+            raise TypeError(f"`devices` is a list of CUDA devices, not {devices!r}")
         self.devices = [_device(device) for device in devices]
         for device in self.devices:
             if device.type != "cuda":
@@ -88,6 +90,8 @@ def _device(given: Device) -> torch.device:
 
 
 def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch.device]:
+    if not isinstance(device_map, Mapping):
+        raise TypeError(f"a device map is a dict from our devices to theirs, not {device_map!r}")
     made = {_device(ours): _device(theirs) for ours, theirs in device_map.items()}
     if len(set(made.values())) < len(made):
         raise ValueError(f"`device_map` only supports 1-to-1 mapping, got {made}")
