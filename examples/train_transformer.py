@@ -7,6 +7,7 @@ all of them, and each worker steps its own optimizer.
     make run
     make run ARGS="--workers 4 --steps 100"
     make run ARGS="--steps 20 --profile profile"    # and see profile/report.html
+    make run ARGS="--device cuda"                   # all parts on the GPU, each in a process of its own
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def make_text(sentences: int, seed: int = 0) -> str:
 class Corpus:
     """Text as numbers, and batches of it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, device: str) -> None:
         self.letters = sorted(set(text))
         numbers = {letter: number for number, letter in enumerate(self.letters)}
-        self.data = torch.tensor([numbers[letter] for letter in text])
+        self.data = torch.tensor([numbers[letter] for letter in text], device=device)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and what follows them."""
@@ -78,7 +79,7 @@ class Embedding(nn.Module):
         self.places = nn.Embedding(CONTEXT, WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.letters(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return self.letters(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 class Block(nn.Module):
@@ -91,7 +92,7 @@ class Block(nn.Module):
         self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hide = torch.triu(torch.full((x.shape[1], x.shape[1]), float("-inf")), 1)
+        hide = torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)
         y = self.before(x)
         x = x + self.attention(y, y, y, attn_mask=hide, need_weights=False)[0]
         return x + self.layers(self.between(x))
@@ -109,12 +110,12 @@ class Head(nn.Module):
         return nn.functional.cross_entropy(self.out(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def make_part(kind: str, letters: int, seed: int) -> nn.Module:
+def make_part(kind: str, letters: int, seed: int, device: str) -> nn.Module:
     """Build a part; the same seed gives the same weights."""
     torch.manual_seed(seed)
     if kind == "embedding":
-        return Embedding(letters)
-    return Head(letters) if kind == "head" else Block()
+        return Embedding(letters).to(device)
+    return (Head(letters) if kind == "head" else Block()).to(device)
 
 
 # On the workers that hold a part.
@@ -122,9 +123,9 @@ def make_part(kind: str, letters: int, seed: int) -> nn.Module:
 held: dict[str, Any] = {}
 
 
-def hold(kind: str, letters: int, seed: int) -> int:
+def hold(kind: str, letters: int, seed: int, device: str) -> int:
     """Build this worker's part and its optimizer; return how many weights it has."""
-    held["part"] = make_part(kind, letters, seed)
+    held["part"] = make_part(kind, letters, seed, device)
     held["optimizer"] = torch.optim.AdamW(held["part"].parameters(), lr=3e-3)
     return sum(p.numel() for p in held["part"].parameters())
 
@@ -189,16 +190,17 @@ def write_profile(names: list[str], corpus: Corpus, folder: pathlib.Path) -> str
     return prof.table()
 
 
-def train(steps: int, folder: str | None) -> dict[str, Any] | None:
+def train(steps: int, folder: str | None, device: str) -> dict[str, Any] | None:
     """Runs in every worker: the first drives, the others hold a part each."""
     infos = bh.get_worker_infos()
     if bh.get_worker_info().id != 0:
         return None
-    corpus = Corpus(make_text(2000))
+    corpus = Corpus(make_text(2000), device)
     letters = len(corpus.letters)
     names = [info.name for info in infos if info.id != 0] or [infos[0].name]
     weights = sum(
-        bh.rpc_sync(name, hold, args=(name.partition("-")[0], letters, seed)) for seed, name in enumerate(names)
+        bh.rpc_sync(name, hold, args=(name.partition("-")[0], letters, seed, device))
+        for seed, name in enumerate(names)
     )
     console = Console()
     console.print(f"{weights:,} weights on {', '.join(names)}; {len(corpus.data):,} letters of text")
@@ -237,7 +239,10 @@ def train(steps: int, folder: str | None) -> dict[str, Any] | None:
 def check(corpus: Corpus, names: list[str]) -> float:
     """The largest difference between a gradient computed over the workers and the same in this process."""
     tokens, targets = corpus.batch(10_000)
-    parts = [make_part(name.partition("-")[0], len(corpus.letters), seed) for seed, name in enumerate(names)]
+    parts = [
+        make_part(name.partition("-")[0], len(corpus.letters), seed, tokens.device.type)
+        for seed, name in enumerate(names)
+    ]
     x = tokens
     for part in parts[:-1]:
         x = part(x)
@@ -260,12 +265,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3, help="how many hold a part of the model (default 3)")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
     parser.add_argument("--profile", metavar="FOLDER", help="profile three steps and write report.html and trace.json")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the parts are (default cpu)")
     options = parser.parse_args()
     if options.workers < 2 or options.steps < 1:
         parser.error("at least 2 workers (embedding and head) and 1 step")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
     blocks = [f"body-{number}" for number in range(1, options.workers - 1)]
     names = ["driver", "embedding", *blocks, "head"]
-    result = bh.launch(train, names, args=(options.steps, options.profile))[0]
+    result = bh.launch(train, names, args=(options.steps, options.profile, options.device))[0]
     losses = result["losses"]
     table = Table(title=f"A transformer over {options.workers} workers and a driver")
     table.add_column("what")
