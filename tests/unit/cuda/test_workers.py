@@ -27,7 +27,7 @@ from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Kind, Reply, Request, pack
 from backhaul.worker import Worker
 
-from .clocks import FakeCuda
+from .clocks import Cell, FakeCuda
 from .fake_ipc import FakeIpc
 
 weight = torch.full((16,), 0.5, requires_grad=True)
@@ -331,3 +331,30 @@ def test_a_loss_is_told_though_cuda_has_failed(world: World) -> None:
     world.frontier.trouble = ""
     for _ in range(4):
         bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
+
+
+class Owner:
+    """Has something on a device that its methods use."""
+
+    def write(self) -> None:
+        cells[0].write()
+
+    async def read(self) -> None:
+        cells[0].read()
+
+
+cells: list[Cell] = []
+
+
+async def make_owner() -> Owner:
+    cells[0].read()
+    return Owner()
+
+
+def test_methods_in_asyncio_come_after_what_was_done_before(world: World) -> None:
+    cells[:] = [Cell(world.cuda)]
+    owner = bh.remote("worker1", Owner)
+    for _ in range(3):
+        owner.rpc_sync().write()
+        owner.rpc_sync().read()
+        bh.remote("worker1", make_owner).to_here(timeout=10)
