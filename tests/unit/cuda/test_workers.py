@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.autograd import functions, leaves, native, stepper
 from backhaul.autograd.functions import ContextId, MessageId
 from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
 from backhaul.cuda import borrower, handover, lender, links, process, segments
@@ -27,7 +28,7 @@ from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Kind, Reply, Request, pack
 from backhaul.worker import Worker
 
-from .clocks import Cell, FakeCuda
+from .clocks import Cell, FakeCuda, FakeEvent, FakeStream
 from .fake_ipc import FakeIpc
 
 weight = torch.full((16,), 0.5, requires_grad=True)
@@ -358,3 +359,67 @@ def test_methods_in_asyncio_come_after_what_was_done_before(world: World) -> Non
         owner.rpc_sync().write()
         owner.rpc_sync().read()
         bh.remote("worker1", make_owner).to_here(timeout=10)
+
+
+class Touch(torch.autograd.Function):
+    """Its backward runs on the stream of its forward, as the engine sees to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        lane, cuda = lanes[0], lanes[0].backend
+        behind(cuda, lane, cuda.current(0))
+        cuda.use(lane)
+        cells[0].write()
+        return grads[0].clone()
+
+
+lanes: list[FakeStream] = []
+
+
+def behind(cuda: FakeCuda, stream: FakeStream, other: FakeStream) -> None:
+    event = FakeEvent(cuda)
+    cuda.record(event, other)
+    cuda.wait(stream, event)
+
+
+def circle(x: torch.Tensor) -> torch.Tensor:
+    z = bh.rpc_sync("worker0", scale, args=(x,))
+    return Touch.apply(z) + Touch.apply(z) + x  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_nodes_that_run_one_by_one(world: World, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = world.cuda
+    cells[:], lanes[:] = [Cell(cuda)], [cuda.fresh(0)]
+    sums: list[int] = []
+
+    def engine(*args: Any, **options: Any) -> Any:
+        before = cuda.current(0)
+        try:
+            found = native.run_engine(*args, **options)
+            behind(cuda, before, lanes[0])  # the engine does so, but not if there is an error
+            return found
+        finally:
+            cuda.use(before)
+
+    def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+        if left is not None and right is not None:
+            sums.append(1)
+            cells[0].read()
+        return functions.add(left, right)
+
+    for module in (leaves, stepper):
+        monkeypatch.setattr(module, "run_engine", engine)
+    monkeypatch.setattr(stepper, "add", add)
+    for _ in range(3):
+        x = torch.arange(16.0, requires_grad=True)
+        with bh.context() as context:
+            y = bh.rpc_sync("worker1", circle, args=(x,))
+            bh.backward(context, [y.sum()], mode=mode)
+            assert torch.equal(bh.get_gradients(context)[x], torch.full((16,), 2.0))
+        del y
+    assert sums
