@@ -289,6 +289,9 @@ class Frontier:
         """Tensors of another thread are used on this thread's streams from now on: their memory is not to be given
         away before that is done.
         """
+        self._try(lambda: self._adopt(value))
+
+    def _adopt(self, value: Any) -> None:
         for tensor in tensors_in(value):
             if tensor.device.type == "cuda":
                 for part in _parts(tensor):

@@ -19,7 +19,7 @@ from backhaul.autograd.functions import ContextId, MessageId
 from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
 from backhaul.cuda import borrower, handover, lender, links, process, segments
 from backhaul.cuda.links import Member, PeerLink, Plane, Shared, hand_over
-from backhaul.cuda.streams import Frontier
+from backhaul.cuda.streams import Frontier, tensors_in
 from backhaul.errors import SerializationError
 from backhaul.rpc.node import Node
 from backhaul.transport.sockets import SocketEndpoint
@@ -423,3 +423,14 @@ def test_nodes_that_run_one_by_one(world: World, mode: Any, monkeypatch: pytest.
             assert torch.equal(bh.get_gradients(context)[x], torch.full((16,), 2.0))
         del y
     assert sums
+
+
+def test_gradients_are_used_on_the_streams_of_who_got_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopted: list[torch.Tensor] = []
+    monkeypatch.setattr(world.frontier, "adopt", lambda value: adopted.extend(t + 0 for t in tensors_in(value)))
+    x = torch.arange(16.0, requires_grad=True)
+    with bh.context() as context:
+        bh.backward(context, [bh.rpc_sync("worker1", scale, args=(x,)).sum()])
+        found = bh.rpc_sync("worker1", weight_grad, args=(context,))
+    for grad in (torch.full((16,), 0.5), found):  # the one that is sent, the one that stays
+        assert any(torch.equal(grad, tensor) for tensor in adopted)
