@@ -297,6 +297,13 @@ class Frontier:
                 for part in _parts(tensor):
                     self._backend.adopt(part, self._current(tensor.device.index))
 
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if what the calling thread does becomes part of a CUDA graph: what is copied then is
+        copied whenever the graph is run, and not now.
+        """
+        if self._backend.capturing():
+            raise RuntimeError("no tensor of a device can be sent or received while a CUDA graph is being made")
+
     # Memory that others may use again.
 
     def drain(self, event: Event, device: int, then: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -434,3 +435,19 @@ def test_gradients_are_used_on_the_streams_of_who_got_them(world: World, monkeyp
         found = bh.rpc_sync("worker1", weight_grad, args=(context,))
     for grad in (torch.full((16,), 0.5), found):  # the one that is sent, the one that stays
         assert any(torch.equal(grad, tensor) for tensor in adopted)
+
+
+def test_nothing_is_sent_while_a_graph_is_being_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = threading.get_ident()
+    monkeypatch.setattr(world.cuda, "capturing", lambda: making and threading.get_ident() == here)
+    x, lent = torch.ones(16), sum(shared.lender.bytes_lent for shared in world.shared)
+    making = True
+    with pytest.raises(SerializationError, match="while a CUDA graph is being made"):
+        bh.rpc_sync("worker1", torch.neg, args=(x,))
+    with pytest.raises(SerializationError, match="while a CUDA graph is being made"):
+        bh.rpc_sync("worker1", torch.ones, args=(16,))
+    assert bh.rpc_sync("worker1", max, args=(1, 2)) == 2
+    making = False
+    if world.kind == "slots":
+        assert sum(shared.lender.bytes_lent for shared in world.shared) == lent + 64, "only the answer"
+    assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)
