@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 
+import pytest
 import torch
 
 from backhaul.cuda import driver, process
 from backhaul.cuda.ipc import view_at
+from backhaul.cuda.streams import Frontier
 from backhaul.wire.devices import Form
+
+from .clocks import FakeCuda
 
 
 def test_a_view_has_a_storage_of_its_own_whose_end_is_noticed() -> None:
@@ -46,3 +51,12 @@ def test_without_cuda_there_is_nothing() -> None:
     assert not driver.available()
     assert driver.identities() == process.identities() == ()
     assert process.frontier is None
+
+
+def test_a_forked_child_has_no_streams_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "frontier", Frontier(FakeCuda()))
+    child = os.fork()
+    if not child:
+        os._exit(process.frontier is not None)
+    assert os.waitpid(child, 0)[1] == 0
+    assert process.frontier is not None
