@@ -53,7 +53,7 @@ _TAKES: dict[str, tuple[Any, ...]] = {
 
 class _Here(threading.local):
     relaxed = False
-    bound = False  # whether the context of torch's current device is this thread's
+    bound = -1  # the device whose context is this thread's while it is torch's current one
 
 
 class Library:
@@ -138,14 +138,15 @@ class Library:
         if not self._here.relaxed:
             self.relax()
         here = _get_device() == device
-        if here and self._here.bound:
+        if here and self._here.bound == device:
             code = function(*args)
         else:
             context = self._context(device)
             if here:
-                # torch keeps it so, from then on, when it changes a thread's device.
+                # torch keeps it so, from then on, when it comes back to this device. To one that has no context yet it
+                # changes in name only.
                 self._check(self._cuda.cuCtxSetCurrent(context))
-                self._here.bound = True
+                self._here.bound = device
                 code = function(*args)
             else:
                 self._check(self._cuda.cuCtxPushCurrent_v2(context))

@@ -6,11 +6,12 @@ import gc
 import os
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
-from backhaul.cuda import driver, process
+from backhaul.cuda import driver, library, process
 from backhaul.cuda.ipc import view_at
 from backhaul.cuda.streams import Frontier
 from backhaul.wire.devices import Form
@@ -60,3 +61,36 @@ def test_a_forked_child_has_no_streams_to_ask(monkeypatch: pytest.MonkeyPatch) -
         os._exit(process.frontier is not None)
     assert os.waitpid(child, 0)[1] == 0
     assert process.frontier is not None
+
+
+class FakeLibrary:
+    """Knows which context is current. That of a device is its number plus 100."""
+
+    current = 0
+
+    def cuCtxSetCurrent(self, context: int) -> int:
+        self.current = context
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: int) -> int:
+        self.before, self.current = self.current, context
+        return 0
+
+    def cuCtxPopCurrent_v2(self, _: object) -> int:
+        self.current = self.before
+        return 0
+
+
+def test_what_is_done_on_a_device_is_done_in_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = library.Library.__new__(library.Library)
+    made._cuda, made._here, made._contexts = FakeLibrary(), library._Here(), {0: 100, 1: 101}
+    made._here.relaxed = True
+    seen: list[int] = []
+    device = 1
+    monkeypatch.setattr(library, "_get_device", lambda: device)
+    made._on(1, lambda: seen.append(made._cuda.current))
+    device = 0  # where there was no context, so torch has left the other's in place
+    made._on(0, lambda: seen.append(made._cuda.current))
+    made._on(1, lambda: seen.append(made._cuda.current))
+    made._on(0, lambda: seen.append(made._cuda.current))
+    assert seen == [101, 100, 101, 100]
