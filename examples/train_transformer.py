@@ -199,8 +199,7 @@ def train(steps: int, folder: str | None, device: str) -> dict[str, Any] | None:
     letters = len(corpus.letters)
     names = [info.name for info in infos if info.id != 0] or [infos[0].name]
     weights = sum(
-        bh.rpc_sync(name, hold, args=(name.partition("-")[0], letters, seed, device))
-        for seed, name in enumerate(names)
+        bh.rpc_sync(name, hold, args=(name.partition("-")[0], letters, seed, device)) for seed, name in enumerate(names)
     )
     console = Console()
     console.print(f"{weights:,} weights on {', '.join(names)}; {len(corpus.data):,} letters of text")

@@ -129,7 +129,7 @@ class Context:
         """Add to a leaf's gradient. With ``order`` contributions are summed in that order, whenever they came."""
         with self.lock:
             if process.frontier is not None:
-                self._follow()
+                self._follow(self._grads.get(leaf))
             if order is not None:
                 self._loose.setdefault(leaf, []).append((order, grad))
             else:
@@ -197,7 +197,7 @@ class Context:
     @torch.enable_grad()  # contributions of a pass that records itself stay recorded, whoever asks
     def _settle(self) -> None:
         if self._loose and process.frontier is not None:
-            self._follow()
+            self._follow((self._loose, [self._grads.get(leaf) for leaf in self._loose]))
         for leaf, contributions in self._loose.items():
             total = self._grads.get(leaf)
             for _, grad in sorted(contributions, key=lambda item: item[0]):

@@ -36,6 +36,7 @@ from backhaul.autograd.native import (
     run_engine,
     set_grad_enabled,
 )
+from backhaul.cuda import process
 
 
 class _Swapping(contextlib.AbstractContextManager[None]):
@@ -117,10 +118,12 @@ class Leaves:
         wanted = list(self._inputs or ()) if spec.restricted else leaves
         if not edges or not (wanted or ends):
             return [None] * len(ends)
-        if not wanted:
-            return run_engine(edges, seeds, ends, retain=spec.retain, create=spec.create)
         asked = [leaf if leaf.layout is torch.strided else leaf_edge(leaf) for leaf in wanted]
         grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
+        if process.frontier is not None:
+            process.frontier.adopt(grads)  # they are in memory of the forward's streams, and used on this thread's
+        if not wanted:
+            return grads
         found = grads[len(wanted) :]
         del grads[len(wanted) :]
         self._take(wanted, grads, order)

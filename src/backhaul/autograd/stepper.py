@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from backhaul.autograd.functions import Grads, MessageId, add, recv_of
 from backhaul.autograd.groups import Fired, RecvEnd, RecvMasks
 from backhaul.autograd.native import LeafNode, Node, Task, own_hook, run_engine
+from backhaul.cuda import process
 
 Compute = Callable[[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[RecvEnd]], list[Fired]]
 """Runs the engine from edges with seeds to the group's leaves and to recv nodes, which answer."""
@@ -123,8 +124,12 @@ class Stepper:
             with self._lock:
                 fed, self._fed = self._fed, []
                 if not fed:
+                    if process.frontier is not None:
+                        process.frontier.depart()  # who feeds the next source goes on with what is there
                     self._running = False
                     return False
+            if process.frontier is not None:
+                process.frontier.arrive()  # other threads may have fed it
             for source, grads in fed:
                 self._enter(source, grads)
             made = self._step()
@@ -198,10 +203,14 @@ class Stepper:
     def _run(self, node: Node, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Run one node, with all its hooks, and stop the engine behind it."""
         taken: list[tuple[Any, ...]] = []
+        frontier, mark = process.frontier, None
 
         @own_hook
         def take(outputs: tuple[Any, ...], _: object) -> None:
+            nonlocal mark
             taken.append(outputs)
+            if frontier is not None:
+                mark = frontier.mark()  # of the node's streams, which are current here
             raise _Stop
 
         @own_hook
@@ -221,6 +230,8 @@ class Stepper:
             ]
             run_engine(edges, seeds, behind, retain=self._retain, create=self._create)
         except _Stop:
+            if frontier is not None and mark is not None:
+                frontier.join(mark, taken[0])  # the engine would have, had it come to its end
             return taken[0]
         finally:
             for handle in handles:

@@ -216,7 +216,10 @@ class Borrower:
         """The channel is lost. Slots in use stay so."""
         self._closed = True
         while self._segments:
-            segment = self._segments.popitem()[1]
+            try:
+                segment = self._segments.popitem()[1]
+            except KeyError:  # another thread was faster, see ``open``
+                return
             segment.pages.close()
             bury(segment)
 

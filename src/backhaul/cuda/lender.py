@@ -36,6 +36,7 @@ from backhaul.transport.slots import FREE, RESERVE, Budget, Pool, Segment
 from backhaul.wire.devices import Slot
 
 _PATIENCE = 0.01  # seconds to wait for another thread in the pool; then the tensor is staged
+_PAUSE = 10.0  # seconds after which memory is asked for again where there was none left
 HOST = -1
 """Stands for the host among devices that have a budget."""
 
@@ -113,7 +114,7 @@ class Lender:
         self._numbers = itertools.count(1)
         self._pools: dict[tuple[int, bool], Pool] = {}  # of each device, for large slots and for small ones
         self._segments: dict[int, Segment] = {}
-        self._full: set[tuple[int, bool]] = set()  # what had no memory left, until the next trim
+        self._full: dict[tuple[int, bool], float] = {}  # what had no memory left, and until when it is not asked for
         self._refused = False  # the receiver could not open a segment, and is not asked again
         self._closed = False
 
@@ -178,7 +179,7 @@ class Lender:
             if pool is None:
                 pool = self._pools[device, small] = Pool()
             slot = pool.take(size, self._now())
-            if slot is None and not self._refused and (device, small) not in self._full:
+            if slot is None and not self._refused and self._now() >= self._full.get((device, small), 0.0):
                 self._grow(size, device, small)
             return slot
         finally:
@@ -196,7 +197,7 @@ class Lender:
             self._offer(device, small, slot_bytes, count)
         except (RuntimeError, OSError):  # no memory left, or none that can be shared
             budget.give_back(slot_bytes * count)
-            self._full.add((device, small))
+            self._full[device, small] = self._now() + _PAUSE
 
     def _offer(self, device: int, small: bool, slot_bytes: int, count: int) -> None:
         descriptor, mapping, cookie = shm.create(pages_size(slot_bytes, count, slots=small))

@@ -215,9 +215,10 @@ class ChannelLink:
 
     def _place(self, device: torch.device) -> int | None:
         """Where, by index here, slots for a device's tensors lie."""
+        assert self._plane is not None
+        self._plane.frontier.check()
         place = self._slots.get(device, -1)
         if place == -1:
-            assert self._plane is not None
             # On the very device where it is to be: then the receiver works on what is in the slot.
             place = self._slots[device] = same_device(self._plane.own, self._peer, self.name(device))
         return place
@@ -231,6 +232,7 @@ class ChannelLink:
                 staged.append(flat)
                 continue
             assert plane is not None
+            plane.frontier.check()
             host = plane.memory.pinned(len(flat))
             plane.memory.copy(host, flat)
             devices.add(index)
@@ -244,18 +246,23 @@ class ChannelLink:
         index = index_at(device)
         if self._ends is None or index is None:
             raise ProtocolError(f"slot {slot}, where no device memory is shared")
+        assert self._plane is not None
+        self._plane.frontier.check()
         return self._ends.borrow(slot, nbytes, index)
 
     def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
         index = index_at(device)
         if not isinstance(self._ends, Shared) or index is None:
             raise ProtocolError(f"slot {slot}, where no device memory is shared")
+        assert self._plane is not None
+        self._plane.frontier.check()
         return self._ends.borrower.borrow(slot, nbytes, index, form)
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         index = index_at(device)
         assert self._plane is not None
         assert index is not None
+        self._plane.frontier.check()
         memory = self._plane.memory
         pinned, made = memory.pinned(len(host)), memory.empty(index, len(host))
         for start in range(0, len(host), _CHUNK):  # the device has one of them while the host copies the next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
 
 frontier: Frontier | None = None
 """The order of this process's streams, from the first worker on that has devices. Streams belong to a process."""
+
+
+def _forget() -> None:
+    global frontier
+    frontier = None  # CUDA does not work in a child
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def identities() -> tuple[str, ...]:

@@ -289,9 +289,26 @@ class Frontier:
         """Tensors of another thread are used on this thread's streams from now on: their memory is not to be given
         away before that is done.
         """
+        self._try(lambda: self._adopt(value))
+
+    def _adopt(self, value: Any) -> None:
+        streams: dict[int, Stream] = {}
         for tensor in tensors_in(value):
-            if tensor.device.type == "cuda" and tensor.layout is torch.strided:
-                self._backend.adopt(tensor, self._current(tensor.device.index))
+            device = tensor.device
+            if device.type != "cuda":
+                continue
+            stream = streams.get(device.index)
+            if stream is None:
+                stream = streams[device.index] = self._current(device.index)
+            for part in _parts(tensor):
+                self._backend.adopt(part, stream)
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if what the calling thread does becomes part of a CUDA graph: what is copied then is
+        copied whenever the graph is run, and not now.
+        """
+        if self._backend.capturing():
+            raise RuntimeError("no tensor of a device can be sent or received while a CUDA graph is being made")
 
     # Memory that others may use again.
 
@@ -315,8 +332,12 @@ class Frontier:
                 return
             try:
                 self._record_behind(event, device)
-            finally:
-                then()
+            except RuntimeError as error:
+                if not self.failed():  # a stream that cannot be asked now: another thread makes a graph on it, say
+                    self._ended.append((event, device, then))
+                    log.warning("memory that came from another process cannot go back yet: %s", error)
+                    return
+            then()
 
     def _record_behind(self, event: Event, device: int) -> None:
         """Record an event behind all streams that are not idle; on one of them, if it is the only one. Where several
@@ -402,6 +423,19 @@ class Frontier:
             if not self.failed():
                 log.warning("CUDA could not do something that others may wait for: %s", error)
             return None
+
+
+def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The tensors that have the memory of one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:

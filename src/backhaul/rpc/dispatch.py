@@ -119,8 +119,13 @@ class Dispatcher:
     def complete(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine on the event loop of ``async def`` handlers; returns the future of its result."""
         made: Future[Any] = Future()
+        frontier = None if self._worker.plane is None else self._worker.plane.frontier
+        if frontier is not None:
+            frontier.depart()
 
         async def run() -> None:
+            if frontier is not None:
+                frontier.arrive()  # on the streams of the loop's thread
             try:
                 made.set_result(await _stepwise(coroutine))
             except asyncio.CancelledError:

@@ -438,6 +438,8 @@ class Peers:
                 peer.channels = (*peer.channels, channel)
         if peer.link is not None:
             peer.link.opened(channel)
+            if channel not in self._by_channel:  # lost meanwhile, which nobody tells again
+                peer.link.lost(channel)
 
     def _choose(self, peer: Peer) -> str:
         record = peer.record

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
+from typing import Any
 
+import pytest
 import torch
 
-from backhaul.cuda import driver, process
+from backhaul.cuda import driver, library, process
 from backhaul.cuda.ipc import view_at
+from backhaul.cuda.streams import Frontier
 from backhaul.wire.devices import Form
+
+from .clocks import FakeCuda
 
 
 def test_a_view_has_a_storage_of_its_own_whose_end_is_noticed() -> None:
@@ -46,3 +52,42 @@ def test_without_cuda_there_is_nothing() -> None:
     assert not driver.available()
     assert driver.identities() == process.identities() == ()
     assert process.frontier is None
+
+
+def test_a_forked_child_has_no_streams_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "frontier", Frontier(FakeCuda()))
+    child = os.fork()
+    if not child:
+        os._exit(process.frontier is not None)
+    assert os.waitpid(child, 0)[1] == 0
+    assert process.frontier is not None
+
+
+class FakeLibrary:
+    """Knows which context is current. That of a device is its number plus 100."""
+
+    current = 0
+
+    def cuCtxSetCurrent(self, context: int) -> int:
+        self.current = context
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: int) -> int:
+        self.before, self.current = self.current, context
+        return 0
+
+    def cuCtxPopCurrent_v2(self, _: object) -> int:
+        self.current = self.before
+        return 0
+
+
+@pytest.mark.parametrize("devices", [[0, 0], [1, 0, 1, 0]])
+def test_what_is_done_on_a_device_is_done_in_its_context(devices: list[int]) -> None:
+    made: Any = library.Library.__new__(library.Library)
+    made._cuda, made._here, made._contexts = FakeLibrary(), library._Here(), {0: 100, 1: 101}
+    made._here.relaxed = True
+    made._alone = len(set(devices)) == 1
+    seen: list[int] = []
+    for device in devices:
+        made._on(device, lambda: seen.append(made._cuda.current))
+    assert seen == [100 + device for device in devices]

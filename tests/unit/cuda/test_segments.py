@@ -168,6 +168,16 @@ class TestLending:
         assert line.lend(MIB) is not None
         line.lender.take_back([(1, 0)])
 
+    def test_memory_is_asked_for_again_though_nobody_trims(self, line: Line) -> None:
+        line.ipc.no_memory = True
+        assert [line.lend(MIB) for _ in range(4)] == [None] * 4
+        line.ipc.no_memory = False
+        line.time = 11.0
+        assert line.lend(MIB) is None
+        slot = line.lend(MIB)
+        assert slot is not None
+        line.lender.take_back([slot])
+
     def test_a_copy_that_fails_gives_the_slot_back(self, line: Line) -> None:
         line.warm(64)
         line.ipc.breaks = True

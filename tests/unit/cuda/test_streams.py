@@ -281,6 +281,47 @@ class TestDrain:
         assert not frontier.trouble
 
 
+class TestMemory:
+    @pytest.mark.filterwarnings("ignore:Sparse")
+    def test_parts_of_sparse_tensors_are_adopted(
+        self, cuda: FakeCuda, frontier: Frontier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        adopted: list[torch.Tensor] = []
+        monkeypatch.setattr(cuda, "adopt", lambda tensor, stream: adopted.append(tensor))
+        monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
+        dense = torch.eye(2)
+        values = [
+            dense,
+            dense.to_sparse(),
+            *(dense.to_sparse(layout=layout) for layout in (torch.sparse_csr, torch.sparse_csc)),
+        ]
+        frontier.adopt(values)
+        assert [tuple(tensor.shape) for tensor in adopted] == [(2, 2), (2, 2), (2,), (3,), (2,), (2,), (3,), (2,), (2,)]
+
+    def test_memory_does_not_go_back_while_a_stream_cannot_be_asked(
+        self, cuda: FakeCuda, frontier: Frontier, threads: Threads
+    ) -> None:
+        threads.run("a", frontier.enter)
+        threads.run("a", Cell(cuda).write)
+        threads.run("a", frontier.depart)
+        lane, freed, done = threads.run("a", lambda: cuda.current(0)), [], FakeEvent(cuda)
+
+        def query() -> bool:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+        lane.query = query
+        frontier.drain(done, 0, lambda: freed.append(1))
+        assert (done.records, freed) == (0, [])
+        waits = cuda.default(0).waits
+        frontier.arrive()
+        assert cuda.default(0).waits > waits, "who goes on waits all the same"
+        assert (done.records, freed) == (0, [])
+        del lane.query
+        frontier.arrive()
+        assert (done.records, freed) == (1, [1])
+        assert not frontier.trouble
+
+
 class TestTrouble:
     def test_a_device_that_has_failed_fails_no_message(
         self, cuda: FakeCuda, frontier: Frontier, caplog: pytest.LogCaptureFixture

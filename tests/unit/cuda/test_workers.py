@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul.autograd import functions, leaves, native, stepper
 from backhaul.autograd.functions import ContextId, MessageId
 from backhaul.autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
 from backhaul.cuda import borrower, handover, lender, links, process, segments
 from backhaul.cuda.links import Member, PeerLink, Plane, Shared, hand_over
-from backhaul.cuda.streams import Frontier
+from backhaul.cuda.streams import Frontier, tensors_in
 from backhaul.errors import SerializationError
 from backhaul.rpc.node import Node
 from backhaul.transport.sockets import SocketEndpoint
@@ -27,7 +29,7 @@ from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Kind, Reply, Request, pack
 from backhaul.worker import Worker
 
-from .clocks import FakeCuda
+from .clocks import Cell, FakeCuda, FakeEvent, FakeStream
 from .fake_ipc import FakeIpc
 
 weight = torch.full((16,), 0.5, requires_grad=True)
@@ -346,3 +348,121 @@ def test_what_is_staged_arrives_whole(world: World, monkeypatch: pytest.MonkeyPa
     for size in (1, 25, 26, 1001):
         x = torch.randn(size)
         assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)
+
+
+class Owner:
+    """Has something on a device that its methods use."""
+
+    def write(self) -> None:
+        cells[0].write()
+
+    async def read(self) -> None:
+        cells[0].read()
+
+
+cells: list[Cell] = []
+
+
+async def make_owner() -> Owner:
+    cells[0].read()
+    return Owner()
+
+
+def test_methods_in_asyncio_come_after_what_was_done_before(world: World) -> None:
+    cells[:] = [Cell(world.cuda)]
+    owner = bh.remote("worker1", Owner)
+    for _ in range(3):
+        owner.rpc_sync().write()
+        owner.rpc_sync().read()
+        bh.remote("worker1", make_owner).to_here(timeout=10)
+
+
+class Touch(torch.autograd.Function):
+    """Its backward runs on the stream of its forward, as the engine sees to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        lane, cuda = lanes[0], lanes[0].backend
+        behind(cuda, lane, cuda.current(0))
+        cuda.use(lane)
+        cells[0].write()
+        return grads[0].clone()
+
+
+lanes: list[FakeStream] = []
+
+
+def behind(cuda: FakeCuda, stream: FakeStream, other: FakeStream) -> None:
+    event = FakeEvent(cuda)
+    cuda.record(event, other)
+    cuda.wait(stream, event)
+
+
+def circle(x: torch.Tensor) -> torch.Tensor:
+    z = bh.rpc_sync("worker0", scale, args=(x,))
+    return Touch.apply(z) + Touch.apply(z) + x  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_nodes_that_run_one_by_one(world: World, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = world.cuda
+    cells[:], lanes[:] = [Cell(cuda)], [cuda.fresh(0)]
+    sums: list[int] = []
+
+    def engine(*args: Any, **options: Any) -> Any:
+        before = cuda.current(0)
+        try:
+            found = native.run_engine(*args, **options)
+            behind(cuda, before, lanes[0])  # the engine does so, but not if there is an error
+            return found
+        finally:
+            cuda.use(before)
+
+    def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+        if left is not None and right is not None:
+            sums.append(1)
+            cells[0].read()
+        return functions.add(left, right)
+
+    for module in (leaves, stepper):
+        monkeypatch.setattr(module, "run_engine", engine)
+    monkeypatch.setattr(stepper, "add", add)
+    for _ in range(3):
+        x = torch.arange(16.0, requires_grad=True)
+        with bh.context() as context:
+            y = bh.rpc_sync("worker1", circle, args=(x,))
+            bh.backward(context, [y.sum()], mode=mode)
+            assert torch.equal(bh.get_gradients(context)[x], torch.full((16,), 2.0))
+        del y
+    assert sums
+
+
+def test_gradients_are_used_on_the_streams_of_who_got_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopted: list[torch.Tensor] = []
+    monkeypatch.setattr(world.frontier, "adopt", lambda value: adopted.extend(t + 0 for t in tensors_in(value)))
+    x = torch.arange(16.0, requires_grad=True)
+    with bh.context() as context:
+        bh.backward(context, [bh.rpc_sync("worker1", scale, args=(x,)).sum()])
+        found = bh.rpc_sync("worker1", weight_grad, args=(context,))
+    for grad in (torch.full((16,), 0.5), found):  # the one that is sent, the one that stays
+        assert any(torch.equal(grad, tensor) for tensor in adopted)
+
+
+def test_nothing_is_sent_while_a_graph_is_being_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = threading.get_ident()
+    monkeypatch.setattr(world.cuda, "capturing", lambda: making and threading.get_ident() == here)
+    x, lent = torch.ones(16), sum(shared.lender.bytes_lent for shared in world.shared)
+    making = True
+    with pytest.raises(SerializationError, match="while a CUDA graph is being made"):
+        bh.rpc_sync("worker1", torch.neg, args=(x,))
+    with pytest.raises(SerializationError, match="while a CUDA graph is being made"):
+        bh.rpc_sync("worker1", torch.ones, args=(16,))
+    assert bh.rpc_sync("worker1", max, args=(1, 2)) == 2
+    making = False
+    if world.kind == "slots":
+        assert sum(shared.lender.bytes_lent for shared in world.shared) == lent + 64, "only the answer"
+    assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)
