@@ -173,6 +173,8 @@ class Leaves:
                 return  # the tensor has seen to it itself
             with _Swapping([leaf]), torch.set_grad_enabled(spec.create), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf: that is what was asked for
+                if process.frontier is not None:
+                    process.frontier.adopt(leaf.grad)
                 leaf.grad = add(leaf.grad, grad)
             return
         hooks = leaf._post_accumulate_grad_hooks

@@ -24,12 +24,10 @@ from backhaul.cuda.segments import (
     Pages,
     Stretch,
     bury,
-    graves,
     has_ended,
     pages_size,
     probe,
     span_of_ready,
-    visit_graves,
 )
 from backhaul.cuda.streams import Event, Frontier
 from backhaul.errors import ProtocolError
@@ -230,8 +228,6 @@ class Borrower:
         segment, index = self._known(slot)
         if segment.device != device or not 0 < nbytes <= segment.slot_bytes:
             raise ProtocolError(f"there are no {nbytes} bytes on cuda:{device} in slot {slot}")
-        if graves:
-            visit_graves(self._frontier)
         segment.taken[index], segment.pages.states[index] = 1, TAKEN
         try:
             ready = segment.pages.ready[index]

@@ -245,13 +245,15 @@ class Lender:
             return True
         try:
             self._full.clear()
+            again = False
             for (device, small), pool in self._pools.items():
                 budget = self._budgets(HOST if small else device)
                 reserve = RESERVE if budget.used < budget.limit // 2 else 0  # others may need it
                 for segment in pool.drop_unused(self._now(), reserve=reserve):
                     self.news.append(Retire(segment.number))
                     self._forget(segment)
-            return not self._closed and any(pool.may_shrink for pool in self._pools.values())
+                again |= pool.may_shrink(reserve=reserve)
+            return again and not self._closed
         finally:
             self._lock.release()
 

@@ -19,6 +19,7 @@ from backhaul import limits
 from backhaul.crew import Task
 from backhaul.cuda import process
 from backhaul.cuda.links import PeerLink
+from backhaul.cuda.streams import tensors_in
 from backhaul.errors import (
     CallCancelledError,
     CallTimeoutError,
@@ -116,16 +117,21 @@ class Dispatcher:
         """How many requests were ever answered."""
         return self._agent.served
 
-    def complete(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine on the event loop of ``async def`` handlers; returns the future of its result."""
+    def complete(self, coroutine: Coroutine[Any, Any, Any], given: object) -> Future[Any]:
+        """Run a coroutine, which was given some arguments, on the event loop of ``async def`` handlers; returns the
+        future of its result.
+        """
         made: Future[Any] = Future()
         frontier = None if self._worker.plane is None else self._worker.plane.frontier
+        tensors = [] if frontier is None else list(tensors_in(given))
         if frontier is not None:
             frontier.depart()
 
         async def run() -> None:
-            if frontier is not None:
-                frontier.arrive()  # on the streams of the loop's thread
+            if frontier is not None:  # on the streams of the loop's thread
+                frontier.arrive()
+                frontier.adopt(tensors)
+                tensors.clear()
             try:
                 made.set_result(await _stepwise(coroutine))
             except asyncio.CancelledError:
@@ -197,6 +203,8 @@ class Dispatcher:
             if answer.trace is not None:
                 answer.trace.decoded(answer.label)
             result = function(*args, **kwargs)
+            later = type(result) is types.CoroutineType and answer.peer.link is not None
+            tensors = list(tensors_in((args, kwargs))) if later else []
             del args, kwargs  # so that memory which came with the request goes back before the reply does
             if answer.trace is not None:
                 answer.trace.ran()
@@ -214,7 +222,7 @@ class Dispatcher:
             if type(result) is types.CoroutineType:
                 if answer.peer.link is not None:
                     answer.peer.link.depart()
-                self._loop.run(self._reply_with_coroutine(answer, result))
+                self._loop.run(self._reply_with_coroutine(answer, result, tensors))
                 return
         except BaseException as error:
             self._reply_fault(answer, error)
@@ -313,9 +321,12 @@ class Dispatcher:
         else:
             self._reply(answer, result)
 
-    async def _reply_with_coroutine(self, answer: Answer, coroutine: Coroutine[Any, Any, Any]) -> None:
+    async def _reply_with_coroutine(
+        self, answer: Answer, coroutine: Coroutine[Any, Any, Any], tensors: list[torch.Tensor]
+    ) -> None:
         if answer.peer.link is not None:
-            answer.peer.link.arrive(answer.channel)  # on the streams of the loop's thread
+            answer.peer.link.arrive(answer.channel, tensors)  # on the streams of the loop's thread
+        tensors.clear()
         try:
             result = await _stepwise(coroutine)
         except BaseException as error:

@@ -395,7 +395,7 @@ def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Fut
                 )
             return cast("Future[Any]", result)
         if inspect.iscoroutine(result):
-            return current_worker().part(Node).dispatcher.complete(result)
+            return current_worker().part(Node).dispatcher.complete(result, (args, kwargs))
         made.set_result(result)
     except Exception as error:
         made.set_exception(error)

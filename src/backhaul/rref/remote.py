@@ -231,7 +231,7 @@ def create(  # noqa: PLR0917 (only so do they travel without pickle)
                 )
             made = cast("torch.futures.Future[Any]", result)
         elif inspect.iscoroutine(result):
-            made = current_worker().part(Node).dispatcher.complete(result)
+            made = current_worker().part(Node).dispatcher.complete(result, (args, kwargs))
         else:
             made = Future()
             made.set_result(result)

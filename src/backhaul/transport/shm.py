@@ -281,7 +281,7 @@ class Lender:
             for segment in self._pool.drop_unused(time.monotonic(), reserve=reserve):
                 self.news.append(control_frame(RETIRE, segment.number))
                 self._budget.give_back(PAGE + segment.nbytes)
-            return not self._closed and self._pool.may_shrink
+            return not self._closed and self._pool.may_shrink()
         finally:
             self._lock.release()
 

@@ -147,10 +147,9 @@ class Pool:
             self._sizes = sorted(self._by_size)
             self._misses.pop(segment.slot_bytes, None)
 
-    @property
-    def may_shrink(self) -> bool:
+    def may_shrink(self, *, reserve: int = RESERVE) -> bool:
         """Whether there is more than what would stay for good."""
-        return sum(segment.nbytes for segment in self._segments.values()) > RESERVE
+        return sum(segment.nbytes for segment in self._segments.values()) > reserve
 
     def drop_unused(self, now: float, *, reserve: int = RESERVE) -> list[Segment]:
         """Forget segments that nobody has used for a while, but for a small reserve; return them."""

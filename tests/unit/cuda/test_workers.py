@@ -452,6 +452,35 @@ def test_gradients_are_used_on_the_streams_of_who_got_them(world: World, monkeyp
         assert any(torch.equal(grad, tensor) for tensor in adopted)
 
 
+async def doubled(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x * 2, threading.get_ident()
+
+
+class Doubler:
+    async def doubled(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return await doubled(x)
+
+
+def test_what_asyncio_gets_is_used_on_its_streams(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopted: list[tuple[int, list[float]]] = []
+
+    def adopt(value: Any) -> None:
+        adopted.extend((threading.get_ident(), tensor.tolist()) for tensor in tensors_in(value))
+
+    monkeypatch.setattr(world.frontier, "adopt", adopt)
+    doubler = bh.remote("worker1", Doubler)
+    ways: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: bh.rpc_sync("worker1", doubled, args=(x,)),
+        lambda x: doubler.rpc_sync().doubled(x),
+        lambda x: bh.remote("worker1", doubled, args=(x,)).to_here(),
+    ]
+    for number, way in enumerate(ways):
+        given = [float(number)] * 16
+        result, thread = way(torch.tensor(given))
+        assert result.tolist() == [2.0 * number] * 16
+        assert (thread, given) in adopted
+
+
 def test_nothing_is_sent_while_a_graph_is_being_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     here = threading.get_ident()
     monkeypatch.setattr(world.cuda, "capturing", lambda: making and threading.get_ident() == here)

@@ -80,7 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.accept()
         self.pool.drop_unused(self.now + 100)
         assert sum(segment.nbytes for segment in self.pool) <= RESERVE
-        assert not self.pool.may_shrink
+        assert not self.pool.may_shrink()
 
 
 TestPool = PoolMachine.TestCase
@@ -124,11 +124,13 @@ def test_unused_segments_go_the_largest_first() -> None:
     assert pool.drop_unused(9.0) == []
     assert pool.drop_unused(10.0) == [large]
     assert list(pool) == [small, busy]
-    assert pool.may_shrink
+    assert pool.may_shrink()
     busy.states[0] = FREE
     assert pool.drop_unused(10.0) == [busy]
-    assert not pool.may_shrink
+    assert not pool.may_shrink()
+    assert pool.may_shrink(reserve=0)
     assert pool.drop_unused(10.0, reserve=0) == [small]
+    assert not pool.may_shrink(reserve=0)
 
 
 @given(st.lists(st.integers(1, 60), max_size=20))
