@@ -81,6 +81,7 @@ class Plane:
         slot_bytes: How much of a device to use for slots; default: a share of it.
 
     Attributes:
+        lent_before: How many bytes went over channels that are lost.
         tell: Sends what the peer at the other end of a channel is to be told.
         mourn: Looks after shared memory that has been given up.
     """
@@ -96,6 +97,7 @@ class Plane:
         self.ipc = ipc
         self.frontier = frontier
         self.mourn = functools.partial(visit_graves, frontier)
+        self.lent_before = 0
         self._limit = slot_bytes
         self._budgets: dict[int, Budget] = {}
         _living[own.incarnation] = os.getpid()
@@ -333,6 +335,8 @@ class PeerLink:
         pair = self._pairs.pop(channel, None)
         if pair is not None and pair.ends is not None:
             assert self.plane is not None
+            if isinstance(pair.ends, Shared):
+                self.plane.lent_before += pair.ends.lender.bytes_lent
             pair.ends.close()
             self.plane.mourn()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,8 @@ from backhaul.errors import RemoteTraceback
 if TYPE_CHECKING:
     from backhaul.cuda.links import Member, Plane
     from backhaul.cuda.streams import Frontier
+
+_warn_of_streams: Any = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
 
 frontier: Frontier | None = None
 """The order of this process's streams, from the first worker on that has devices. Streams belong to a process."""
@@ -58,6 +60,8 @@ def start(own: Member, slot_bytes: int | None) -> Plane | None:
 
     if frontier is None:
         frontier = Frontier(Driver())
+        if _warn_of_streams is not None:
+            _warn_of_streams(False)  # calls that use one parameter are on different streams here, and in order
     try:
         ipc = None if slot_bytes == 0 else CudaIpc()
     except (OSError, AttributeError):  # another driver than NVIDIA's, or an old one

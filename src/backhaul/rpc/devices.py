@@ -37,6 +37,12 @@ class Devices:
         worker.counters["device_slot_bytes"] = lambda: plane.slot_bytes
         worker.counters["cuda_usable"] = lambda: not plane.frontier.trouble
 
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes of devices have gone out that did not pass through the host."""
+        ends = [shared for peer in self._peers if peer.link is not None for _, shared in peer.link.shared()]
+        return self._plane.lent_before + sum(shared.lender.bytes_lent for shared in ends)
+
     def _on_news(self, channel: Channel, frame: Frame) -> Task | None:
         peer = self._peers.of(channel)
         shared = None if peer is None or peer.link is None else peer.link.ends_of(channel)

@@ -64,10 +64,14 @@ class Node:
         worker.counters["num_calls_cancelled"] = lambda: self.agent.cancels
         worker.counters["num_retries"] = lambda: self.agent.retries
         worker.counters["num_calls_dropped"] = lambda: self.dispatcher.dropped
-        worker.counters["bytes_sent"] = lambda: self.peers.bytes_sent - self.heartbeat.bytes_sent
+        worker.counters["bytes_sent"] = self._bytes_sent
         worker.counters["num_suspected_peers"] = lambda: len(self.heartbeat.suspected)
         worker.counters["shm_bytes"] = lambda: worker.endpoint.shm_bytes
         worker.counters["shm_lent"] = lambda: worker.endpoint.shm_lent
+
+    def _bytes_sent(self) -> int:
+        of_devices = 0 if self.devices is None else self.devices.bytes_sent
+        return self.peers.bytes_sent - self.heartbeat.bytes_sent + of_devices
 
     def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
         """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made. ``alone``: the others go on."""

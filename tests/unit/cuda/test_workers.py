@@ -335,6 +335,14 @@ def test_a_loss_is_told_though_cuda_has_failed(world: World) -> None:
         bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
 
 
+def test_bytes_of_devices_are_counted(world: World) -> None:
+    bh.rpc_sync("worker1", torch.numel, args=(torch.ones(1024),))  # the first goes before there is a channel
+    before = bh.get_debug_info()["bytes_sent"]
+    assert bh.rpc_sync("worker1", torch.numel, args=(torch.ones(1024),)) == 1024
+    carried = 0 if world.kind == "handed over" else 4096
+    assert carried <= bh.get_debug_info()["bytes_sent"] - before < carried + 2000
+
+
 def test_where_results_have_a_place(world: World) -> None:
     agent = world.workers[0].part(Node).agent
     there = {name: agent.has_place_for("worker1", torch.device(name)) for name in ("cpu", "cuda", "cuda:0", "cuda:1")}
