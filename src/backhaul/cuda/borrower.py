@@ -25,6 +25,7 @@ from backhaul.cuda.segments import (
     Stretch,
     bury,
     has_ended,
+    life_of,
     pages_size,
     probe,
     span_of_ready,
@@ -44,7 +45,7 @@ log = logging.getLogger("backhaul")
 class _Borrowed:
     """A segment as its receiver knows it."""
 
-    __slots__ = ("device", "frontier", "memory", "pages", "sender", "slot_bytes", "start", "taken", "watch")
+    __slots__ = ("device", "frontier", "life", "memory", "pages", "sender", "slot_bytes", "start", "taken", "watch")
 
     def __init__(self, frontier: Frontier, device: int, offer: Offer, pages: Pages, memory: Stretch) -> None:
         self.frontier = frontier
@@ -53,6 +54,7 @@ class _Borrowed:
         self.start = HEAD if memory is pages.pinned else 0
         self.pages = pages
         self.sender = offer.process
+        self.life = life_of(offer.process)
         self.slot_bytes = offer.slot_bytes
         self.taken = bytearray(offer.count)  # which slots are in use here, whatever the states say
         self.watch: Sequence[object] = ()
@@ -68,7 +70,7 @@ class _Borrowed:
         self.pages.states[index] = FREE
 
     def release(self) -> None:
-        if self.sender and has_ended(self.sender):
+        if self.sender and has_ended(self.sender, self.life):
             self.sender = 0
             self.pages.force_ready()
             lost = sum(self.pages.lost(index) for index, taken in enumerate(self.taken) if taken)

@@ -24,6 +24,7 @@ from backhaul.cuda.segments import (
     Stretch,
     bury,
     has_ended,
+    life_of,
     pages_size,
     probe,
     span_of_done,
@@ -44,7 +45,7 @@ HOST = -1
 class _Lent:
     """A segment's memory, as its owner has it."""
 
-    __slots__ = ("abandoned", "budget", "descriptor", "memory", "nbytes", "pages", "pool", "start", "watch")
+    __slots__ = ("abandoned", "budget", "descriptor", "life", "memory", "nbytes", "pages", "pool", "start", "watch")
 
     def __init__(self, pages: Pages, memory: Stretch, descriptor: int, budget: Budget, pool: Pool) -> None:
         self.pages = pages
@@ -55,7 +56,8 @@ class _Lent:
         self.budget = budget
         self.pool = pool
         self.watch: object = None
-        self.abandoned = False  # the receiver's process has ended
+        self.life = -1  # of the receiver's process, see ``life_of``
+        self.abandoned = False  # it has ended
 
     @property
     def on_host(self) -> bool:
@@ -67,7 +69,7 @@ class _Lent:
             self.descriptor = -1
 
     def release(self) -> None:
-        if not self.abandoned and self.pages.opened and has_ended(self.pages.opened):
+        if not self.abandoned and self.pages.opened and has_ended(self.pages.opened, self.life):
             self.abandoned = True
             self.pages.force_done()
 
@@ -234,6 +236,7 @@ class Lender:
                 return
             if not lent.pages.opened:
                 raise ProtocolError(f"segment {answer.number} was accepted and is not open")
+            lent.life = life_of(lent.pages.opened)
             lent.watch = self._ipc.watch(lent.descriptor, lent.pages.opened, span_of_done(len(segment.states)))
             lent.close_descriptor()
             segment.ready = True

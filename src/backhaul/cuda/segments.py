@@ -286,12 +286,21 @@ def visit_graves(frontier: Frontier | None = None) -> bool:
 _visiting = threading.Lock()
 
 
-def has_ended(process: int) -> bool:
-    """Whether a process of this host is gone, also if its parent has not noticed."""
+def life_of(process: int) -> int:
+    """Tells a process of this host from another that gets its number later; 0 if it is gone, also if its parent has not
+    noticed, -1 if that cannot be seen.
+    """
     try:
         with open(f"/proc/{process}/stat", "rb") as said:
-            return said.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+            fields = said.read().rpartition(b")")[2].split()
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])  # when it was started
     except (FileNotFoundError, ProcessLookupError):
-        return True
-    except (OSError, IndexError):
-        return False
+        return 0
+    except (OSError, IndexError, ValueError):
+        return -1
+
+
+def has_ended(process: int, life: int) -> bool:
+    """Whether a process that had this ``life`` is gone."""
+    now = life_of(process)
+    return now == 0 or (min(now, life) > 0 and now != life)

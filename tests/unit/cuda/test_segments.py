@@ -304,7 +304,7 @@ class TestEnds:
         line.cuda.finish()
         visit_graves()
         there = line.ipc.there_now
-        monkeypatch.setattr(lender, "has_ended", lambda process: process == os.getpid())
+        monkeypatch.setattr(lender, "has_ended", lambda process, _: process == os.getpid())
         visit_graves()
         assert line.ipc.there_now < there
         del held
@@ -321,7 +321,7 @@ class TestEnds:
         line.borrower.close()
         visit_graves()
         assert not ready[0].query()
-        monkeypatch.setattr(borrower, "has_ended", lambda process: process == os.getpid())
+        monkeypatch.setattr(borrower, "has_ended", lambda process, _: process == os.getpid())
         visit_graves()
         assert ready[0].query(), "whoever waits for it goes on"
         assert "before 1 tensors" in caplog.text
@@ -386,16 +386,18 @@ class TestEnds:
 
     def test_processes_that_have_ended(self) -> None:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        assert not segments.has_ended(process.pid)
+        life = segments.life_of(process.pid)
+        assert not segments.has_ended(process.pid, life)
+        assert segments.has_ended(process.pid, life - 1), "another had its number before"
         assert process.stdin is not None
         process.stdin.close()
         deadline = time.monotonic() + 60
-        while not segments.has_ended(process.pid) and time.monotonic() < deadline:  # nobody has waited for it yet
+        while not segments.has_ended(process.pid, life) and time.monotonic() < deadline:  # nobody has waited for it yet
             time.sleep(0.01)
-        assert segments.has_ended(process.pid)
+        assert segments.has_ended(process.pid, life)
         process.wait()
-        assert segments.has_ended(process.pid)
-        assert not segments.has_ended(os.getpid())
+        assert segments.has_ended(process.pid, life)
+        assert not segments.has_ended(os.getpid(), segments.life_of(os.getpid()))
 
     def test_a_lost_channel_forgets_everything(self, line: Line, size: int) -> None:
         line.warm(size)
