@@ -83,10 +83,11 @@ class SendRecord:
         """Gradients where their tensors are: a map may have sent both ways to the CPU, see cuda.placement."""
         if self.devices is None:
             return grads
-        return [
-            grad if grad is None or grad.device == device else grad.to(device)
-            for grad, device in zip(grads, self.devices, strict=True)
-        ]
+        with torch.enable_grad():  # gradients of a pass that records itself stay recorded, whatever the thread's mode is
+            return [
+                grad if grad is None or grad.device == device else grad.to(device)
+                for grad, device in zip(grads, self.devices, strict=True)
+            ]
 
 
 class Recv:

@@ -287,6 +287,7 @@ class Run:
             return []
         if process.frontier is not None:
             process.frontier.arrive()  # other threads may have brought some of the gradients
+            process.frontier.adopt(here)
         if gathering.stepper is None:
             return [self._run(group, here)]
         fired, over = gathering.stepper.feed(here)

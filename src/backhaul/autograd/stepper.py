@@ -41,6 +41,8 @@ class _Slot:
     def sums(self) -> dict[int, torch.Tensor]:
         """The gradient of each input, summed in the order of edges whatever the order of arrival."""
         found = {}
+        if process.frontier is not None:
+            process.frontier.adopt(self.inputs)  # another thread may have run what they come of
         for number, contributions in self.inputs.items():
             total: torch.Tensor | None = None
             for _, grad in sorted(contributions, key=lambda item: item[0]):
@@ -254,6 +256,8 @@ class Stepper:
         if len(found) < len(end.nodes):
             return []
         del self._unanswered[end.recv.message]
+        if process.frontier is not None:
+            process.frontier.adopt(found)
         return [(end.recv, end.answer(found))]
 
     def _finish(self) -> list[Fired]:
@@ -264,6 +268,8 @@ class Stepper:
                 for number, total in slot.sums().items():
                     edges.append(GradientEdge(node, number))
                     seeds.append(total)
+        if process.frontier is not None:
+            process.frontier.adopt([self._arrived.get(message) for message in self._unanswered])
         rest: list[RecvEnd] = []
         for end in self._unanswered.values():
             left = {index: node for index, node in end.nodes.items() if not self._slots[node].ran}

@@ -18,6 +18,8 @@ from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ContextId, Grads, MessageId, Recv, SendRecord, recv_of
 from backhaul.autograd.messages import PassSpec
 from backhaul.autograd.runs import Orders, Outcome, Run
+from backhaul.cuda import process
+from backhaul.cuda.streams import tensors_in
 
 from .graphs import Graph
 
@@ -213,3 +215,45 @@ def test_the_summary_is_what_the_graph_says(seed: int) -> None:
         }
     for message, sender in summary.senders.items():
         assert share.graph.recvs[message].sender == sender
+
+
+class Streams:
+    """In the place of a frontier: notes which tensors each thread says that it uses."""
+
+    def __init__(self) -> None:
+        self.used: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
+
+    def arrive(self) -> None: ...
+
+    def depart(self) -> None: ...
+
+    def mark(self, earlier: object = None) -> object:
+        return earlier or self
+
+    def join(self, mark: object, value: object = None) -> None:
+        self.adopt(value)
+
+    def adopt(self, value: object) -> None:
+        self.used[threading.get_ident()] += tensors_in(value)
+
+
+@pytest.mark.parametrize("circular", [True, False])
+def test_memory_of_gradients_is_kept_for_the_thread_that_goes_on_with_them(
+    circular: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams()
+    monkeypatch.setattr(process, "frontier", streams)
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda grad: grad)  # so that both sources run together
+    context = Context(ContextId(1))
+    for number in (1, 2):
+        context.add_send(SendRecord(MessageId(number), 0, [leaf * number], (number,)))
+    run = Run(PassSpec(ContextId(1), 7, 1), context)
+    active = frozenset({1, 2})
+    run.follow(Orders(active, active if circular else frozenset()))
+    first, second = torch.ones(2), torch.ones(2)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(run.arrive, MessageId(1), [first]).result()
+    run.arrive(MessageId(2), [second])
+    torch.testing.assert_close(context.gradients[leaf], torch.full((2,), 3.0))
+    assert any(tensor is first for tensor in streams.used[threading.get_ident()])

@@ -18,3 +18,12 @@ def test_gradients_come_to_where_their_tensors_are() -> None:
     assert moved.is_meta
     assert missing is None
     assert kept is here
+
+
+def test_gradients_that_are_brought_stay_recorded_whatever_the_mode_of_the_thread_is() -> None:
+    record = SendRecord(MessageId(1), 1, [torch.ones(2, requires_grad=True)], (1,))
+    record.devices = [torch.device("meta")]
+    with torch.no_grad():
+        (moved,) = record.bring([torch.ones(2, requires_grad=True)])
+    assert moved is not None
+    assert moved.requires_grad
