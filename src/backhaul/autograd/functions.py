@@ -83,7 +83,7 @@ class SendRecord:
         """Gradients where their tensors are: a map may have sent both ways to the CPU, see cuda.placement."""
         if self.devices is None:
             return grads
-        with torch.enable_grad():  # gradients of a pass that records itself stay recorded, whatever the thread's mode is
+        with torch.enable_grad():  # those of a pass that records itself stay recorded, whatever this thread does
             return [
                 grad if grad is None or grad.device == device else grad.to(device)
                 for grad, device in zip(grads, self.devices, strict=True)

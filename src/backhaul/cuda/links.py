@@ -7,8 +7,10 @@ for messages over one channel, in one of the two directions of a map.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -97,6 +99,7 @@ class Plane:
         self.ipc = ipc
         self.frontier = frontier
         self.mourn = functools.partial(visit_graves, frontier)
+        self.counting = threading.Lock()  # guards lent_before, together with the links that it is about
         self.lent_before = 0
         self._limit = slot_bytes
         self._budgets: dict[int, Budget] = {}
@@ -332,13 +335,15 @@ class PeerLink:
 
     def lost(self, channel: Channel) -> None:
         """A channel to the peer is gone."""
-        pair = self._pairs.pop(channel, None)
+        plane = self.plane
+        with contextlib.nullcontext() if plane is None else plane.counting:
+            pair = self._pairs.pop(channel, None)
+            if plane is not None and pair is not None and isinstance(pair.ends, Shared):
+                plane.lent_before += pair.ends.lender.bytes_lent
         if pair is not None and pair.ends is not None:
-            assert self.plane is not None
-            if isinstance(pair.ends, Shared):
-                self.plane.lent_before += pair.ends.lender.bytes_lent
+            assert plane is not None
             pair.ends.close()
-            self.plane.mourn()
+            plane.mourn()
 
     def close(self) -> None:
         """The worker ends."""

@@ -148,6 +148,7 @@ class Frontier:
         self._drains: dict[int, Stream] = {}
         self._spare: dict[int, collections.deque[Stream]] = {}  # of threads that have ended
         self._ended: collections.deque[tuple[Event, int, Callable[[], None]]] = collections.deque()  # to be drained
+        self._held_up = False  # something could not be drained
         self._here = _Here()
 
     def quiet(self) -> bool:
@@ -335,8 +336,14 @@ class Frontier:
             except RuntimeError as error:
                 if not self.failed():  # a stream that cannot be asked now: another thread makes a graph on it, say
                     self._ended.append((event, device, then))
-                    log.warning("memory that came from another process cannot go back yet: %s", error)
+                    if not self._held_up:
+                        self._held_up = True
+                        log.warning("memory that came from another process cannot go back yet: %s", error)
                     return
+            except BaseException:  # an interrupt
+                self._ended.append((event, device, then))
+                raise
+            self._held_up = False
             then()
 
     def _record_behind(self, event: Event, device: int) -> None:

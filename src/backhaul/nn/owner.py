@@ -37,8 +37,18 @@ def run(module: nn.Module, device: torch.device, grad: bool, method: str, /, *ar
         return tree_map_only(torch.Tensor, on_cpu, result)
 
 
+def run_there(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """The same, but results on ``device`` leave from there: the caller has a place for them."""
+    result = run_in_place(module, device, grad, method, *args, **kwargs)
+    place = device.type, device.index or 0
+    with torch.set_grad_enabled(grad):
+        return tree_map_only(
+            torch.Tensor, lambda t: t if (t.device.type, t.device.index) == place else on_cpu(t), result
+        )
+
+
 def run_in_place(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    """The same, but results leave from where they are."""
+    """The same, but all results leave from where they are."""
     place = _device_of(module, device)
     function = module if method == "forward" else getattr(module, method)
     with torch.set_grad_enabled(grad):

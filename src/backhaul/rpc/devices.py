@@ -40,8 +40,10 @@ class Devices:
     @property
     def bytes_sent(self) -> int:
         """How many bytes of devices have gone out that did not pass through the host."""
-        ends = [shared for peer in self._peers if peer.link is not None for _, shared in peer.link.shared()]
-        return self._plane.lent_before + sum(shared.lender.bytes_lent for shared in ends)
+        links = [peer.link for peer in self._peers if peer.link is not None]
+        with self._plane.counting:
+            ends = [shared for link in links for _, shared in link.shared()]
+            return self._plane.lent_before + sum(shared.lender.bytes_lent for shared in ends)
 
     def _on_news(self, channel: Channel, frame: Frame) -> Task | None:
         peer = self._peers.of(channel)

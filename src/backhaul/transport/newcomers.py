@@ -65,6 +65,9 @@ class Newcomer:
             return  # who is at it arms the descriptor again
         try:
             awaited = self._go_on()
+        except BaseException:
+            self._drop()
+            raise
         finally:
             self._reading.release()
         if awaited:  # not before: a poller that is told would find it being read
