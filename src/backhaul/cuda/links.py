@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import functools
 import os
 import threading
@@ -31,6 +32,7 @@ from backhaul.wire.devices import Form, Lease, Slot
 _SHARE = 8  # of a device's memory, so many parts make one that slots may take
 _HOST_SLOTS = 64 << 20  # bytes of host memory for small ones
 _CHUNK = 8 << 20  # bytes that are copied to a device at a time
+_SHARED = 2 << 20  # bytes from which on several threads copy
 
 
 _HOST = torch.device(CPU)
@@ -272,7 +274,7 @@ class ChannelLink:
         pinned, made = memory.pinned(len(host)), memory.empty(index, len(host))
         for start in range(0, len(host), _CHUNK):  # the device has one of them while the host copies the next
             part = slice(start, start + _CHUNK)
-            pinned[part].copy_(host[part])
+            _copy_on_host(pinned[part], host[part])
             memory.copy(made[part], pinned[part])
         return made
 
@@ -283,6 +285,14 @@ class ChannelLink:
     def decline(self, slots: Iterable[Slot]) -> None:
         if self._ends is not None:
             self._ends.decline(slots)
+
+
+def _copy_on_host(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes. To share a few of them among torch's threads takes longer than the copy."""
+    if len(source) > _SHARED:
+        to.copy_(source)
+    else:
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), len(source))
 
 
 class _Pair:

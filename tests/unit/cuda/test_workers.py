@@ -351,8 +351,10 @@ def test_where_results_have_a_place(world: World) -> None:
     assert not agent.has_place_for("nobody", torch.device("cuda:0"))
 
 
-def test_what_is_staged_arrives_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", [0, 99, 1000])
+def test_what_is_staged_arrives_whole(world: World, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_CHUNK", 100)
+    monkeypatch.setattr(links, "_SHARED", shared)
     for size in (1, 25, 26, 1001):
         x = torch.randn(size)
         assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)
