@@ -250,10 +250,12 @@ def test_an_interrupt_cancels(workers: list[bh.Worker], gate_name: str) -> None:
 
 
 def lose_channel(workers: list[bh.Worker]) -> None:
-    """What alice sends to bob goes through another channel from now on."""
-    channel = workers[0].part(Node).peers.find("bob").channel
+    """What alice sends to bob goes through another channel from now on. She knows what was lost."""
+    alice = workers[0].part(Node)
+    channel = alice.peers.find("bob").channel
     assert channel is not None
     channel.abort("the test says so")
+    until(lambda: not alice.agent.pending)
 
 
 @pytest.mark.parametrize("kind", ["function", "coroutine", "rpc_sync", "rpc_async", "asyncio", "future", "later"])
