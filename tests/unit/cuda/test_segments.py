@@ -217,6 +217,20 @@ class TestOrder:
             threads.run("c", box.clear)  # the last reference goes elsewhere
             assert line.lender.lent == 0
 
+    def test_from_one_device_to_another(self, line: Line, size: int, threads: Threads) -> None:
+        line.warm(size, device=1)
+        threads.run("sender", line.sender.enter)
+        threads.run("receiver", line.receiver.enter)
+        for fill in range(3):
+            flat = torch.full((size,), fill, dtype=torch.uint8)
+            slot = threads.run("sender", lambda flat=flat: line.lender.lend(flat, 1, 0))
+            assert slot == (1, 0)
+            cell = line.ipc.cells[next(iter(line.ipc.cells))]
+            box = [threads.run("receiver", lambda slot=slot: line.borrower.borrow(slot, size, 1))]
+            assert box[0].tolist() == [fill] * size
+            threads.run("receiver", lambda cell=cell: cell.read_on(line.cuda.current(1)))
+            threads.run("receiver", box.clear)
+
     def test_without_done_that_would_be_found(
         self, line: Line, size: int, threads: Threads, monkeypatch: pytest.MonkeyPatch
     ) -> None:
