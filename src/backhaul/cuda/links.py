@@ -401,14 +401,10 @@ class PeerLink:
                 assert self.plane is not None
                 self.plane.tell(channel, pair.ends)
 
-    def arrive(self, channel: Channel | None, tensors: Sequence[torch.Tensor] = ()) -> ChannelLink:
-        """A message has come over ``channel``, and this thread goes on with it, and with ``tensors`` that another has
-        made; what to read it with.
-        """
+    def arrive(self, channel: Channel | None) -> ChannelLink:
+        """A message has come over ``channel``, and this thread goes on with it; what to read it with."""
         if self.plane is not None:
             self.plane.frontier.arrive()
-            if tensors:
-                self.plane.frontier.adopt(tensors)
         return self._pair(channel).back
 
 

@@ -95,6 +95,10 @@ def answers_later(function: Any, result: Any) -> bool:
     )
 
 
+def _nothing() -> None:
+    """There is nothing to see to."""
+
+
 class Dispatcher:
     """The serving half of a worker. Thread-safe."""
 
@@ -122,16 +126,10 @@ class Dispatcher:
         future of its result.
         """
         made: Future[Any] = Future()
-        frontier = None if self._worker.plane is None else self._worker.plane.frontier
-        tensors = [] if frontier is None else list(tensors_in(given))
-        if frontier is not None:
-            frontier.depart()
+        go_on = self._pass_on(given)
 
         async def run() -> None:
-            if frontier is not None:  # on the streams of the loop's thread
-                frontier.arrive()
-                frontier.adopt(tensors)
-                tensors.clear()
+            go_on()
             try:
                 made.set_result(await _stepwise(coroutine))
             except asyncio.CancelledError:
@@ -142,6 +140,20 @@ class Dispatcher:
 
         self._loop.run(run())
         return made
+
+    def _pass_on(self, given: object) -> Callable[[], None]:
+        """The event loop is to go on with these arguments; what its thread calls first."""
+        if self._worker.plane is None:
+            return _nothing
+        frontier, tensors = self._worker.plane.frontier, list(tensors_in(given))
+        frontier.depart()
+
+        def go_on() -> None:
+            frontier.arrive()
+            frontier.adopt(tensors)
+            tensors.clear()  # so that memory which came with a request goes back before the reply does
+
+        return go_on
 
     def close(self) -> None:
         """Stop the event loop of ``async def`` handlers, if there is one."""
@@ -203,8 +215,8 @@ class Dispatcher:
             if answer.trace is not None:
                 answer.trace.decoded(answer.label)
             result = function(*args, **kwargs)
-            later = type(result) is types.CoroutineType and answer.peer.link is not None
-            tensors = list(tensors_in((args, kwargs))) if later else []
+            in_asyncio = type(result) is types.CoroutineType
+            go_on = self._pass_on((args, kwargs)) if in_asyncio else _nothing
             del args, kwargs  # so that memory which came with the request goes back before the reply does
             if answer.trace is not None:
                 answer.trace.ran()
@@ -219,10 +231,8 @@ class Dispatcher:
                 if answer.cancelled:
                     self._finish(answer)
                 return
-            if type(result) is types.CoroutineType:
-                if answer.peer.link is not None:
-                    answer.peer.link.depart()
-                self._loop.run(self._reply_with_coroutine(answer, result, tensors))
+            if in_asyncio:
+                self._loop.run(self._reply_with_coroutine(answer, result, go_on))
                 return
         except BaseException as error:
             self._reply_fault(answer, error)
@@ -322,11 +332,9 @@ class Dispatcher:
             self._reply(answer, result)
 
     async def _reply_with_coroutine(
-        self, answer: Answer, coroutine: Coroutine[Any, Any, Any], tensors: list[torch.Tensor]
+        self, answer: Answer, coroutine: Coroutine[Any, Any, Any], go_on: Callable[[], None]
     ) -> None:
-        if answer.peer.link is not None:
-            answer.peer.link.arrive(answer.channel, tensors)  # on the streams of the loop's thread
-        tensors.clear()
+        go_on()
         try:
             result = await _stepwise(coroutine)
         except BaseException as error:
