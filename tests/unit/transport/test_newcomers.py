@@ -53,7 +53,9 @@ def shake_hands(endpoint: SocketEndpoint, newcomer: Newcomer, client: socket.soc
         newcomer.read()
 
 
-def test_who_is_told_late_takes_nothing_from_the_channel(endpoint: SocketEndpoint, client: socket.socket) -> None:
+def test_who_is_told_late_takes_nothing_from_the_channel(
+    endpoint: SocketEndpoint, client: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
     newcomer = meet(endpoint)
     shake_hands(endpoint, newcomer, client)
     client.sendall(b"".join(Frame(3, 7, b"hello").parts()))
@@ -64,9 +66,12 @@ def test_who_is_told_late_takes_nothing_from_the_channel(endpoint: SocketEndpoin
             break
     assert isinstance(event, Received)
     assert [bytes(frame.body) for frame in event.frames] == [b"hello"]
+    assert not caplog.records, "nobody was refused"
 
 
-def test_who_is_told_late_closes_nothing_of_another(endpoint: SocketEndpoint, client: socket.socket) -> None:
+def test_who_is_told_late_closes_nothing_of_another(
+    endpoint: SocketEndpoint, client: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
     newcomer = meet(endpoint)
     client.close()
     newcomer.read()
@@ -76,6 +81,7 @@ def test_who_is_told_late_closes_nothing_of_another(endpoint: SocketEndpoint, cl
         newcomer.read()
         other[0].sendall(b"still there")
         assert other[1].recv(100) == b"still there"
+    assert len(caplog.records) == 1, "refused once"
 
 
 def test_one_thread_at_a_time_reads(
