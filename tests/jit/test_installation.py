@@ -15,7 +15,7 @@ import torch.distributed.rpc
 
 import backhaul as bh
 import backhaul.jit
-from backhaul.autograd.native import stashed
+from backhaul.jit.stash import stashed
 
 from . import functions
 from .functions import blend, script

@@ -14,8 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from backhaul import worker as workers
 from backhaul.autograd import recording
-from backhaul.autograd.native import stash, stashed
 from backhaul.jit import compiler
+from backhaul.jit.stash import stash, stashed
 from backhaul.worker import Worker
 
 T = TypeVar("T")
