@@ -23,6 +23,7 @@ from backhaul.rpc.quotas import beyond
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import pack, unpack
 from backhaul.wire.plain import register
+from backhaul.wire.subclasses import Tensors
 from backhaul.worker import Worker
 
 register(Summary)
@@ -87,10 +88,13 @@ class CheckedRecorder(Recorder):
 def _check_note(peer: Peer, note: Note, tensors: list[torch.Tensor]) -> None:
     if note.message and split(note.message)[0] != peer.record.id:
         raise ProtocolError(f"a message of worker {split(note.message)[0]} from '{peer.info.name}'")
-    positions = note.positions
-    if len(set(positions)) != len(positions) or not all(0 <= place < len(tensors) for place in positions):
-        raise ProtocolError(f"a note on {len(tensors)} tensors for those at {positions}")
-    if not all(tensors[place].is_floating_point() or tensors[place].is_complex() for place in positions):
+    positions, count = note.positions, len(tensors)
+    if isinstance(tensors, Tensors):  # wrappers follow, which are made when the values are put together
+        count += tensors.wrapped
+    if len(set(positions)) != len(positions) or not all(0 <= place < count for place in positions):
+        raise ProtocolError(f"a note on {count} tensors for those at {positions}")
+    found = [tensors[place] for place in positions if place < len(tensors)]
+    if not all(tensor.is_floating_point() or tensor.is_complex() for tensor in found):
         raise ProtocolError("a note on a tensor that has no gradient")
 
 

@@ -56,6 +56,7 @@ from backhaul.wire.faults import decode_fault, encode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import pack, unpack
+from backhaul.wire.subclasses import detached
 from backhaul.worker import current_worker
 
 log = logging.getLogger("backhaul")
@@ -526,9 +527,7 @@ class Engine:
                 replied = record is not None and not record.replied
                 tensors = record_recv(run.context, split(note.message)[0], note, tensors, replied=replied)
             else:
-                for index, tensor in enumerate(tensors):
-                    if tensor.requires_grad:
-                        tensors[index] = tensor.detach()
+                tensors = detached(tensors)
             grads: Grads = load(payload, buffers, tensors)
             if self.worker.plane is not None:
                 record = run.context.sends.get(source)

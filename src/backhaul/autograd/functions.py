@@ -65,16 +65,17 @@ class SendRecord:
         self.to = to
         self.ends: list[End] = []
         self.devices: list[torch.device] | None = None  # where the tensors are, if one is on a CUDA device
-        for tensor in tensors:
-            if tensor.is_cuda and self.devices is None:
-                self.devices = [each.device for each in tensors]
-            node = tensor.grad_fn
-            if node is None:
-                self.ends.append(tensor)
-            elif isinstance(node, torch._C._FunctionBase):  # a function in Python does not keep its own node
-                self.ends.append(get_gradient_edge(tensor))
-            else:
-                self.ends.append(GradientEdge(node, tensor.output_nr))
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in tensors:
+                if tensor.is_cuda and self.devices is None:
+                    self.devices = [each.device for each in tensors]
+                node = tensor.grad_fn
+                if node is None:
+                    self.ends.append(tensor)
+                elif isinstance(node, torch._C._FunctionBase):  # a function in Python does not keep its own node
+                    self.ends.append(get_gradient_edge(tensor))
+                else:
+                    self.ends.append(GradientEdge(node, tensor.output_nr))
         self.order = order  # place in program order; see recording
         self.born_in = born_in  # the pass that sent it, if it is a gradient message
         self.failed = False  # so did its call; whether it was done there, and is part of anything, is not known
@@ -149,6 +150,18 @@ def receive(recv: Recv, tensors: Sequence[torch.Tensor], others: Sequence[torch.
     recv.count = len(tensors)
     apart = _apart(tensors, others)
     return [_fence.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart)]
+
+
+def receive_wrapper(recv: Recv, first: int, number: int, wrapper: torch.Tensor) -> torch.Tensor:
+    """As ``receive``, for a tensor that was built from others of its message; see ``wire.subclasses``.
+
+    Args:
+        recv: Its message.
+        first: The index in the message of the wrapper with number 0.
+        number: The number of the wrapper.
+        wrapper: The tensor.
+    """
+    return _fence.put(wrapper.detach().requires_grad_(), (recv, first + number))
 
 
 def receive_one(recv: Recv, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ their order are the same in every run.
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +19,22 @@ import torch
 
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ROOTS, MessageId, Recv, SendRecord, receive, receive_one
+from backhaul.autograd.functions import (
+    ROOTS,
+    MessageId,
+    Recv,
+    SendRecord,
+    receive,
+    receive_one,
+    receive_wrapper,
+)
 from backhaul.autograd.messages import Note
 from backhaul.autograd.replay import Entry
+from backhaul.errors import SerializationError
 from backhaul.rpc.peers import Peer
 from backhaul.wire.codec import Encoded
 from backhaul.wire.messages import unpack
+from backhaul.wire.subclasses import Tensors, detached
 from backhaul.worker import Worker
 
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_scope", default=None)
@@ -126,14 +137,30 @@ def record_recv(
         return tensors
     recv = Recv(message, sender, note.order, replied)
     context.add_recv(recv)
-    if len(tensors) == 1 and note.positions == _FIRST:
+    if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
         return receive_one(recv, tensors[0])
-    others = [tensor for place, tensor in enumerate(tensors) if place not in note.positions]
-    made = receive(recv, [tensors[p] for p in note.positions], others)
-    tensors = list(tensors)
-    for position, tensor in zip(note.positions, made, strict=True):
-        tensors[position] = tensor
-    return tensors
+    positions = [position for position in note.positions if position < len(tensors)]
+    others = [tensor for place, tensor in enumerate(tensors) if place not in positions]
+    made = receive(recv, [tensors[p] for p in positions], others)
+    recorded = Tensors(tensors, 0) if isinstance(tensors, Tensors) else list(tensors)
+    for position, tensor in zip(positions, made, strict=True):
+        recorded[position] = tensor
+    if isinstance(recorded, Tensors):
+        recorded.attach = functools.partial(receive_wrapper, recv, len(made))
+        recv.count = len(note.positions)
+    return recorded
+
+
+def _lost_gradient(encoded: Encoded, context: Context) -> SerializationError:
+    if encoded.lease is not None:
+        encoded.lease.end()
+    first = encoded.unrecorded[0]
+    return SerializationError(
+        f"{first} requires grad inside context {context.id}, but the way its class is serialized loses its gradient; "
+        "make the call under torch.no_grad() or send a detached copy if no gradient is meant, otherwise send plain "
+        "tensors, or give the class __tensor_flatten__ and __tensor_unflatten__",
+        path=first.partition(" ")[0],
+    )
 
 
 class Recorder:
@@ -156,6 +183,8 @@ class Recorder:
         if scope is None:
             return None, None
         context = scope.context
+        if encoded.unrecorded:
+            raise _lost_gradient(encoded, context)
         note = record_send(self._container, context, peer.record.id, encoded.tensors, place=scope.next_place())
         if note is None:
             return None, None
@@ -183,13 +212,15 @@ class Recorder:
         if kept is None:
             return None
         context, place = kept.context, kept.next_place()
+        if encoded.unrecorded:
+            raise _lost_gradient(encoded, context)
         to, message = peer.record.id, kept.reply
         note = record_send(self._container, context, to, encoded.tensors, place=place, message=message, replied=True)
         return self._encode(note) if note is not None else None
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if kept is _NO_GRAD:
-            return [tensor.requires_grad_(False) for tensor in tensors]
+            return detached(tensors)
         read = None if note is None else unpack(note, Note)
         if type(kept) is Entry:
             kept.answer(read)

@@ -18,7 +18,8 @@ from typing import Any
 import cloudpickle
 import msgspec
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from backhaul import interrupts
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
@@ -28,6 +29,7 @@ from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import TREE, Payload
 from backhaul.wire.plain import MAX_DEPTH, Flattener, restore
+from backhaul.wire.subclasses import SubclassReducer, Tensors, make_wrapper, plain_alias, set_attributes
 from backhaul.wire.tensors import (
     EMPTY_TABLE,
     TensorWriter,
@@ -41,6 +43,7 @@ _SMALL_BUFFER = 4096  # below this a buffer is cheaper inside the pickle
 _ALWAYS_PLAIN = frozenset((type(None), bool, float, bytes))
 _MAX_PLAIN = 64  # a list longer than this is left to pickle, which is in C
 _MAX_DEPTH = 64  # how deep to look for what cannot be sent
+_MAX_SEARCH = 10_000  # how many values to look at for the place of one of them
 
 
 Reducer = Callable[[Any, list[Any]], Any]
@@ -61,7 +64,8 @@ class Encoded(msgspec.Struct, eq=False):
     """A value on its way out: the payload, the frame's buffers, and what owns their memory.
 
     Attributes:
-        tensors: Those of the message's table.
+        tensors: Those of the message's table, then the wrappers that require grad (see ``wire.subclasses``).
+        unrecorded: Where in the message a value requires grad whose gradient would be lost, and why.
         parcels: What reducers left.
         lease: The slots of a link that the message takes with it, if any. To be told when it is handed to a channel.
     """
@@ -72,6 +76,7 @@ class Encoded(msgspec.Struct, eq=False):
     tensors: list[torch.Tensor]
     parcels: Sequence[Any] = ()
     lease: Lease | None = None
+    unrecorded: Sequence[str] = ()
 
 
 def encode(
@@ -96,8 +101,26 @@ def encode(
     except Exception:  # a tensor that cannot travel: the other form says which
         flat = None
     if plain:
-        return flat if flat is not None and not _special(flat.tensors) else _encode_tree(values, names, link)
-    return flat or _encode_pickled(values, names, main_shared, link)
+        found = flat if flat is not None and not _special(flat.tensors) else _encode_tree(values, names, link)
+    else:
+        found = flat or _encode_pickled(values, names, main_shared, link)
+    if forward_ad._current_level >= 0:  # inside ``forward_ad.dual_level()``, on whatever thread
+        _refuse_tangents(found, values, names)
+    return found
+
+
+def _refuse_tangents(encoded: Encoded, values: Sequence[Any], names: Sequence[str]) -> None:
+    for tensor in encoded.tensors:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            if encoded.lease is not None:
+                encoded.lease.end()
+            path = path_to(tensor, values, names)
+            raise SerializationError(
+                f"{path} carries a forward-mode tangent, which cannot be sent to another worker; run the forward-mode "
+                "computation inside the called function, use reverse mode (backhaul.backward), or send the primal of "
+                "torch.autograd.forward_ad.unpack_dual",
+                path=path,
+            )
 
 
 def _special(tensors: Sequence[torch.Tensor]) -> bool:
@@ -184,7 +207,8 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
     out = io.BytesIO()
     parcels: list[Any] = []
     try:
-        _Pickler(out, writer, loose, main_shared, parcels).dump(list(values))
+        pickler = _Pickler(out, writer, loose, main_shared, parcels)
+        pickler.dump(list(values))
         table, buffers, keep = writer.finish()
     except Exception as error:
         if isinstance(error, BackhaulError) and not isinstance(error, SerializationError):  # what it refers to is lost
@@ -199,8 +223,12 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
             f"too much for one message: {len(body)} bytes of pickle, {len(buffers)} buffers of tensors"
         )
     buffers.extend(buffer.raw() for buffer in loose)
-    form = Payload(table, pickle=body, loose=len(loose))
-    return Encoded(form, buffers, [keep, loose], writer.tensors, parcels, writer.lease)
+    wrapped = pickler.subclasses.wrapped
+    form = Payload(table, pickle=body, loose=len(loose), wrapped=len(wrapped))
+    encoded = Encoded(form, buffers, [keep, loose], [*writer.tensors, *wrapped], parcels, writer.lease)
+    if lost := pickler.unrecorded(encoded.tensors):
+        encoded.unrecorded = [f"{path_to(value, values, names)} (a {type(value).__name__})" for value in lost]
+    return encoded
 
 
 def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None) -> list[Any]:
@@ -211,10 +239,11 @@ def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None
 
 
 def tensors_of(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None) -> list[torch.Tensor]:
-    """The tensors of a payload, in the order of ``Encoded.tensors``."""
+    """The tensors of a payload, in the order of ``Encoded.tensors``. They are ``Tensors`` if wrappers follow them."""
     if payload.loose > 0:
         buffers = buffers[: len(buffers) - payload.loose]
-    return read_tensors(payload.tensors, buffers, link)
+    tensors = read_tensors(payload.tensors, buffers, link)
+    return tensors if payload.wrapped <= 0 else Tensors(tensors, payload.wrapped)
 
 
 @interrupts.calls_out
@@ -255,22 +284,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._writer = writer
         self._main_shared = main_shared
         self._parcels = parcels
+        self.subclasses = SubclassReducer()
+        self._scripted: list[Any] = []  # values of script modules that require grad and cannot be recorded
+
+    def unrecorded(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The values that require grad although none of ``tensors`` stands for them."""
+        return [*self.subclasses.unrecorded(tensors), *self._scripted]
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if kind is torch.Tensor:
             return self._reduce_tensor(value)
-        if kind is torch.nn.Parameter:
-            plain = value.as_subclass(torch.Tensor) if value.requires_grad else value.detach()
-            return _parameter, (plain, value.requires_grad), value.__dict__, None, None, _set_attributes
         if issubclass(kind, torch.Tensor):
-            return self._reduce_subclass(value)
+            return self.subclasses.reduce(value)
         if (reducer := reducers.get(kind)) is not None:
             return reducer(value, self._parcels)
         if issubclass(kind, io.IOBase) and not issubclass(kind, (io.BytesIO, io.StringIO)):
             raise TypeError("an open file belongs to its process")
         if issubclass(kind, torch.jit.ScriptModule):
-            return _script_module, (value.save_to_buffer(),)
+            return self._reduce_script_module(value)
         if kind is torch.jit.ScriptFunction or isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return resolve, (name_of(value),)
         if self._main_shared and isinstance(value, (type, types.FunctionType)) and _in_main(value):
@@ -279,34 +311,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         reduced = _tensor, (self._writer.add(tensor),)
-        return (*reduced, tensor.__dict__, None, None, _set_attributes) if tensor.__dict__ else reduced
+        return (*reduced, tensor.__dict__, None, None, set_attributes) if tensor.__dict__ else reduced
 
-    def _reduce_subclass(self, value: torch.Tensor) -> Any:
-        kind = type(value)
-        if kind is FakeTensor:
-            raise SerializationError(
-                "fake tensors have no data: the compiler, or whoever made them, uses them to trace"
-            )
-        if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__:
-            return NotImplemented  # it has its own idea
-        if hasattr(value, "__tensor_flatten__"):
-            names, context = value.__tensor_flatten__()
-            inner = {name: getattr(value, name) for name in names}
-            is_parameter = bool(getattr(value, "_is_param", False))
-            made: tuple[Any, ...] = (
-                _wrapper,
-                (
-                    (kind, inner, context, tuple(value.shape), value.stride()),
-                    value.requires_grad and value.is_leaf,
-                    is_parameter,
-                ),
-            )
-            rest = {name: item for name, item in value.__dict__.items() if name not in inner and name != "_is_param"}
-            return (*made, rest, None, None, _set_attributes)
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = value.detach().as_subclass(torch.Tensor)
-            plain.requires_grad_(value.requires_grad)
-        return _subclass, (plain, kind), value.__dict__, None, None, _set_attributes
+    def _reduce_script_module(self, module: Any) -> Any:
+        """A script module is saved as a whole. What requires grad in it goes along, to be part of the graph."""
+        recorded: dict[tuple[str, str], torch.Tensor] = {}
+        for path, part in module.named_modules() if torch.is_grad_enabled() else ():
+            for name in part._concrete_type.get_attributes():
+                value = part._c.getattr(name)
+                if isinstance(value, torch.Tensor):
+                    if value.requires_grad:
+                        recorded[path, name] = plain_alias(value)
+                elif any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(value)):
+                    self._scripted.append(module)
+        return _script_module, (module.save_to_buffer(), recorded)
 
 
 def _take_buffer(loose: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
@@ -332,6 +350,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "_tensor" and module == __name__:
             return self._tensors.__getitem__
+        if name == make_wrapper.__name__ and module == make_wrapper.__module__:
+            return functools.partial(make_wrapper, getattr(self._tensors, "attach", None))
         if (builder := builders.get((module, name))) is not None:
             return functools.partial(builder, self._home)
         return super().find_class(module, name)
@@ -342,35 +362,35 @@ def _tensor(index: int) -> torch.Tensor:
     raise pickle.UnpicklingError("a payload's tensors are missing")
 
 
-def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    tensor.__dict__.update(attributes)
-
-
-def _parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    if tensor.grad_fn is not None:  # recorded on the way: part of a graph, so not a leaf here
-        return tensor
-    return torch.nn.Parameter(tensor.detach(), requires_grad)
-
-
-def _subclass(tensor: torch.Tensor, kind: type) -> Any:
-    return tensor.as_subclass(kind)
-
-
-def _wrapper(made_of: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> torch.Tensor:
-    kind, inner, context, shape, stride = made_of
-    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
-    if is_parameter:
-        return torch.nn.Parameter(made, requires_grad)
-    if requires_grad and made.is_leaf:
-        made.requires_grad_()
-    return made
-
-
-def _script_module(saved: bytes) -> Any:
+def _script_module(saved: bytes, recorded: dict[tuple[str, str], torch.Tensor]) -> Any:
     # As torch.jit.load does it, without its remark that TorchScript is deprecated.
     unit = torch._C.CompilationUnit()
     module = torch._C.import_ir_module_from_buffer(unit, saved, None, {}, False)  # type: ignore[call-arg, arg-type]
-    return torch.jit._recursive.wrap_cpp_module(module)
+    made = torch.jit._recursive.wrap_cpp_module(module)
+    parts = dict(made.named_modules()) if recorded else {}
+    for (path, name), tensor in recorded.items():
+        if tensor.grad_fn is not None:  # part of a graph: as ``make_parameter``
+            parts[path]._c.setattr(name, tensor)
+    return made
+
+
+def path_to(part: Any, values: Sequence[Any], names: Sequence[str]) -> str:
+    """Where in a message ``part`` is, in the words of ``names``; all of them if it is not found in reasonable time."""
+    ahead = list(zip(names, values, strict=True))
+    seen = {id(value) for value in values}
+    for path, value in ahead:  # grows
+        if value is part or (isinstance(value, torch.Tensor) and _aliases(value, part)):
+            return path
+        for step, child in _children(value) if len(ahead) < _MAX_SEARCH else ():
+            if id(child) not in seen:
+                seen.add(id(child))
+                ahead.append((path + step, child))
+    return ", ".join(itertools.islice(names, 8))
+
+
+def _aliases(value: torch.Tensor, part: Any) -> bool:
+    """Whether ``part`` is the plain alias that travels for ``value``."""
+    return isinstance(part, torch.Tensor) and part._base is not None and part._base is (value._base or value)
 
 
 def _in_main(value: Any) -> bool:

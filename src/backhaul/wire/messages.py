@@ -80,6 +80,7 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     places: tuple[tuple[Index, Index], ...] = ()  # (place in ``plain``, index of the tensor)
     pickle: bytes = b""
     loose: int = 0
+    wrapped: int = 0  # tensor subclasses in the pickle that require grad, see ``wire.subclasses``
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):

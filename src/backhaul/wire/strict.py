@@ -30,7 +30,7 @@ def check_payload(payload: Payload, buffers: Sequence[Buffer], limit: int) -> No
     """Raise ``ProtocolError`` unless a payload is in a plain form, its tensors take no more than ``limit`` bytes when
     they are laid out, and each of them is sound.
     """
-    if payload.pickle or payload.plain is None or payload.loose not in (0, TREE):
+    if payload.pickle or payload.wrapped or payload.plain is None or payload.loose not in (0, TREE):
         raise ProtocolError("a pickle, which this worker does not take (trusted=False)")
     if payload.loose == 0 and any(type(value) not in SCALARS for value in payload.plain):
         raise ProtocolError("nested values that are not tagged")

@@ -1,0 +1,231 @@
+"""Tensor subclasses <-> plain tensors, with their place in the autograd graph.
+
+A subclass that has memory of its own travels as a plain alias of it. The alias is part of the same graph, so the
+message records it as it records any tensor. A *wrapper* (a class with ``__tensor_flatten__``) travels as its inner
+tensors. Autograd knows the wrapper and not the inner tensors, so the message records the wrapper itself, behind the
+tensors of its table. The receiver builds the wrapper again and then attaches it to the graph (``Tensors.attach``).
+
+This module knows no message and no autograd engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from backhaul.errors import SerializationError
+
+Attach = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class Tensors(list[torch.Tensor]):
+    """The tensors of a message that also has wrappers which require grad.
+
+    Attributes:
+        wrapped: The number of these wrappers.
+        attach: Takes the number of a wrapper and the wrapper as it was built. Returns the wrapper to use.
+    """
+
+    __slots__ = ("attach", "wrapped")
+
+    def __init__(self, tensors: Iterable[torch.Tensor], wrapped: int, attach: Attach | None = None) -> None:
+        super().__init__(tensors)
+        self.wrapped = wrapped
+        self.attach = attach
+
+
+def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a message that arrive without a graph, and so that they do not require grad."""
+    found = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    return Tensors(found, tensors.wrapped, _detach_wrapper) if isinstance(tensors, Tensors) else found
+
+
+def _detach_wrapper(number: int, wrapper: torch.Tensor) -> torch.Tensor:
+    return wrapper.detach()
+
+
+class SubclassReducer:
+    """Takes the tensor subclasses of one message apart.
+
+    Attributes:
+        wrapped: The wrappers that require grad, in the order of their numbers.
+    """
+
+    __slots__ = ("_pickled_by_class", "wrapped")
+
+    def __init__(self) -> None:
+        self.wrapped: list[torch.Tensor] = []
+        self._pickled_by_class: list[torch.Tensor] = []
+
+    def reduce(self, value: torch.Tensor) -> Any:
+        """Return what ``__reduce__`` would, or NotImplemented if the class pickles itself."""
+        kind = type(value)
+        if kind is torch.nn.Parameter:
+            return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad)
+        if kind is FakeTensor:
+            raise SerializationError(
+                "fake tensors have no data: the compiler, or whoever made them, uses them to trace"
+            )
+        if hasattr(value, "__tensor_flatten__"):
+            return self._reduce_wrapper(value)
+        if kind.__reduce_ex__ is torch.nn.Parameter.__reduce_ex__:
+            return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad, kind)
+        if kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
+            return _with_attributes(value, make_subclass, plain_alias(value), kind)
+        if value.requires_grad and not is_lazy(value):
+            self._pickled_by_class.append(value)
+        return NotImplemented
+
+    def _reduce_wrapper(self, value: torch.Tensor) -> Any:
+        kind: Any = type(value)
+        names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: getattr(value, name) for name in names}
+        made_of: tuple[Any, ...]
+        if value.layout is torch.jagged:  # its shape and stride are symbols of this process
+            dimension = ragged_dimensions.name_of(inner[_ragged_source(inner)])
+            made_of = kind, inner, context, None, None, dimension
+        else:
+            made_of = kind, inner, context, tuple(value.shape), value.stride(), None
+        number = -1
+        if value.requires_grad:
+            number = len(self.wrapped)
+            self.wrapped.append(value)
+        attributes = {
+            name: item
+            for name, item in value.__dict__.items()
+            # A class that pickles itself may keep in private attributes what cannot be pickled.
+            if not (name in inner or (name[0] == "_" and kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__))
+        }
+        is_parameter = bool(attributes.pop("_is_param", False))
+        arguments = made_of, value.requires_grad, is_parameter, number
+        return make_wrapper, arguments, attributes, None, None, set_attributes
+
+    def unrecorded(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values that require grad and whose gradient would be lost.
+
+        Args:
+            tensors: The tensors that the message records if they require grad.
+        """
+        if not self._pickled_by_class:
+            return []
+        with torch._C.DisableTorchFunctionSubclass():
+            reached = {node for tensor in tensors if tensor.requires_grad for node in _near_nodes(tensor)}
+            return [value for value in self._pickled_by_class if (value.grad_fn or value) not in reached]
+
+
+def plain_alias(value: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` without its class, on the same memory and in the same graph.
+
+    Without grad mode there is no graph to be part of; then the alias only says whether ``value`` requires grad.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = value.as_subclass(torch.Tensor)
+        if plain.requires_grad is not value.requires_grad:
+            plain = plain.detach().requires_grad_(value.requires_grad)
+        return plain
+
+
+def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """Give a tensor that was built again its Python attributes."""
+    tensor.__dict__.update(attributes)
+
+
+def make_parameter(tensor: torch.Tensor, requires_grad: bool, kind: Any = torch.nn.Parameter) -> torch.Tensor:
+    """Build a parameter. One that is part of a graph is not a leaf here, so it is an ordinary tensor."""
+    if tensor.grad_fn is not None:
+        return tensor if kind is torch.nn.Parameter else tensor.as_subclass(kind)
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor.detach(), requires_grad)
+    return made
+
+
+def make_subclass(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
+    """Build a tensor of a class that has memory of its own."""
+    made: torch.Tensor = tensor.as_subclass(kind)
+    return made
+
+
+def make_wrapper(
+    attach: Attach | None, made_of: tuple[Any, ...], requires_grad: bool, is_parameter: bool, number: int
+) -> torch.Tensor:
+    """Build a wrapper, and attach it to the graph if it has a number."""
+    kind, inner, context, shape, stride, dimension = made_of
+    if dimension is not None:
+        source = _ragged_source(inner)
+        inner = {**inner, source: ragged_dimensions.adopt(dimension, inner[source])}
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
+    if number >= 0 and attach is not None:
+        return attach(number, made)
+    if is_parameter:
+        return torch.nn.Parameter(made, requires_grad)
+    return made.requires_grad_() if requires_grad and made.is_leaf else made
+
+
+def _with_attributes(value: torch.Tensor, build: Callable[..., Any], *args: Any) -> Any:
+    return build, args, value.__dict__, None, None, set_attributes
+
+
+def _near_nodes(tensor: torch.Tensor) -> set[Any]:
+    """The nodes of the graph that lie at most two edges behind a tensor. A leaf stands for its own node."""
+    found: set[Any] = {tensor.grad_fn or tensor}
+    ahead = found
+    for _ in range(2):
+        behind = {edge[0] for node in ahead for edge in getattr(node, "next_functions", ())} - {None}
+        ahead = {getattr(node, "variable", node) for node in behind}
+        found |= ahead
+    return found
+
+
+def _ragged_source(inner: dict[str, Any]) -> str:
+    """The inner tensor of a jagged tensor that identifies its ragged dimension."""
+    return "_offsets" if inner.get("_lengths") is None else "_lengths"
+
+
+class _RaggedDimensions:
+    """Knows the ragged dimensions of jagged tensors by names that are the same in all processes.
+
+    torch allows an operation on two jagged tensors only if their offsets are one and the same tensor object. Offsets
+    that travel get a name. If offsets of that name are here already, the received tensor uses them, so a jagged
+    tensor that comes back, or its gradient, fits the tensors that stayed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards both tables
+        self._names: Any = WeakTensorKeyDictionary()  # offsets -> name
+        self._offsets: dict[bytes, TensorWeakRef] = {}
+
+    def name_of(self, offsets: torch.Tensor) -> bytes:
+        """Return the name of a ragged dimension."""
+        with self._lock:
+            name: bytes | None = self._names.get(offsets)
+            if name is None:
+                name = secrets.token_bytes(12)
+                self._register(name, offsets)
+            return name
+
+    def adopt(self, name: bytes, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the offsets that stand for the dimension ``name`` here, which ``offsets`` are equal to."""
+        with self._lock:
+            known = self._offsets.get(name)
+            found = None if known is None else known()
+            if found is None:
+                self._register(name, offsets)
+                return offsets
+        same = found.device == offsets.device and found.dtype == offsets.dtype and torch.equal(found, offsets)
+        return found if same else offsets
+
+    def _register(self, name: bytes, offsets: torch.Tensor) -> None:
+        self._names[offsets] = name
+        self._offsets[name] = TensorWeakRef(offsets)
+        if len(self._offsets) > 2 * len(self._names) + 64:
+            self._offsets = {name: each for name, each in self._offsets.items() if each() is not None}
+
+
+ragged_dimensions = _RaggedDimensions()
+"""Of this process."""
