@@ -14,6 +14,7 @@ NAMES = [
     "CallTimeoutError",
     "ContextError",
     "ContextHandle",
+    "ForeignGraphError",
     "FrameTooLargeError",
     "FunctionNotFoundError",
     "Future",

@@ -281,6 +281,32 @@ class UnknownContextError(ContextError, LookupError):
     """The context was released, or this worker never saw it."""
 
 
+class ForeignGraphError(ContextError):
+    """A gradient would have to go through a tensor that was received in another context, or outside of any.
+
+    Attributes:
+        origin: Id of the context that the tensor was received in; None: outside of any.
+        sender: Name of the worker that sent the tensor.
+        root: Which of the roots depends on it, if one does; else ``message`` names a message that does.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        worker: str | None = None,
+        context: int | None = None,
+        message: int | None = None,
+        origin: int | None = None,
+        sender: str | None = None,
+        root: int | None = None,
+    ) -> None:
+        super().__init__(text, worker=worker, context=context, message=message)
+        self.origin = origin
+        self.sender = sender
+        self.root = root
+
+
 class GraphFreedError(ContextError):
     """A pass reached a graph a second time that an earlier one freed; that one needed ``retain_graph=True``."""
 

@@ -18,7 +18,7 @@ from backhaul.autograd.checked import recorder_for
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.drives import Drive
-from backhaul.autograd.functions import ROOTS, Grads, MessageId
+from backhaul.autograd.functions import NO_CONTEXT, ROOTS, Grads, MessageId
 from backhaul.autograd.losses import Losses
 from backhaul.autograd.messages import (
     Abort,
@@ -34,7 +34,7 @@ from backhaul.autograd.outbox import Outbox, Parcels, key_of
 from backhaul.autograd.planning import Planner, orders_for
 from backhaul.autograd.recording import enter, leave, record_recv
 from backhaul.autograd.recovery import Recovery
-from backhaul.autograd.runs import Orders, Outcome, Run
+from backhaul.autograd.runs import ForeignGraph, Orders, Outcome, Run
 from backhaul.crew import Task
 from backhaul.cuda import process
 from backhaul.cuda.links import PeerLink
@@ -42,6 +42,7 @@ from backhaul.errors import (
     BackhaulError,
     BackwardTimeoutError,
     ContextError,
+    ForeignGraphError,
     GraphFreedError,
     UnknownContextError,
     UnknownWorkerError,
@@ -366,6 +367,8 @@ class Engine:
 
     def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
         """Something went wrong here: let go of the pass and tell the driver."""
+        if isinstance(error, ForeignGraph):
+            error = self._foreign(run, error)
         if not run.failed:
             run.failed = True
             run.complaint = self._complaint(run.spec, source, error)
@@ -581,6 +584,32 @@ class Engine:
             worker=self.worker.name,
             context=context,
             message=source,
+        )
+
+    def _foreign(self, run: Run, found: ForeignGraph) -> ForeignGraphError:
+        """The error for a gradient that would have to go through another context, or through none."""
+        recv, context, source = found.recv, run.context, found.source
+        sender, origin = self.name_of(recv.sender), recv.context
+        if source == ROOTS:
+            what = f"roots[{found.place}]"
+        else:
+            record = context.sends.get(source)
+            to = "another worker" if record is None else f"worker '{self.name_of(record.to)}'"
+            what = f"a tensor that worker '{self.worker.name}' sent to {to}"
+        if origin == NO_CONTEXT:
+            where = "outside of any context"
+        else:
+            where = f"in context {origin}" + ("" if self.container.find(origin) is not None else ", which was released")
+        return ForeignGraphError(
+            f"{what} depends on a tensor that worker '{self.worker.name}' received from worker '{sender}' {where}, so "
+            f"its gradient cannot be computed in context {context.id}; make the call inside context {context.id}, or "
+            "detach() the received tensor if no gradient is meant to go back there",
+            worker=self.worker.name,
+            context=context.id,
+            message=source or None,
+            origin=None if origin == NO_CONTEXT else origin,
+            sender=sender,
+            root=found.place if source == ROOTS else None,
         )
 
     def run_of(self, context: Context, spec: PassSpec) -> Run:

@@ -31,6 +31,9 @@ MessageId = NewType("MessageId", int)
 ContextId = NewType("ContextId", int)
 """Names one context among all of the cluster, likewise."""
 
+NO_CONTEXT = ContextId(-1)
+"""In the place of a context's id, where there is none."""
+
 ROOTS = MessageId(0)
 """The roots of a pass, as a source."""
 
@@ -94,9 +97,17 @@ class SendRecord:
 class Recv:
     """The receiving end of a message. Marks, with its index, each received tensor's node in the graph."""
 
-    __slots__ = ("count", "message", "order", "replied", "sender")
+    __slots__ = ("context", "count", "message", "order", "replied", "sender")
 
-    def __init__(self, message: MessageId, sender: int, order: tuple[int, ...], replied: bool = False) -> None:
+    def __init__(
+        self,
+        message: MessageId,
+        sender: int,
+        order: tuple[int, ...],
+        replied: bool = False,
+        context: ContextId = NO_CONTEXT,
+    ) -> None:
+        self.context = context  # in which it was received
         self.replied = replied  # it came the way of replies
         self.message = message
         self.sender = sender

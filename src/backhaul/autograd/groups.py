@@ -7,11 +7,11 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 
 import torch
 
-from backhaul.autograd.functions import End, Grads, MessageId, Recv, edge_of, recv_of
+from backhaul.autograd.functions import NO_CONTEXT, End, Grads, MessageId, Recv, edge_of, recv_of
 from backhaul.autograd.native import DEEP, FenceNode, LeafNode, Node, free_one_by_one, node_hooks, pass_hooks
 
 
@@ -44,7 +44,7 @@ Fired = tuple[Recv, Grads]
 class Group:
     """Sources that run together, and the sinks they reach."""
 
-    __slots__ = ("frozen", "leaves", "nodes", "recvs", "sources")
+    __slots__ = ("foreign", "frozen", "leaves", "nodes", "recvs", "sources")
 
     def __init__(self, source: MessageId) -> None:
         self.sources = [source]
@@ -52,6 +52,7 @@ class Group:
         self.leaves: dict[int, torch.Tensor] = {}  # by id
         self.frozen: dict[Node, None] = {}  # accumulation nodes of leaves that need no gradient any more
         self.recvs: dict[MessageId, RecvEnd] = {}
+        self.foreign: dict[Node, Recv] = {}  # recv nodes of other contexts, which take no gradient here
 
     def absorb(self, other: Group) -> None:
         """Take in another group."""
@@ -59,6 +60,7 @@ class Group:
         self.nodes += other.nodes
         self.leaves.update(other.leaves)
         self.frozen.update(other.frozen)
+        self.foreign.update(other.foreign)
         for message, end in other.recvs.items():
             self.recvs.setdefault(message, end).nodes.update(end.nodes)
 
@@ -73,14 +75,21 @@ class Grouping:
         sources: Where gradients may enter: for each source its ends.
         joins: What joins the sources that reach a leaf: those whose leaves give equal answers run together, None joins
             nothing.
+        context: The context of the sources; recv nodes of others are foreign.
+
+    Attributes:
+        foreign: All foreign recv nodes.
     """
 
     def __init__(
         self,
         sources: Mapping[MessageId, Sequence[End]],
         joins: Callable[[torch.Tensor], object] = hooked,
+        context: int = NO_CONTEXT,
     ) -> None:
         self.ends = sources
+        self.foreign: set[Node] = set()
+        self._context = context
         self._joins = joins
         self._owner: dict[Node, MessageId] = {}  # which source came to a node first
         self._meeting: dict[object, MessageId] = {}  # likewise to what joins sources
@@ -160,6 +169,10 @@ class Grouping:
 
     def _reach_recv(self, source: MessageId, group: Group, node: Node, mark: tuple[Recv, int]) -> None:
         recv, index = mark
+        if recv.context != self._context:
+            group.foreign[node] = recv
+            self.foreign.add(node)
+            return
         known = group.recvs.get(recv.message)
         if known is not None:
             known.nodes[index] = node
@@ -180,7 +193,7 @@ class Grouping:
 
     def reach(self) -> dict[MessageId, frozenset[MessageId]]:
         """For each source, the recv nodes that it reaches itself (not: that its group reaches)."""
-        masks = RecvMasks()
+        masks = RecvMasks(self.foreign)
         found = {source: masks.of(ends) for source, ends in self.ends.items()}
         return {source: masks.names(mask) for source, mask in found.items()}
 
@@ -188,9 +201,13 @@ class Grouping:
 class RecvMasks:
     """For each node, the messages whose recv nodes lie behind it, as the bits of an int. Linear in the size of the
     graph.
+
+    Args:
+        foreign: Recv nodes that do not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, foreign: Container[Node] = ()) -> None:
+        self._foreign = foreign
         self._numbers: dict[MessageId, int] = {}
         self._messages: list[MessageId] = []  # by number
         self.masks: dict[Node, int] = {}
@@ -231,7 +248,7 @@ class RecvMasks:
             if kind is LeafNode:
                 masks[node] = 0
             elif (mark := recv_of(node)) is not None:
-                masks[node] = 1 << self._number(mark[0].message)
+                masks[node] = 0 if node in self._foreign else 1 << self._number(mark[0].message)
             else:
                 following = [n for n, _ in node.next_functions if n is not None]
                 ahead = [n for n in following if n not in masks]

@@ -13,7 +13,7 @@ import gc
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -110,9 +110,11 @@ class Leaves:
         leaves: Collection[torch.Tensor],
         ends: Sequence[GradientEdge],
         order: tuple[int, ...],
+        *,
+        check: Callable[[Grads], None] | None = None,
     ) -> Grads:
         """Run the engine from ``edges`` to ``leaves``, which keep what they get, and ``ends``, whose gradients are
-        returned.
+        returned. ``check`` sees these before anything is kept, and may raise.
         """
         spec = self._spec
         wanted = list(self._inputs or ()) if spec.restricted else leaves
@@ -122,9 +124,11 @@ class Leaves:
         grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
         if process.frontier is not None:
             process.frontier.adopt(grads)  # they are in memory of the forward's streams, and used on this thread's
-        if not wanted:
-            return grads
         found = grads[len(wanted) :]
+        if check is not None:
+            check(found)
+        if not wanted:
+            return found
         del grads[len(wanted) :]
         self._take(wanted, grads, order)
         return found

@@ -57,10 +57,12 @@ class Summary:
     Attributes:
         groups: For each group: source -> the recv nodes it reaches.
         senders: For each of these recv nodes: the worker that sent its message.
+        foreign: The sources that reach a recv node of another context.
     """
 
     groups: tuple[Mapping[int, frozenset[int]], ...]
     senders: Mapping[int, int]
+    foreign: frozenset[int] = frozenset()
 
 
 class Plan:
@@ -113,9 +115,12 @@ class Plan:
                     todo.append((sender, message))
 
     def _prune(self) -> None:
-        """Keep only what leads to the inputs: a message is useful if its source reaches one, or a useful message."""
+        """Keep only what leads to the inputs: a message is useful if its source reaches one, or a useful message. One
+        that reaches another context may lead there: it is kept, so that its gradient is refused where it arrives.
+        """
         if self.useful is None:
             return
+        self.useful.update(*(summary.foreign for summary in self._summaries.values()))
         causes: dict[int, list[int]] = {}
         for summary in self._summaries.values():
             for group in summary.groups:

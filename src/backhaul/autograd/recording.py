@@ -135,7 +135,7 @@ def record_recv(
     if not message:
         context.know(sender)
         return tensors
-    recv = Recv(message, sender, note.order, replied)
+    recv = Recv(message, sender, note.order, replied, context.id)
     context.add_recv(recv)
     if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
         return receive_one(recv, tensors[0])

@@ -62,6 +62,22 @@ class Orders:
     useful: frozenset[int] | None = None
 
 
+class ForeignGraph(Exception):
+    """A gradient has come to a recv node of another context.
+
+    Attributes:
+        recv: The message behind that node.
+        source: The source whose graph leads there.
+        place: Which of its tensors does: of the roots, or of the message that was sent.
+    """
+
+    def __init__(self, recv: Recv, source: MessageId, place: int) -> None:
+        super().__init__(recv, source, place)
+        self.recv = recv
+        self.source = source
+        self.place = place
+
+
 LARGE = 64  # nodes of a group from which on it may pay to send before all of it has run
 
 Send = Callable[["Run", Recv, Grads], None]
@@ -185,7 +201,7 @@ class Run:
             sources[record.message] = record.ends
             self._places[record.message] = record.order
         self._task_number = new_task_number()
-        return Grouping(sources, self._leaves.join)
+        return Grouping(sources, self._leaves.join, context.id)
 
     def send(self, recv: Recv, grads: Grads) -> None:
         """Send gradients at once."""
@@ -219,10 +235,11 @@ class Run:
 
     def summary(self) -> Summary:
         """What the driver needs to make a plan."""
-        groups = self.grouping.groups
+        groups, ends = self.grouping.groups, self.grouping.ends
         return Summary(
             tuple({source: self.reach[source] for source in group.sources} for group in groups),
             {message: end.recv.sender for group in groups for message, end in group.recvs.items()},
+            frozenset(s for g in groups if g.foreign for s in g.sources if reaches(ends[s], g.foreign.keys())),
         )
 
     def leads_to_inputs(self) -> set[MessageId]:
@@ -402,7 +419,11 @@ class Run:
                 wanted.append(GradientEdge(node, 0))
         if group.frozen and not self.spec.restricted:  # what leads to them runs all the same
             wanted += [GradientEdge(node, 0) for node in group.frozen]
-        found = self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order)
+        check = None
+        if group.foreign:  # asked for so that it is known whether a gradient comes there
+            check = functools.partial(self._refuse_foreign, group, len(wanted))
+            wanted += [GradientEdge(node, 0) for node in group.foreign]
+        found = self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order, check=check)
         fired: list[Fired] = []
         used = 0
         for end in ends:
@@ -410,6 +431,15 @@ class Run:
             fired.append((end.recv, end.answer(dict(zip(end.nodes, found[used:following], strict=True)))))
             used = following
         return fired
+
+    def _refuse_foreign(self, group: Group, first: int, found: Grads) -> None:
+        """Raise if a gradient has come to a recv node of another context; ``first``: where those are in ``found``."""
+        for (node, recv), grad in zip(group.foreign.items(), found[first:], strict=True):
+            if grad is not None:
+                for source in sorted(group.sources):  # the roots first
+                    for place, end in enumerate(self.grouping.ends[source]):
+                        if reaches([end], {node}):
+                            raise ForeignGraph(recv, source, place)
 
     def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> Stepper:
         sources = sorted(active, key=self._place)
@@ -429,6 +459,7 @@ class Run:
                 for edge in [get_gradient_edge(tensor)]
             },
             capture=self._leaves.keep,
+            foreign=group.foreign,
         )
 
     def _place(self, source: MessageId) -> tuple[int, ...]:

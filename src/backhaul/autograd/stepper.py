@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Stepper:
         create: Whether the pass records itself (``create_graph``).
         inner: Tensors inside the graph whose gradients are wanted, by their edges.
         capture: Takes such a gradient.
+        foreign: Recv nodes of other contexts, which ``compute`` sees to.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Stepper:
         create: bool,
         inner: Mapping[tuple[Node, int], torch.Tensor],
         capture: Callable[[torch.Tensor, torch.Tensor], None],
+        foreign: Container[Node] = (),
     ) -> None:
         self._sources = sources
         self._compute = compute
@@ -99,7 +101,7 @@ class Stepper:
         self._seed_places: dict[MessageId, int] = {}
         self._leads: Mapping[Node, int] = {}  # not 0: a recv node lies behind
         self._ready: list[Node] = []
-        self._walk()
+        self._walk(RecvMasks(foreign))
         for end in ends:
             reached = RecvEnd(end.recv, {index: node for index, node in end.nodes.items() if node in self._slots})
             self._unanswered[end.recv.message] = reached
@@ -142,9 +144,8 @@ class Stepper:
             if over:
                 return True
 
-    def _walk(self) -> None:
+    def _walk(self, masks: RecvMasks) -> None:
         """Count for every node the contributions it is going to get, and see which lead to recv nodes."""
-        masks = RecvMasks()
         seen: set[Node] = set()
         for source, edges in self._sources.items():
             masks.of(edges)

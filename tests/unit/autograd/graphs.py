@@ -12,8 +12,10 @@ import networkx
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from backhaul.autograd.functions import MessageId, Recv, receive, recv_of
+from backhaul.autograd.functions import ContextId, MessageId, Recv, receive, recv_of
 from backhaul.autograd.native import LeafNode
+
+CONTEXT = ContextId(1)
 
 
 class Graph:
@@ -32,7 +34,7 @@ class Graph:
         values: list[torch.Tensor] = list(self.leaves)
         self.recvs: dict[MessageId, Recv] = {}
         for number in range(choose.randint(0, 4)):
-            recv = Recv(MessageId(100 + number), choose.randrange(3), ())
+            recv = Recv(MessageId(100 + number), choose.randrange(3), (), context=CONTEXT)
             self.recvs[recv.message] = recv
             values.extend(receive(recv, [torch.ones(2) for _ in range(choose.randint(1, 3))]))
         for _ in range(choose.randint(0, 14)):

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul.autograd.functions import MessageId, Recv, receive, recv_of
 from backhaul.autograd.groups import Grouping, RecvMasks, reaches
 
-from .graphs import Graph, nodes_behind
+from .graphs import CONTEXT, Graph, nodes_behind
 
 SEEDS = st.integers(0, 1 << 32)
 
@@ -22,7 +22,7 @@ SEEDS = st.integers(0, 1 << 32)
 @settings(max_examples=300)
 def test_groups_are_those_that_share_a_node(seed: int) -> None:
     graph = Graph(seed)
-    grouping = Grouping(graph.edges)
+    grouping = Grouping(graph.edges, context=CONTEXT)
     assert {frozenset(group.sources) for group in grouping.groups} == graph.groups()
     assert sorted(source for group in grouping.groups for source in group.sources) == sorted(graph.edges)
     for group in grouping.groups:
@@ -32,7 +32,7 @@ def test_groups_are_those_that_share_a_node(seed: int) -> None:
 @given(SEEDS)
 def test_a_group_knows_all_its_ends(seed: int) -> None:
     graph = Graph(seed)
-    for group in Grouping(graph.edges).groups:
+    for group in Grouping(graph.edges, context=CONTEXT).groups:
         assert set(group.leaves) == graph.leaves_of(group.sources)
         assert all(id(leaf) == number for number, leaf in group.leaves.items())
         assert set(group.recvs) == graph.recvs_of(group.sources)
@@ -42,7 +42,7 @@ def test_a_group_knows_all_its_ends(seed: int) -> None:
 @given(SEEDS)
 def test_reach_is_of_each_source_alone(seed: int) -> None:
     graph = Graph(seed)
-    reach = Grouping(graph.edges).reach()
+    reach = Grouping(graph.edges, context=CONTEXT).reach()
     assert {source: set(found) for source, found in reach.items()} == {
         source: graph.recvs_of([source]) for source in graph.edges
     }
@@ -53,7 +53,7 @@ def test_groups_do_not_depend_on_the_order_of_sources(seed: int, order: random.R
     graph = Graph(seed)
     shuffled = list(graph.edges.items())
     order.shuffle(shuffled)
-    one, other = Grouping(graph.edges), Grouping(dict(shuffled))
+    one, other = Grouping(graph.edges, context=CONTEXT), Grouping(dict(shuffled), context=CONTEXT)
     assert {frozenset(g.sources) for g in one.groups} == {frozenset(g.sources) for g in other.groups}
     assert one.reach() == other.reach()
 

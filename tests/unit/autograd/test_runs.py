@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch.autograd.graph import GradientEdge
 
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ContextId, Grads, MessageId, Recv, SendRecord, recv_of
+from backhaul.autograd.functions import Grads, MessageId, Recv, SendRecord, recv_of
 from backhaul.autograd.messages import PassSpec
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.cuda import process
 from backhaul.cuda.streams import tensors_in
 
-from .graphs import Graph
+from .graphs import CONTEXT, Graph
 
 SEEDS = st.integers(0, 1 << 32)
 
@@ -36,7 +36,7 @@ class Share:
     def __init__(self, seed: int, **options: Any) -> None:
         choose = random.Random(seed)
         self.graph = Graph(seed)
-        self.context = Context(ContextId(1))
+        self.context = Context(CONTEXT)
         for source, tensors in self.graph.tensors.items():
             self.context.add_send(SendRecord(source, choose.randrange(3), tensors, (source,)))
         sources = list(self.graph.edges)
@@ -50,7 +50,7 @@ class Share:
         self.sent: dict[MessageId, Grads] = {}
         self.outcomes: list[Outcome] = []
         self._lock = threading.Lock()  # guards sent and outcomes
-        self.run = Run(PassSpec(ContextId(1), 7, 1, **options), self.context)
+        self.run = Run(PassSpec(CONTEXT, 7, 1, **options), self.context)
 
     def natively(self) -> tuple[dict[torch.Tensor, torch.Tensor], dict[MessageId, list[torch.Tensor | None]]]:
         """All at once, as plain autograd does; what a leaf's hooks do besides is not seen by it."""
@@ -245,10 +245,10 @@ def test_memory_of_gradients_is_kept_for_the_thread_that_goes_on_with_them(
     monkeypatch.setattr(process, "frontier", streams)
     leaf = torch.ones(2, requires_grad=True)
     leaf.register_hook(lambda grad: grad)  # so that both sources run together
-    context = Context(ContextId(1))
+    context = Context(CONTEXT)
     for number in (1, 2):
         context.add_send(SendRecord(MessageId(number), 0, [leaf * number], (number,)))
-    run = Run(PassSpec(ContextId(1), 7, 1), context)
+    run = Run(PassSpec(CONTEXT, 7, 1), context)
     active = frozenset({1, 2})
     run.follow(Orders(active, active if circular else frozenset()))
     first, second = torch.ones(2), torch.ones(2)

@@ -47,7 +47,7 @@ def count_opcodes(work: Callable[[], None]) -> int:
 
 
 def received(number: int) -> torch.Tensor:
-    (tensor,) = receive(Recv(MessageId(1 << 20 | number), 1, (number,)), [torch.ones(2)])
+    (tensor,) = receive(Recv(MessageId(1 << 20 | number), 1, (number,), context=ContextId(1)), [torch.ones(2)])
     return tensor
 
 
