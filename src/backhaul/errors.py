@@ -287,7 +287,7 @@ class ForeignGraphError(ContextError):
     Attributes:
         origin: Id of the context that the tensor was received in; None: outside of any.
         sender: Name of the worker that sent the tensor.
-        root: Which of the roots depends on it, if one does; else ``message`` names a message that does.
+        root: Which of the roots depends on it, if one does.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NewType
+from typing import Any, ClassVar, Literal, NewType
 
 WorkerId = NewType("WorkerId", int)
 """A worker's place in the cluster, 0 to 65535 (16 bits, so that it fits into a context id)."""
@@ -155,6 +155,9 @@ class Options:
         lost_after: A peer of which nothing was heard for so long is lost: its channel is closed, and what waits for it
             fails with ``PeerLostError``. 0: never.
     """
+
+    receives_leaves: ClassVar[bool] = False
+    """Whether tensors received outside of a context are leaves that require grad; so it is in ``backhaul.compat``."""
 
     timeout: float = 60.0
     threads: int = 16

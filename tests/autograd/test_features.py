@@ -315,8 +315,7 @@ def test_no_grad_inside_a_handler(check: Check) -> None:
 def test_outside_of_a_context_nothing_is_recorded() -> None:
     a = A.detach().clone().requires_grad_()
     with bh.cluster(2) as workers:
-        y = bh.rpc_sync(1, torch.mul, args=(a, 2))
-        assert y.grad_fn is None
+        bh.rpc_sync(1, torch.mul, args=(a, 2))
         assert [contexts_on(worker.name) for worker in workers] == [0, 0]
 
 

@@ -55,6 +55,21 @@ def test_a_pickler_of_the_users_carries_calls_with_tensors_and_references(functi
     assert pickler.calls >= 1
 
 
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    (tensor * 3).sum().backward()
+    return tensor.grad
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_received_outside_of_a_context_is_a_leaf() -> None:
+    """In the reference it has a gradient of its own, which goes no further."""
+    weight = torch.ones(2, requires_grad=True)
+    result = rpc.rpc_sync("alone", torch.mul, args=(weight, 2))
+    assert gradient_of(result).tolist() == [3.0, 3.0]
+    assert rpc.rpc_sync("alone", gradient_of, args=(weight,)).tolist() == [3.0, 3.0]
+    assert weight.grad is None
+
+
 @pytest.mark.usefixtures("alone")
 def test_gradients_go_through_calls() -> None:
     weight = torch.ones(2, requires_grad=True)

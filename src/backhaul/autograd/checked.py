@@ -31,10 +31,14 @@ register(Summary)
 
 def recorder_for(node: Node, container: Container) -> Recorder:
     """The recorder of a worker: one that checks what it is told, where there is something to check."""
-    if node.worker.options.trusted and node.quotas.contexts is None:
-        return Recorder(node.worker, container)
-    node.worker.attach(container)
-    return CheckedRecorder(node.worker, container, node.quotas.contexts)
+    options = node.worker.options
+    if options.trusted and node.quotas.contexts is None:
+        made = Recorder(node.worker, container)
+    else:
+        node.worker.attach(container)
+        made = CheckedRecorder(node.worker, container, node.quotas.contexts)
+    made.leaves = options.receives_leaves
+    return made
 
 
 class CheckedRecorder(Recorder):

@@ -606,7 +606,7 @@ class Engine:
             "detach() the received tensor if no gradient is meant to go back there",
             worker=self.worker.name,
             context=context.id,
-            message=source or None,
+            message=recv.message or None,
             origin=None if origin == NO_CONTEXT else origin,
             sender=sender,
             root=found.place if source == ROOTS else None,

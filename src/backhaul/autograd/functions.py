@@ -9,7 +9,8 @@
 - *root*: what ``backward`` starts from, on the driver.
 - *leaf*: where gradients end in a worker: they are summed in the context (or in ``.grad``).
 - *recv node*: the end of the graph behind a received tensor. The engine is asked for the gradient that comes there,
-  and never runs it: in a plain ``loss.backward()`` it raises an error that says what to call instead.
+  and never runs it: in a plain ``loss.backward()`` it raises an error that says what to call instead. A tensor that
+  requires grad and is received outside of a context gets one too, which belongs to no message.
 
 A *source* is where gradients enter a worker's graph: the roots, or a send record. A *sink* is where they end:
 leaves and recv nodes.
@@ -24,6 +25,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul.autograd.native import Fence, Node, leaf_edge
+from backhaul.wire.subclasses import Tensors, may_require_grad
 
 MessageId = NewType("MessageId", int)
 """Names one recorded message among all of the cluster: 16 bits of worker id, 48 of counter."""
@@ -120,6 +122,12 @@ _fence = Fence(
     "`with backhaul.context() as context:` instead of loss.backward() or torch.autograd.grad()"
 )
 
+_outside = Fence(
+    "this graph reaches back to a tensor that was received outside of any context, so no gradient can go back to its "
+    "sender: make the call inside `with backhaul.context() as context:` and use backhaul.backward(context, [loss]) "
+    "instead of loss.backward(); if no gradient is meant, make the call under torch.no_grad() or detach() the tensor"
+)
+
 recv_of: Callable[[Node], tuple[Recv, int] | None] = Fence.mark_of
 """Which received tensor a node stands for; None for all other nodes."""
 
@@ -179,6 +187,31 @@ def receive_one(recv: Recv, tensor: torch.Tensor) -> list[torch.Tensor]:
     """As ``receive``, for a message of one tensor, which is recorded."""
     recv.count = 1
     return [_fence.put(tensor.requires_grad_(), (recv, 0))]
+
+
+def receive_outside(sender: int, tensors: list[torch.Tensor], context: ContextId = NO_CONTEXT) -> list[torch.Tensor]:
+    """Let received tensors that are part of no context, or of one that was released, refuse their gradients: nothing
+    carries them back.
+    """
+    if not may_require_grad(tensors):
+        return tensors
+    recv = Recv(ROOTS, sender, (), context=context)
+    made = [
+        _outside.put(tensor, (recv, index)) if tensor.requires_grad else tensor for index, tensor in enumerate(tensors)
+    ]
+    if not isinstance(tensors, Tensors):
+        return made
+
+    def attach(number: int, wrapper: torch.Tensor) -> torch.Tensor:
+        return _outside.put(wrapper.detach().requires_grad_(), (recv, len(made) + number))
+
+    return Tensors(made, tensors.wrapped, attach)
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether a received tensor is part of a context."""
+    mark = recv_of(tensor.grad_fn)
+    return tensor.grad_fn is not None and (mark is None or mark[0].message != ROOTS)
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

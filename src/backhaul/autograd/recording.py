@@ -20,18 +20,23 @@ import torch
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import (
+    NO_CONTEXT,
     ROOTS,
+    ContextId,
     MessageId,
     Recv,
     SendRecord,
+    is_recorded,
     receive,
     receive_one,
+    receive_outside,
     receive_wrapper,
 )
 from backhaul.autograd.messages import Note
 from backhaul.autograd.replay import Entry
 from backhaul.errors import SerializationError
 from backhaul.rpc.peers import Peer
+from backhaul.wire import subclasses
 from backhaul.wire.codec import Encoded
 from backhaul.wire.messages import unpack
 from backhaul.wire.subclasses import Tensors, detached
@@ -41,6 +46,8 @@ _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_
 
 carried: Callable[[], Scope | None] | None = None
 """Finds the current scope where context variables do not reach; see ``jit.threads``."""
+
+subclasses.is_recorded = is_recorded
 
 _FIRST = (0,)
 
@@ -167,6 +174,8 @@ class Recorder:
     """The interceptor that records calls."""
 
     key = "autograd"
+    leaves = False
+    """Whether tensors received outside of a context are leaves, as in the reference."""
 
     def __init__(self, worker: Worker, container: Container) -> None:
         self._worker = worker
@@ -195,11 +204,11 @@ class Recorder:
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         if note is None:
-            return tensors, None
+            return self._outside(peer, tensors), None
         read = unpack(note, Note)
         context = self._container.get_or_create(read.context)
         if context is None:  # the caller has released it: nobody will ask for gradients
-            return tensors, None
+            return self._outside(peer, tensors, read.context), None
         if read.replay < 0:
             scope = Scope(self._worker, context, read.order)
         else:
@@ -225,11 +234,17 @@ class Recorder:
         if type(kept) is Entry:
             kept.answer(read)
             kept = kept.context
-        if read is None or kept is None:
-            return tensors
+        if kept is None:
+            return self._outside(peer, tensors)
+        if read is None:  # the context is over there
+            return self._outside(peer, tensors, kept.id)
         if kept.released:
             self.tell_over(peer.record.id, kept.id)
         return record_recv(kept, peer.record.id, read, tensors, replied=True)
+
+    def _outside(self, peer: Peer, tensors: list[torch.Tensor], context: ContextId = NO_CONTEXT) -> list[torch.Tensor]:
+        """Tensors that have come outside of a context, or of one that is over."""
+        return tensors if self.leaves else receive_outside(peer.record.id, tensors, context)
 
     def discard(self, peer: Peer, note: bytes) -> None:
         """An end whose other end is not used gets no gradients, but it keeps its graph: forget one of ours."""

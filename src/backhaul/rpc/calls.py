@@ -26,6 +26,7 @@ from backhaul.wire.devices import Lease, decline
 from backhaul.wire.faults import decode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Fault, Kind, Payload, Reply, unpack
+from backhaul.wire.subclasses import may_require_grad
 from backhaul.worker import Worker
 
 Outcome = Frame | BackhaulError
@@ -106,6 +107,9 @@ class Pending:
                 tensors = tensors_of(payload, buffers, self.peer.link.arrive(self.channel))
             for interceptor, kept in self.kept:
                 tensors = interceptor.reply_in(self.peer, kept, notes.get(interceptor.key), tensors)
+            if not self.kept and may_require_grad(tensors):
+                for interceptor in interceptors:
+                    tensors = interceptor.reply_in(self.peer, None, notes.get(interceptor.key), tensors)
             (value,) = load(payload, buffers, tensors, worker)
             return value
         except BaseException as error:

@@ -42,6 +42,7 @@ from backhaul.wire.devices import decline
 from backhaul.wire.faults import encode_fault
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Cancel, Kind, Reply, Request, pack, unpack
+from backhaul.wire.subclasses import may_require_grad
 from backhaul.worker import Worker, observer_here, serving
 
 log = logging.getLogger("backhaul")
@@ -260,7 +261,7 @@ class Dispatcher:
                 tensors = tensors_of(payload, buffers)
             else:
                 tensors = tensors_of(payload, buffers, answer.peer.link.arrive(answer.channel))
-            if notes:
+            if notes or may_require_grad(tensors):
                 tensors = self._show(answer, notes, tensors)
             values = load(payload, buffers, tensors, self._worker)
             if function is None:
@@ -312,13 +313,11 @@ class Dispatcher:
             ) from error
 
     def _show(self, answer: Answer, notes: Mapping[str, bytes], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Show a request to those who put notes on it; returns the tensors to use."""
+        """Show a request to those who put notes on it, or replace its tensors; returns the tensors to use."""
         for interceptor in self._agent.interceptors:
-            note = notes.get(interceptor.key)
-            if note is not None:
-                tensors, kept = interceptor.request_in(answer.peer, note, tensors)
-                if kept is not None:
-                    answer.kept = {**answer.kept, interceptor.key: kept}
+            tensors, kept = interceptor.request_in(answer.peer, notes.get(interceptor.key), tensors)
+            if kept is not None:
+                answer.kept = {**answer.kept, interceptor.key: kept}
         return tensors
 
     # Replies. Each request gets exactly one, unless it was cancelled, and is counted as served after that.

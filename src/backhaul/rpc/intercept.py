@@ -32,7 +32,8 @@ class Interceptor(Protocol):
         """A request goes to ``peer``. Returns a note, and what to keep until the reply is there."""
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """A request with a note came. Returns the tensors to use, and what to keep until the reply goes out.
+        """A request came that has a note, of whomever, or a tensor that requires grad. Returns the tensors to use, and
+        what to keep until the reply goes out.
 
         Called in the context (as of ``contextvars``) in which the function will run.
         """
@@ -41,7 +42,9 @@ class Interceptor(Protocol):
         """The reply goes out, and something was kept of its request, or reducers left something. Returns a note."""
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The reply came to a call of which something was kept. Returns the tensors to use. May run on any thread."""
+        """The reply came to a call of which something was kept, or it has a tensor that requires grad and nobody kept
+        anything. Returns the tensors to use. May run on any thread.
+        """
 
     def discard(self, peer: Peer, note: bytes) -> None:
         """A message with this note, from or to ``peer``, is not going to be used: it came too late, could not be

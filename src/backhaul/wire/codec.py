@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from backhaul import interrupts
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
+from backhaul.wire import subclasses
 from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.devices import Lease, Link, Trial
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
@@ -369,7 +370,7 @@ def _script_module(saved: bytes, recorded: dict[tuple[str, str], torch.Tensor]) 
     made = torch.jit._recursive.wrap_cpp_module(module)
     parts = dict(made.named_modules()) if recorded else {}
     for (path, name), tensor in recorded.items():
-        if tensor.grad_fn is not None:  # part of a graph: as ``make_parameter``
+        if subclasses.is_recorded(tensor):  # as in ``make_parameter``
             parts[path]._c.setattr(name, tensor)
     return made
 

@@ -25,6 +25,14 @@ from backhaul.errors import SerializationError
 Attach = Callable[[int, torch.Tensor], torch.Tensor]
 
 
+def _has_history(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None
+
+
+is_recorded: Callable[[torch.Tensor], bool] = _has_history
+"""Whether a received tensor is part of a graph that reaches back to its sender; by the layer that records."""
+
+
 class Tensors(list[torch.Tensor]):
     """The tensors of a message that also has wrappers which require grad.
 
@@ -39,6 +47,11 @@ class Tensors(list[torch.Tensor]):
         super().__init__(tensors)
         self.wrapped = wrapped
         self.attach = attach
+
+
+def may_require_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor of a message, or a wrapper built from them, requires grad."""
+    return isinstance(tensors, Tensors) or any([tensor.requires_grad for tensor in tensors])
 
 
 def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -139,7 +152,7 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 def make_parameter(tensor: torch.Tensor, requires_grad: bool, kind: Any = torch.nn.Parameter) -> torch.Tensor:
     """Build a parameter. One that is part of a graph is not a leaf here, so it is an ordinary tensor."""
-    if tensor.grad_fn is not None:
+    if is_recorded(tensor):
         return tensor if kind is torch.nn.Parameter else tensor.as_subclass(kind)
     made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor.detach(), requires_grad)
     return made
@@ -161,9 +174,11 @@ def make_wrapper(
         inner = {**inner, source: ragged_dimensions.adopt(dimension, inner[source])}
     made: torch.Tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
     if number >= 0 and attach is not None:
-        return attach(number, made)
+        made = attach(number, made)
+        if is_recorded(made) or not is_parameter:
+            return made
     if is_parameter:
-        return torch.nn.Parameter(made, requires_grad)
+        return torch.nn.Parameter(made.detach(), requires_grad)
     return made.requires_grad_() if requires_grad and made.is_leaf else made
 
 

@@ -12,7 +12,7 @@ import torch
 
 from backhaul.autograd.container import Container
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import ContextId, recv_of
+from backhaul.autograd.functions import NO_CONTEXT, ContextId, recv_of
 from backhaul.autograd.messages import Note
 from backhaul.autograd.recording import Recorder, Scope, current_scope, enter, leave
 from backhaul.errors import UnknownContextError
@@ -67,6 +67,11 @@ def read(note: bytes | None) -> Note:
 
 LEAF = torch.ones(2, requires_grad=True)
 PLAIN = torch.ones(2)
+
+
+def leaf() -> torch.Tensor:
+    """As tensors that require grad come out of a message."""
+    return torch.ones(2, requires_grad=True)
 
 
 def test_outside_of_a_context(caller: Side) -> None:
@@ -194,6 +199,35 @@ def test_a_reply_after_the_release(caller: Side, callee: Side) -> None:
         tensors, served = callee.recorder.request_in(caller.peer, note, [torch.ones(2)])
     callee.container.pop(context.id).end()
     assert callee.recorder.reply_out(caller.peer, served, message(tensors)) is None
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_arrives_outside_of_a_context(caller: Side, callee: Side, leaves: bool) -> None:
+    """It refuses its gradient and knows who sent it, or is a leaf as in the reference."""
+    caller.recorder.leaves = callee.recorder.leaves = leaves
+    note, kept = caller.recorder.request_out(callee.peer, message([LEAF]))
+    (argument, plain), served = callee.recorder.request_in(caller.peer, note, [leaf(), PLAIN])
+    assert plain is PLAIN
+    assert served is None
+    (result,) = caller.recorder.reply_in(callee.peer, kept, None, [leaf()])
+    for tensor, sender in ((argument, 1), (result, 2)):
+        assert tensor.requires_grad
+        assert tensor.is_leaf == leaves
+        if not leaves:
+            recv, _ = recv_of(tensor.grad_fn)
+            assert (recv.context, recv.message, recv.sender) == (NO_CONTEXT, 0, sender)
+
+
+def test_what_arrives_of_a_context_that_is_over(caller: Side, callee: Side) -> None:
+    """Its gradient is refused as well, and which context it was is known."""
+    with caller.context() as context:
+        note, kept = caller.recorder.request_out(callee.peer, message([LEAF]))
+    callee.container.pop(context.id)
+    (argument,), _ = callee.recorder.request_in(caller.peer, note, [leaf()])
+    (result,) = caller.recorder.reply_in(callee.peer, kept, None, [leaf()])
+    for tensor in (argument, result):
+        recv, _ = recv_of(tensor.grad_fn)
+        assert (recv.context, recv.message) == (context.id, 0)
 
 
 def test_the_scope_of_another_worker_does_not_count(caller: Side, callee: Side) -> None:

@@ -98,9 +98,15 @@ def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch
     return made
 
 
+class _Options(Options):
+    """Backhaul's, with the reference's manners."""
+
+    receives_leaves = True
+
+
 def to_options(given: TensorPipeRpcBackendOptions) -> Options:
     """What Backhaul is to be told. Here, as in the reference, no tensor of a device travels without a map."""
-    return Options(
+    return _Options(
         timeout=given.rpc_timeout,
         threads=given.num_worker_threads,
         device_maps=given.device_maps or None,
