@@ -436,3 +436,17 @@ class TestRaggedDimensions:
 
 def run_ragged() -> list[Any] | None:
     return TestRaggedDimensions().run() if bh.current_worker().name == "worker0" else None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", MAKE)
+def test_outside_a_context(kind: str) -> None:
+    """A parameter is a copy of state and stays a leaf; anything else refuses a gradient that would go nowhere."""
+    with bh.cluster(2):
+        (found,) = bh.rpc_sync("worker1", losing, args=(MAKE[kind](),))
+    if isinstance(found, torch.nn.Parameter):
+        assert found.is_leaf
+        total(found * found).backward()
+    else:
+        with pytest.raises(RuntimeError, match="outside"):
+            total(found * found).backward()

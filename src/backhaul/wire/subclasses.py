@@ -22,6 +22,9 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from backhaul.errors import SerializationError
 
+_PARAMETER_MARK = "_is_param"
+"""The attribute by which torch knows a tensor of another class as a parameter."""
+
 Attach = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -91,6 +94,8 @@ class SubclassReducer:
         if kind.__reduce_ex__ is torch.nn.Parameter.__reduce_ex__:
             return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad, kind)
         if kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
+            if isinstance(value, torch.nn.Parameter):  # by a mark, see torch.nn.Parameter
+                return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad, kind)
             return _with_attributes(value, make_subclass, plain_alias(value), kind)
         if value.requires_grad and not is_lazy(value):
             self._pickled_by_class.append(value)
@@ -116,7 +121,7 @@ class SubclassReducer:
             # A class that pickles itself may keep in private attributes what cannot be pickled.
             if not (name in inner or (name[0] == "_" and kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__))
         }
-        is_parameter = bool(attributes.pop("_is_param", False))
+        is_parameter = bool(attributes.pop(_PARAMETER_MARK, False))
         arguments = made_of, value.requires_grad, is_parameter, number
         return make_wrapper, arguments, attributes, None, None, set_attributes
 
@@ -154,6 +159,8 @@ def make_parameter(tensor: torch.Tensor, requires_grad: bool, kind: Any = torch.
     """Build a parameter. One that is part of a graph is not a leaf here, so it is an ordinary tensor."""
     if is_recorded(tensor):
         return tensor if kind is torch.nn.Parameter else tensor.as_subclass(kind)
+    if not issubclass(kind, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor.detach().as_subclass(kind), requires_grad)
     made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor.detach(), requires_grad)
     return made
 
@@ -183,7 +190,8 @@ def make_wrapper(
 
 
 def _with_attributes(value: torch.Tensor, build: Callable[..., Any], *args: Any) -> Any:
-    return build, args, value.__dict__, None, None, set_attributes
+    attributes = {name: item for name, item in value.__dict__.items() if name != _PARAMETER_MARK}
+    return build, args, attributes, None, None, set_attributes
 
 
 def _near_nodes(tensor: torch.Tensor) -> set[Any]:
