@@ -450,3 +450,40 @@ def test_outside_a_context(kind: str) -> None:
     else:
         with pytest.raises(RuntimeError, match="outside"):
             total(found * found).backward()
+
+
+# Other ways to another process.
+
+
+class Unfinished(Exception):
+    """Brings what was computed so far."""
+
+
+def give_up(x: torch.Tensor) -> None:
+    raise Unfinished(x * 2, torch.nn.Parameter(DATA.clone()))
+
+
+def test_a_tensor_that_comes_with_an_exception_refuses_its_gradient() -> None:
+    leaf = MAKE["plain"]()
+    with bh.cluster(2), bh.context() as ctx:
+        with pytest.raises(Unfinished) as caught:
+            bh.rpc_sync("worker1", give_up, args=(leaf,))
+        tensor, parameter = caught.value.args
+        assert torch.equal(tensor, DATA * 2)
+        assert parameter.is_leaf
+        with pytest.raises(RuntimeError, match="exception of another worker"):
+            ctx.backward((tensor * leaf).sum())
+
+
+def result_of_launch() -> Any:
+    leaf = MAKE["plain"]()
+    return leaf * 2, Holder(), MAKE["wrapper"]()
+
+
+def test_a_result_of_launch_refuses_its_gradient() -> None:
+    ((tensor, module, wrapper),) = bh.launch(result_of_launch, 1, start_method="forkserver", timeout=PATIENCE)
+    module(DATA).sum().backward()
+    assert module.weight.grad is not None
+    for value in (tensor, wrapper):
+        with pytest.raises(RuntimeError, match="a result of"):
+            total(value).backward()

@@ -25,7 +25,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul.autograd.native import Fence, Node, leaf_edge
-from backhaul.wire.subclasses import Tensors, may_require_grad
+from backhaul.wire.subclasses import Tensors, mark_refused, may_require_grad
 
 MessageId = NewType("MessageId", int)
 """Names one recorded message among all of the cluster: 16 bits of worker id, 48 of counter."""
@@ -196,22 +196,15 @@ def receive_outside(sender: int, tensors: list[torch.Tensor], context: ContextId
     if not may_require_grad(tensors):
         return tensors
     recv = Recv(ROOTS, sender, (), context=context)
-    made = [
-        _outside.put(tensor, (recv, index)) if tensor.requires_grad else tensor for index, tensor in enumerate(tensors)
-    ]
-    if not isinstance(tensors, Tensors):
-        return made
+
+    def refuse(index: int, tensor: torch.Tensor) -> torch.Tensor:
+        return mark_refused(_outside.put(tensor, (recv, index)))
 
     def attach(number: int, wrapper: torch.Tensor) -> torch.Tensor:
-        return _outside.put(wrapper.detach().requires_grad_(), (recv, len(made) + number))
+        return refuse(len(tensors) + number, wrapper.detach().requires_grad_())
 
-    return Tensors(made, tensors.wrapped, attach)
-
-
-def is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether a received tensor is part of a context."""
-    mark = recv_of(tensor.grad_fn)
-    return tensor.grad_fn is not None and (mark is None or mark[0].message != ROOTS)
+    made = [refuse(index, tensor) if tensor.requires_grad else tensor for index, tensor in enumerate(tensors)]
+    return Tensors(made, tensors.wrapped, attach) if isinstance(tensors, Tensors) else made
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

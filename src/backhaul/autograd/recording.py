@@ -26,7 +26,6 @@ from backhaul.autograd.functions import (
     MessageId,
     Recv,
     SendRecord,
-    is_recorded,
     receive,
     receive_one,
     receive_outside,
@@ -36,7 +35,6 @@ from backhaul.autograd.messages import Note
 from backhaul.autograd.replay import Entry
 from backhaul.errors import SerializationError
 from backhaul.rpc.peers import Peer
-from backhaul.wire import subclasses
 from backhaul.wire.codec import Encoded
 from backhaul.wire.messages import unpack
 from backhaul.wire.subclasses import Tensors, detached
@@ -46,8 +44,6 @@ _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_
 
 carried: Callable[[], Scope | None] | None = None
 """Finds the current scope where context variables do not reach; see ``jit.threads``."""
-
-subclasses.is_recorded = is_recorded
 
 _FIRST = (0,)
 

@@ -141,6 +141,12 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+_NO_GRADIENT = (
+    "this graph reaches back to a result of backhaul.launch, which carries no gradient; compute gradients inside the "
+    "launched function, or detach() the result"
+)
+
+
 class _Crowd:
     """The processes of one launch, as their parent sees them. Used by one thread."""
 
@@ -213,7 +219,7 @@ class _Crowd:
 
     def _read(self, outcome: _Outcome) -> Any:
         assert isinstance(outcome.body, Payload)
-        (result,) = decode(outcome.body, [bytearray(buffer) for buffer in outcome.buffers])
+        (result,) = decode(outcome.body, [bytearray(buffer) for buffer in outcome.buffers], why=_NO_GRADIENT)
         return result
 
     def end(self) -> None:

@@ -23,14 +23,21 @@ from torch.utils._pytree import tree_leaves
 
 from backhaul import interrupts
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
-from backhaul.wire import subclasses
 from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.devices import Lease, Link, Trial
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import TREE, Payload
 from backhaul.wire.plain import MAX_DEPTH, Flattener, restore
-from backhaul.wire.subclasses import SubclassReducer, Tensors, make_wrapper, plain_alias, set_attributes
+from backhaul.wire.subclasses import (
+    SubclassReducer,
+    Tensors,
+    is_recorded,
+    make_wrapper,
+    plain_alias,
+    refuse_gradients,
+    set_attributes,
+)
 from backhaul.wire.tensors import (
     EMPTY_TABLE,
     TensorWriter,
@@ -232,11 +239,18 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
     return encoded
 
 
-def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None) -> list[Any]:
+def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None, *, why: str = "") -> list[Any]:
     """Make the values again. The tensors live on the memory of ``buffers``, which must be writable, and of the slots
     of ``link``.
+
+    Args:
+        payload: The values.
+        buffers: Those of the message.
+        link: What has tensors of devices.
+        why: If given, tensors that require grad raise this text when their gradient is computed.
     """
-    return load(payload, buffers, tensors_of(payload, buffers, link))
+    tensors = tensors_of(payload, buffers, link)
+    return load(payload, buffers, refuse_gradients(tensors, why) if why else tensors)
 
 
 def tensors_of(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None) -> list[torch.Tensor]:
@@ -370,7 +384,7 @@ def _script_module(saved: bytes, recorded: dict[tuple[str, str], torch.Tensor]) 
     made = torch.jit._recursive.wrap_cpp_module(module)
     parts = dict(made.named_modules()) if recorded else {}
     for (path, name), tensor in recorded.items():
-        if subclasses.is_recorded(tensor):  # as in ``make_parameter``
+        if is_recorded(tensor):  # as in ``make_parameter``
             parts[path]._c.setattr(name, tensor)
     return made
 

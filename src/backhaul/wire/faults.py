@@ -37,6 +37,12 @@ _OWN: dict[str, type[BackhaulError]] = {
 }
 
 
+_NO_GRADIENT = (
+    "this graph reaches back to a tensor that came with an exception of another worker, which carries no gradient; "
+    "return the tensor instead, or detach() it if no gradient is meant"
+)
+
+
 def encode_fault(
     error: BaseException, worker: str, *, plain: bool = False, tracebacks: bool = True
 ) -> tuple[Fault, Encoded | None]:
@@ -92,7 +98,7 @@ def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
         error = _rebuild(fault, fault.payload, buffers)
     elif fault.payload is not None:
         try:
-            (value,) = decode(fault.payload, buffers)
+            (value,) = decode(fault.payload, buffers, why=_NO_GRADIENT)
             error = value if isinstance(value, Exception) else None
         except BaseException:  # its type is not importable here, its constructor wants other arguments, or worse
             error = None
@@ -109,7 +115,7 @@ def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
 def _rebuild(fault: Fault, payload: Payload, buffers: Sequence[Buffer]) -> BaseException | None:
     """Make an exception of plain data, if its type is in the table."""
     try:
-        (essence,) = decode(payload, buffers)
+        (essence,) = decode(payload, buffers, why=_NO_GRADIENT)
         if (own := _OWN.get(fault.type_name)) is not None:
             error = own(fault.message)
             for name in vars(error).keys() & essence.keys() if type(essence) is dict else ():

@@ -28,12 +28,47 @@ _PARAMETER_MARK = "_is_param"
 Attach = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def _has_history(tensor: torch.Tensor) -> bool:
-    return tensor.grad_fn is not None
+REFUSED = "backhaul_refused"
+"""Marks, in its metadata, a node of the graph that no gradient can pass on its way back to the sender."""
 
 
-is_recorded: Callable[[torch.Tensor], bool] = _has_history
-"""Whether a received tensor is part of a graph that reaches back to its sender; by the layer that records."""
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether a received tensor is part of a graph that reaches back to its sender."""
+    node: Any = tensor.grad_fn
+    return node is not None and REFUSED not in node.metadata
+
+
+def mark_refused(tensor: Any) -> torch.Tensor:
+    """Mark the node that ``tensor`` comes from; see ``REFUSED``."""
+    tensor.grad_fn.metadata[REFUSED] = True
+    made: torch.Tensor = tensor
+    return made
+
+
+class _Refusal(torch.autograd.Function):
+    """The end of the graph behind a tensor that arrived in a way which carries no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, why: str) -> torch.Tensor:
+        ctx.why = why
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(ctx.why)
+
+
+def refuse_gradients(tensors: Sequence[torch.Tensor], why: str) -> Tensors:
+    """Let the tensors of a message that require grad, and wrappers built from them, raise if a gradient comes."""
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        with torch.enable_grad():
+            made: Any = _Refusal.apply(tensor, why)  # type: ignore[no-untyped-call]
+        return mark_refused(made)
+
+    return Tensors(map(refuse, tensors), 0, lambda number, wrapper: refuse(wrapper.detach().requires_grad_()))
 
 
 class Tensors(list[torch.Tensor]):
