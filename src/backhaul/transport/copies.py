@@ -6,9 +6,10 @@ import _thread
 import contextlib
 import ctypes
 import os
+from collections.abc import Sequence
 from typing import Any
 
-from backhaul.wire.memory import Buffer
+from backhaul.wire.memory import Buffer, Recycler, address_of
 
 _HELD = 256 << 10  # a copy up to this size is over sooner than the interpreter could be given away
 _HELPED = 32 << 20  # from this size on others help; below, one thread is as fast, see docs/design.md
@@ -22,12 +23,25 @@ def copy_into(block: ctypes.Array[Any], buffer: Buffer) -> None:
     if size <= _HELD:
         memoryview(block).cast("B")[:] = memoryview(buffer).cast("B")
         return
-    view = _View()
-    _get_buffer(buffer, ctypes.byref(view), 0)
-    try:
-        move(ctypes.addressof(block), view.buf, size)
-    finally:
-        _release_buffer(ctypes.byref(view))
+    with address_of(buffer) as source:
+        move(ctypes.addressof(block), source, size)
+
+
+def join(parts: Sequence[Buffer], recycler: Recycler) -> Buffer:
+    """One buffer with the bytes of all ``parts``. A large one is filled without the interpreter's lock, which
+    ``bytes.join`` would keep for seconds.
+    """
+    size = sum(map(len, parts))
+    if size <= _HELD:
+        return b"".join(parts)
+    joined = recycler.allocate(size)
+    with address_of(joined) as start:
+        filled = 0
+        for part in parts:
+            with address_of(part) as source:
+                move(start + filled, source, len(part))
+            filled += len(part)
+    return joined
 
 
 def move(target: int, source: int, size: int) -> None:
@@ -61,28 +75,3 @@ def move(target: int, source: int, size: int) -> None:
         for working in helping:
             with working:
                 pass
-
-
-class _View(ctypes.Structure):
-    """``Py_buffer``: the one way to the address of memory that is not writable."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.c_void_p,)
-_release_buffer.restype = None

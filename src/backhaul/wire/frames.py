@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.memory import Buffer, Recycler
+from backhaul.wire.memory import Buffer, Recycler, copy_into
 
 MAGIC = b"BkHl"
 VERSION = 1
@@ -101,7 +101,7 @@ class Frame(msgspec.Struct, eq=False):
         buffers = []
         for buffer in self.buffers:
             copy = recycler.allocate(len(buffer))
-            memoryview(copy).cast("B")[:] = memoryview(buffer).cast("B")
+            copy_into(copy, buffer)
             buffers.append(copy)
         return Frame(self.kind, self.number, bytes(self.body), buffers)
 

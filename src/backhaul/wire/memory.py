@@ -5,10 +5,12 @@ memory costs several times what copying into it does.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import functools
 import mmap
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap | ctypes.Array[Any]
@@ -16,6 +18,7 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap | ctypes.Array[Any]
 _SMALL = 128 << 10  # below this, malloc does well
 _HUGE = 4 << 20  # from here on in huge pages, where the system has them
 _KEEP = 256 << 20  # how much unused memory is kept
+_HELD = 256 << 10  # a copy up to this size is over sooner than the interpreter could be given away
 
 
 class Recycler:
@@ -85,3 +88,50 @@ def round_up(size: int) -> int:
     """Up to a quarter of the next lower power of two, so that sizes that vary a little share blocks."""
     step = 1 << max(size.bit_length() - 3, 12)
     return (size + step - 1) // step * step
+
+
+def copy_into(block: Buffer, buffer: Buffer) -> None:
+    """Copy ``buffer`` into ``block``, which is writable and has its size. A large copy is made without the
+    interpreter's lock: other threads, heartbeats among them, run meanwhile.
+    """
+    if len(block) <= _HELD:
+        memoryview(block).cast("B")[:] = memoryview(buffer).cast("B")
+        return
+    with address_of(block) as target, address_of(buffer) as source:
+        ctypes.memmove(target, source, len(block))
+
+
+@contextlib.contextmanager
+def address_of(buffer: Buffer) -> Iterator[int]:
+    """Where the memory of ``buffer`` is. It stays there inside the ``with``."""
+    view = _View()
+    _get_buffer(buffer, ctypes.byref(view), 0)
+    try:
+        yield view.buf
+    finally:
+        _release_buffer(ctypes.byref(view))
+
+
+class _View(ctypes.Structure):
+    """``Py_buffer``: the one way to the address of memory that is not writable."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.c_void_p,)
+_release_buffer.restype = None

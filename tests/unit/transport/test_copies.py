@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from backhaul.transport import copies
+from backhaul.wire.memory import Buffer, Recycler
 
 KIB = 1 << 10
+KINDS: list[Callable[[bytes], Buffer]] = [memoryview, bytes, bytearray]
 SIZES = [300 * KIB, 512 * KIB, 1024 * KIB + 77, 4096 * KIB - 1]
 
 
@@ -40,6 +42,13 @@ def copied(size: int, seed: int = 0) -> None:
 def test_all_of_it_is_copied(size: int) -> None:
     for seed in range(20):
         copied(size, seed)
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 7], [300 * KIB], [9, 700 * KIB, 0, 1, 2048 * KIB + 3, 64 * KIB]])
+def test_parts_are_joined(sizes: list[int]) -> None:
+    contents = [bytes((n * 7 + size) % 251 for n in range(997)) * (size // 997 + 1) for size in sizes]
+    parts = [kind(content[:size]) for kind, content, size in zip(KINDS * 6, contents, sizes, strict=False)]
+    assert bytes(copies.join(parts, Recycler())) == b"".join(parts)
 
 
 def test_nobody_waits_for_a_helper_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import struct
 
@@ -115,6 +116,20 @@ def test_a_copied_frame_is_the_same_on_memory_of_its_own() -> None:
     for buffer in source:
         buffer[:] = bytes(len(buffer))
     assert content(copy) == before
+
+
+def test_a_large_frame_is_copied_without_the_interpreters_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ctypes`` lets go of it."""
+    move, moved = ctypes.memmove, []
+
+    def count(target: int, source: int, size: int) -> None:
+        moved.append(size)
+        move(target, source, size)
+
+    monkeypatch.setattr(ctypes, "memmove", count)
+    sent = Frame(3, 4, b"body", [noise(1 << 20), memoryview(noise(1 << 20))[1:]])
+    assert content(sent.copied(Recycler())) == content(sent)
+    assert moved == [1 << 20, (1 << 20) - 1]
 
 
 @given(st.lists(frames, max_size=4), st.lists(st.integers(1, 3 * HALF), min_size=1, max_size=8))
