@@ -75,6 +75,22 @@ class TestUnixWithAllInSharedMemory(TransportConformance):
         return functools.partial(SocketEndpoint, secret=SECRET)
 
 
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that poll stop in the middle of nearly every frame."""
+    monkeypatch.setattr("backhaul.transport.socket_channel._TURN", 5000)
+    monkeypatch.setattr("backhaul.wire.frames._AT_ONCE", 3000)
+    monkeypatch.setattr("backhaul.transport.tls._WRITE", 5000)
+
+
+class TestUnixInShortTurns(TransportConformance):
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self, short_turns: None) -> EndpointFactory:
+        return functools.partial(SocketEndpoint, secret=SECRET, shm_bytes=0)
+
+
 class TestTcp(TransportConformance):
     can_hold = True
 
@@ -88,6 +104,14 @@ class TestTls(TransportConformance):
 
     @pytest.fixture
     def endpoints(self, credentials: Credentials) -> EndpointFactory:
+        return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1", credentials=credentials)
+
+
+class TestTlsInShortTurns(TransportConformance):
+    can_hold = True
+
+    @pytest.fixture
+    def endpoints(self, credentials: Credentials, short_turns: None) -> EndpointFactory:
         return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1", credentials=credentials)
 
 

@@ -275,6 +275,31 @@ def test_a_worker_without_heartbeats_is_not_suspected(store_port: int) -> None:
     assert run_processes(be_deaf_to_heartbeats, 2, store_port) == ["rested", None]
 
 
+# Large messages.
+
+
+def send_much(rank: int, port: int, transport: str, warm: bool) -> Any:
+    """What both workers say of each other while one receives the other's message."""
+    watchful = bh.Options(
+        heartbeat_interval=0.05, suspect_after=1.0, lost_after=PATIENCE, timeout=PATIENCE, shm_bytes=0
+    )
+    start(rank, 2, port, watchful, transport)
+    log = Log()
+    if rank == 0:
+        if warm:  # else the other has one thread, which reads
+            bh.rpc_sync("w1", remote.whoami)
+        much = torch.empty(1 << 30, dtype=torch.uint8)
+        assert bh.rpc_sync("w1", torch.numel, args=(much,)) == 1 << 30
+    bh.shutdown(timeout=PATIENCE)
+    return log.lines
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_bytes_that_arrive_are_a_sign_of_life(store_port: int, transport: str, warm: bool) -> None:
+    assert run_processes(send_much, 2, store_port, transport, warm) == [[], []]
+
+
 # In backward.
 
 

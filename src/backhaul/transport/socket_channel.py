@@ -1,5 +1,9 @@
 """A connected, authenticated socket as a channel: how it is read, how many threads write to it, and what goes through
 shared memory instead.
+
+[Note: turns] Where the peer is as fast as this end, a large frame can be read, or a long queue written, without a pause
+for many seconds. The thread that does so may be the only one that polls. It therefore stops after ``_TURN`` bytes, has
+the descriptor watched again, and polls: heartbeats are due twice a second.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from backhaul import interrupts
 from backhaul.errors import ProtocolError
 from backhaul.transport import shm
 from backhaul.transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost, Received
+from backhaul.transport.copies import join
 from backhaul.transport.luck import LONGEST, LOOKS, Luck, offer
 from backhaul.transport.slots import Budget
 from backhaul.wire.frames import Frame, FrameReader
@@ -33,6 +38,7 @@ _MAX_QUEUED = 16 << 20  # bytes of copied frames a channel holds before senders 
 _LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
 _PLEAS = 200  # times to look whether a thread that lingers has let go; it looks every microsecond or two
 _MAX_PARTS = 512  # pieces per system call, well under the kernel's limit
+_TURN = 4 << 20  # bytes that a thread which polls reads or writes before it looks after other things, see [Note: turns]
 
 
 class Watcher(Protocol):
@@ -81,7 +87,7 @@ class SocketChannel(Channel):
         self._ended: str | None = None  # why the channel is over; set once
         self._writer: dict[int, object] = {}  # [0]: who writes to the socket, and may change _stalled
         self._waiters: collections.deque[threading.Lock] = collections.deque()  # of those who wait to write
-        self._queue: collections.deque[bytes] = collections.deque()
+        self._queue: collections.deque[Buffer] = collections.deque()  # memory of the channel's own
         self._queued = 0  # bytes in the queue
         self._counting = threading.Lock()  # guards the two above, held for no longer than they change
         self._stalled = False  # the queue waits for the socket; a poller goes on with it
@@ -194,8 +200,11 @@ class SocketChannel(Channel):
         return event
 
     def _read(self) -> Event | None:
-        """Frames, or that the channel is lost, or None if there is nothing whole to be had now."""
+        """Frames, or that the channel is lost, or None if there is nothing whole to be had now, or not within one turn
+        (see [Note: turns]).
+        """
         reader = self._reader
+        end = self.bytes_received + _TURN
         try:
             while True:
                 count = self._sock.recv_into(reader.writable())
@@ -207,6 +216,8 @@ class SocketChannel(Channel):
                 if frames:
                     self._luck.end()
                     return Received(self, frames)
+                if self.bytes_received >= end and not self._ahead():
+                    return None
         except BlockingIOError:
             return None
         except ProtocolError as error:
@@ -214,6 +225,10 @@ class SocketChannel(Channel):
             return self._lose(f"malformed input: {error}")
         except OSError as error:
             return self._lose(os.strerror(error.errno or 0))
+
+    def _ahead(self) -> bool:
+        """Whether bytes that were not read yet make no descriptor readable."""
+        return False
 
     def resolve(self, place: int, size: int) -> Buffer:
         """See ``frames.Slots``."""
@@ -332,7 +347,7 @@ class SocketChannel(Channel):
             if self._writer.setdefault(0, parts) is not parts and (
                 self._may_queue(parts) or not self._await_turn(parts, timeout)
             ):
-                self._enqueue(b"".join(parts))
+                self._enqueue(join(parts, self._endpoint.recycler))
                 self._flush_queue()
                 return
             if not self._queue and not self._stalled:
@@ -341,7 +356,7 @@ class SocketChannel(Channel):
                 if not (self._stalled and self._may_queue(parts)):
                     self._write_queue(timeout)
                 if self._stalled:
-                    self._enqueue(b"".join(parts))
+                    self._enqueue(join(parts, self._endpoint.recycler))
                 else:
                     self._write(parts, timeout)
             self._writer.clear()
@@ -419,23 +434,34 @@ class SocketChannel(Channel):
     def flush(self) -> None:
         self._flush_queue()
 
-    def _enqueue(self, data: bytes, *, first: bool = False) -> bool:
+    def _enqueue(self, data: Buffer) -> bool:
         """Put something in the queue; whether it was empty before, so that somebody has to see to it."""
         with self._counting:
             empty = not self._queue
-            if first:
-                self._queue.appendleft(data)
-            else:
-                self._queue.append(data)
+            self._queue.append(data)
             self._queued += len(data)
             return empty
 
-    def _dequeue(self) -> list[Buffer]:
-        batch: list[Buffer] = []
+    def _put_back(self, parts: Sequence[Buffer]) -> None:
+        """Put the channel's own memory at the head of the queue."""
         with self._counting:
-            while self._queue and len(batch) < _MAX_PARTS:
-                batch.append(self._queue.popleft())
-            self._queued -= sum(map(len, batch))
+            self._queue.extendleft(reversed(parts))
+            self._queued += sum(map(len, parts))
+
+    def _dequeue(self) -> list[Buffer]:
+        """Take what comes next from the queue, up to one turn."""
+        batch: list[Buffer] = []
+        left = _TURN
+        with self._counting:
+            while self._queue and len(batch) < _MAX_PARTS and left:
+                part = self._queue.popleft()
+                if len(part) > left:
+                    whole = memoryview(part)
+                    part, rest = whole[:left], whole[left:]
+                    self._queue.appendleft(rest)
+                batch.append(part)
+                left -= len(part)
+            self._queued -= _TURN - left
         return batch
 
     def _flush_queue(self) -> None:
@@ -461,14 +487,21 @@ class SocketChannel(Channel):
             self._end(self._ended or "closed by this side")
 
     def _write_queue(self, timeout: float | None) -> None:
+        """Write what is queued; a thread that may not wait writes for one turn, see [Note: turns]."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._stalled = self._writable = False
+        end = self._written + _TURN if timeout == 0 else None
         while self._queue and not self._stalled:
+            if end is not None and self._written >= end:
+                self._stall()
+                return
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            self._write(self._dequeue(), left)
+            self._write(self._dequeue(), left, own=True)
 
-    def _write(self, parts: Sequence[Buffer], timeout: float | None) -> None:
-        """Write all parts; if the socket stays full for longer than that, leave the rest to a poller."""
+    def _write(self, parts: Sequence[Buffer], timeout: float | None, *, own: bool = False) -> None:
+        """Write all parts; if the socket stays full for longer than that, leave the rest to a poller. ``own``: the
+        memory is the channel's own, and need not be copied for that.
+        """
         left = sum(map(len, parts))
         deadline = None
         while left:
@@ -483,9 +516,9 @@ class SocketChannel(Channel):
                 except OSError:
                     raise
                 except BaseException:  # an interrupt: others expect that a frame which has begun goes on
-                    self._leave(parts)
+                    self._leave(parts, own)
                     raise
-                self._leave(parts)
+                self._leave(parts, own)
                 return
             self._written += count
             left -= count
@@ -505,9 +538,13 @@ class SocketChannel(Channel):
             if ready:
                 return True
 
-    def _leave(self, parts: Sequence[Buffer]) -> None:
+    def _leave(self, parts: Sequence[Buffer], own: bool) -> None:
         """Put the rest in the queue, and go on when the socket takes more."""
-        self._enqueue(b"".join(parts), first=True)
+        self._put_back(parts if own else [join(parts, self._endpoint.recycler)])
+        self._stall()
+
+    def _stall(self) -> None:
+        """Let a poller go on with the queue when the socket takes more."""
         self._stalled = True
         if self._out_fd < 0:
             self._out_fd = os.dup(self._fd)

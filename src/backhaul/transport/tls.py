@@ -24,7 +24,7 @@ from backhaul.transport.socket_channel import SocketChannel, Watcher
 from backhaul.types import Tls
 from backhaul.wire.memory import Buffer
 
-_WRITE = 1 << 17  # bytes at once: what a reader has to wait for
+_WRITE = 1 << 17  # bytes at once: what a reader has to wait for; no more than a turn of ``socket_channel``
 _HELLO = b"\x16\x03"  # how TLS begins
 _NOT_NOW = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _OTHER_LANGUAGE = frozenset(
@@ -162,7 +162,7 @@ class TlsSocket:
             self._secure.sendall(data)
 
     def sendmsg(self, parts: Sequence[Buffer]) -> int:
-        """As of a socket. What follows an error has to begin with the same bytes, as it does with channels."""
+        """As of a socket. What follows an error has to begin with the same bytes, and no fewer, as with channels."""
         sent = 0
         try:
             for piece in _pieces(parts):
@@ -223,6 +223,9 @@ class TlsChannel(SocketChannel):
         super().__init__(endpoint, cast("socket.socket", secure), peer)
         self._secure = secure
         self.names = secure.peer_names()
+
+    def _ahead(self) -> bool:
+        return self._secure.pending() > 0
 
     def _read(self) -> Event | None:
         event = super()._read()

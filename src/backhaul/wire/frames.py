@@ -37,6 +37,7 @@ MAX_BODY = (1 << 32) - 1
 _SLOTS, _CONTROL = 1, 2  # flags
 _MAX_CONTROL = 64
 _JOINED = 8 << 10  # up to here a buffer is cheaper copied than written as a piece of its own
+_AT_ONCE = 1 << 20  # bytes to read at once, see ``FrameReader.writable``
 
 
 class Slots(Protocol):
@@ -161,9 +162,13 @@ class FrameReader:
         self._slotted = []
 
     def writable(self) -> memoryview:
-        """Memory for the next bytes; never empty."""
+        """Memory for the next bytes; never empty.
+
+        Not all of a large buffer at once: a system call that reads as fast as the peer writes would not return before
+        the buffer is full, and until then nobody could tell that bytes arrive.
+        """
         if self._large is not None:
-            return self._large[self._filled :]
+            return self._large[self._filled : self._filled + _AT_ONCE]
         if not self._end:
             return self._scratch
         if self._start and self._end - self._start < self.SCRATCH // 2:
