@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from backhaul.testing.transport_kit import Line, join
+from backhaul.testing.transport_kit import Line, Pollers, join
+from backhaul.transport import shm
 from backhaul.transport.base import Received
 from backhaul.transport.socket_channel import SocketChannel
 from backhaul.transport.sockets import SocketEndpoint
@@ -123,3 +124,25 @@ def test_a_heartbeat_does_not_write_a_long_queue(channel: SocketChannel, fast: F
     fast.room = 1 << 40
     channel.send(Frame(3), timeout=0)
     assert channel.backlog > 16 * MIB
+
+
+def test_nothing_is_counted_as_sent_while_it_is_copied(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that sees nothing of a frame has to be sent heartbeats."""
+    frame = Frame(3, 1, b"", [bytes(shm.THRESHOLD)] * 5)
+    copy_into, counts = shm.copy_into, []
+
+    def count(block: Any, buffer: Buffer) -> None:
+        counts.append(line.near.bytes_sent)
+        copy_into(block, buffer)
+
+    monkeypatch.setattr(shm, "copy_into", count)
+    with Pollers(line.here), Pollers(line.there) as there:
+        for sent in range(1, 50):
+            before, copied = line.near.bytes_sent, len(counts)
+            line.near.send(frame)
+            there.wait_for(frames=sent)
+            assert counts[copied:] == [before] * len(counts[copied:])
+            assert line.near.bytes_sent - before >= frame.nbytes
+            if len(counts) - copied == 5:  # all in slots
+                return
+    pytest.fail("buffers never went through slots")

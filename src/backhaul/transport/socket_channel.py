@@ -95,13 +95,14 @@ class SocketChannel(Channel):
         self._writable = False  # a poller was told so while another thread wrote: that one goes on with the queue
         self._out_fd = -1  # a second descriptor of the socket, to be told when it is writable
         self._written = 0  # bytes
+        self._slotted = 0  # bytes in slots that frames have named
         self.bytes_received: int = 0
         self._control = 0  # those of them that were control frames
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """How many bytes have gone out, through shared memory too."""
-        return self._written - self._control + (0 if self._lender is None else self._lender.bytes_lent)
+        return self._written - self._control + self._slotted
 
     @property
     def backlog(self) -> int:
@@ -338,7 +339,13 @@ class SocketChannel(Channel):
         if lender is None or not frame.buffers:
             self._send(frame.parts(), timeout)
             return
-        self._send(frame.parts(lender.lend(frame.buffers)), timeout)
+        places = lender.lend(frame.buffers)
+        if places is not None:
+            # Only now: the peer has seen nothing of this frame while it was copied, and has to be sent heartbeats.
+            slotted = sum(len(buffer) for buffer, place in zip(frame.buffers, places, strict=True) if place)
+            with self._counting:
+                self._slotted += slotted
+        self._send(frame.parts(places), timeout)
         if lender.news:
             self._tell_news()
 
