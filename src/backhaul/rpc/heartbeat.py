@@ -68,21 +68,20 @@ class Heartbeat:
         self._beaten = {channel: count for channel, count in self._beaten.items() if channel in sights}
         now = self._worker.runtime.now()
         try:
-            self._act(self._pulse.tick(now, sights), owners)
+            # Where something waits to be read, it is this worker that does not listen.
+            self._act(self._pulse.tick(now, sights, lambda channel: channel.unread), owners)
         finally:
             if sights:
                 self._worker.crew.call_at(now + self._interval, self._look)
 
     def _act(self, found: Findings[Channel], owners: dict[Channel, Peer]) -> None:
-        # Where something waits to be read, it is this worker that does not listen.
-        lost = {channel: silence for channel, silence in found.lost.items() if not channel.unread}
-        for channel, silence in lost.items():
+        for channel, silence in found.lost.items():
             peer = owners[channel]
             log.warning("worker '%s' is lost: no sign of life for %.1f s", peer.info.name, silence)
             limit = self._worker.options.lost_after
             channel.abort(f"no sign of life for {silence:.1f} s (lost_after={limit:g})")
         for channel in found.beat:
-            if channel not in lost:
+            if channel not in found.lost:
                 self._beaten[channel] = self._beaten.get(channel, 0) + _SIZE
                 self.bytes_sent += _SIZE
                 with contextlib.suppress(ChannelClosedError):
@@ -92,6 +91,6 @@ class Heartbeat:
             silence = suspicions.get(id(peer), 0.0)
             if silence and not peer.suspicion:
                 log.warning("worker '%s' is suspected: no sign of life for %.1f s", peer.info.name, silence)
-            elif peer.suspicion and not silence and not any(owners[channel] is peer for channel in lost):
+            elif peer.suspicion and not silence and not any(owners[channel] is peer for channel in found.lost):
                 log.warning("worker '%s' is alive after all", peer.info.name)
             peer.suspicion = f"no sign of life for {silence:.1f} s" if silence else ""

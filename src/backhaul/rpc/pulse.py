@@ -2,12 +2,13 @@
 
 A peer is heard when the counter of what its channel has received moves. Silence is counted from look to look, and one
 look adds no more than two intervals however late it comes: a worker that was stopped itself, or did not get the
-processor, has not listened, and may not blame its peers for that.
+processor, has not listened, and may not blame its peers for that. The same holds where something has come that this
+worker has not read: a channel is asked for that before its peer is suspected or lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -85,8 +86,14 @@ class Pulse(Generic[K]):
         self._last: float | None = None
         self._watched: dict[K, _Watched] = {}
 
-    def tick(self, now: float, sights: Mapping[K, Sight]) -> Findings[K]:
-        """Look at all channels there are. Those that are not among ``sights`` any more are forgotten."""
+    def tick(self, now: float, sights: Mapping[K, Sight], unread: Callable[[K], bool] = lambda _: False) -> Findings[K]:
+        """Look at all channels there are. Those that are not among ``sights`` any more are forgotten.
+
+        Args:
+            now: The time.
+            sights: What is to be seen of each channel.
+            unread: Whether something waits to be read there. Asked only where a peer is about to be suspected or lost.
+        """
         passed = 0.0 if self._last is None else min(max(now - self._last, 0.0), self._most)
         self._last = now
         found: Findings[K] = Findings()
@@ -102,17 +109,31 @@ class Pulse(Generic[K]):
             if sight.sent <= watched.sent or watched.sent < 0:
                 found.beat.append(key)
             watched.sent = sight.sent
+            if self._silent(watched, sight.every) and unread(key):
+                watched.silence = 0.0
             if self._judge(key, watched, sight.every, found):
                 self._watched[key] = watched
         return found
 
+    def _suspicious(self, every: float) -> float:
+        """After how many seconds of silence a peer is suspected."""
+        return max(self._suspect_after, _BEATS / 2 * every)
+
+    def _hopeless(self, every: float) -> float:
+        """And after how many it is lost."""
+        return max(self._lost_after, _BEATS * every if self._lost_after < _NEVER else 0)
+
+    def _silent(self, watched: _Watched, every: float) -> bool:
+        """Whether a channel has been silent for so long that something follows from it."""
+        return bool(every) and watched.silence >= min(self._suspicious(every), self._hopeless(every))
+
     def _judge(self, key: K, watched: _Watched, every: float, found: Findings[K]) -> bool:
         """Put down what is to be said of a channel; whether to watch it further."""
         silence = watched.silence
-        if every and silence >= max(self._lost_after, _BEATS * every if self._lost_after < _NEVER else 0):
+        if every and silence >= self._hopeless(every):
             found.lost[key] = silence
             return False
-        suspected = bool(every) and silence >= max(self._suspect_after, _BEATS / 2 * every)
+        suspected = bool(every) and silence >= self._suspicious(every)
         if suspected:
             found.suspected[key] = silence
         if suspected != watched.suspected:

@@ -4,6 +4,8 @@ silent is missed, and what this worker slept through counts against nobody.
 
 from __future__ import annotations
 
+import functools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +68,32 @@ def test_a_peer_that_is_heard_at_every_look_is_never_doubted(pauses: list[float]
         now += pause
         found = detector.tick(now, {"peer": Sight(number, 0, INTERVAL)})
         assert (found.suspected, found.lost, found.alarmed, found.recovered) == ({}, {}, [], [])
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=80))
+def test_a_peer_whose_bytes_nobody_has_read_is_not_doubted(history: list[tuple[int, bool]]) -> None:
+    """And whether there are any is asked only where a peer would be doubted."""
+    detector, now, silence, asked = pulse(), 0.0, 0.0, 0
+    detector.tick(now, {"peer": Sight(5, 0, INTERVAL)})
+
+    def ask(key: str, unread: bool) -> bool:
+        nonlocal asked
+        asked += 1
+        return unread
+
+    for quarters, unread in history:
+        pause, before = quarters / 4, asked
+        now += pause
+        silence += min(pause, 2 * INTERVAL)
+        doubtful = silence >= SUSPECT
+        found = detector.tick(now, {"peer": Sight(5, 0, INTERVAL)}, functools.partial(ask, unread=unread))
+        assert asked - before == doubtful
+        if doubtful and unread:
+            silence = 0.0
+        assert bool(found.lost) == (silence >= LOST)
+        assert bool(found.suspected) == (SUSPECT <= silence < LOST)
+        if found.lost:
+            silence = 0.0  # it is watched anew
 
 
 @given(st.floats(0.0, 1e6))
