@@ -156,8 +156,10 @@ class Options:
             fails with ``PeerLostError``. 0: never.
     """
 
-    receives_leaves: ClassVar[bool] = False
-    """Whether tensors received outside of a context are leaves that require grad; so it is in ``backhaul.compat``."""
+    follows_reference: ClassVar[bool] = False
+    """Whether tensors that are not recorded keep that they require grad, as in the reference: those received outside of
+    a context are leaves, and ``no_grad`` does not change what is sent. So it is in ``backhaul.compat``.
+    """
 
     timeout: float = 60.0
     threads: int = 16

@@ -14,7 +14,7 @@ import torch
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.messages import Abort, AutogradKind, Gradients, Know, Note, Release, Report
 from backhaul.autograd.passes import Summary
-from backhaul.autograd.recording import Recorder
+from backhaul.autograd.recording import UNRECORDED, Recorder
 from backhaul.errors import ProtocolError
 from backhaul.rpc.guard import checks, strict_payload
 from backhaul.rpc.node import Node
@@ -37,7 +37,7 @@ def recorder_for(node: Node, container: Container) -> Recorder:
     else:
         node.worker.attach(container)
         made = CheckedRecorder(node.worker, container, node.quotas.contexts)
-    made.leaves = options.receives_leaves
+    made.leaves = options.follows_reference
     return made
 
 
@@ -51,7 +51,7 @@ class CheckedRecorder(Recorder):
         self._brought: dict[int, set[int]] = {}  # peer -> contexts
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        if note is not None:
+        if note is not None and note != UNRECORDED:
             read = unpack(note, Note)
             _check_note(peer, read, tensors)
             self._take(peer, read.context)

@@ -36,7 +36,7 @@ from backhaul.autograd.replay import Entry
 from backhaul.errors import SerializationError
 from backhaul.rpc.peers import Peer
 from backhaul.wire.codec import Encoded
-from backhaul.wire.messages import unpack
+from backhaul.wire.messages import pack, unpack
 from backhaul.wire.subclasses import Tensors, detached
 from backhaul.worker import Worker
 
@@ -49,6 +49,9 @@ _FIRST = (0,)
 
 _NO_GRAD = object()
 """Kept of a call made under ``no_grad``: its result needs no gradient, as that of any operation there."""
+
+UNRECORDED = pack(Note(NO_CONTEXT))
+"""The note on a request made under ``no_grad`` with tensors that require grad: they need none there."""
 
 
 class Scope:
@@ -183,7 +186,8 @@ class Recorder:
 
     def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
         if not torch.is_grad_enabled():
-            return None, _NO_GRAD
+            needed = not self.leaves and any([tensor.requires_grad for tensor in encoded.tensors])
+            return UNRECORDED if needed else None, _NO_GRAD
         scope = current_scope(self._worker)
         if scope is None:
             return None, None
@@ -201,6 +205,8 @@ class Recorder:
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         if note is None:
             return self._outside(peer, tensors), None
+        if note == UNRECORDED:
+            return [tensor.requires_grad_(False) for tensor in tensors], None
         read = unpack(note, Note)
         context = self._container.get_or_create(read.context)
         if context is None:  # the caller has released it: nobody will ask for gradients

@@ -73,7 +73,7 @@ def local_value(held: Any) -> Any:
     """Likewise, on its owner."""
     if not held.is_owner():
         raise RuntimeError(f"Can't call RRef.local_value() on a non-owner RRef: {held!r}")
-    return settled(itself(held)._ask(0))
+    return settled(itself(held)._ask_owner())
 
 
 def is_owner(held: Any) -> bool:

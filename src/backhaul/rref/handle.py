@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from backhaul.autograd.api import backward
 from backhaul.compiler import graph_break
@@ -131,7 +132,8 @@ class RRef(Generic[T]):
 
     @graph_break
     def to_here(self, timeout: float | None = None) -> T:
-        """A copy of the value; on its owner, the value itself. Part of the graph, inside of a context.
+        """A copy of the value; on its owner, the value itself. Part of the graph, inside of a context. Under
+        ``torch.no_grad()`` it needs no gradient: its owner gets tensors, alone or in lists, tuples and dicts, detached.
 
         Args:
             timeout: Seconds to wait; 0: for ever; None: the worker's default.
@@ -142,7 +144,8 @@ class RRef(Generic[T]):
         if self._entry is not None:
             limit = self._rrefs.agent.timeout if timeout is None else timeout
             try:
-                return cast(T, self._entry.value.wait(limit or None))
+                value: T = self._entry.value.wait(limit or None)
+                return value if keeps_history(self._rrefs) else detached(value)
             except TimeoutError as error:
                 if self._entry.value.done() or isinstance(error, CallTimeoutError):
                     raise  # that is how it was made, or it is the deadline of what runs here
@@ -150,9 +153,9 @@ class RRef(Generic[T]):
                     f"the value of {self} was not there within {limit:g} s", worker=self.owner_name(), timeout=limit
                 ) from error
         self._check_created()
-        value: T = self._rrefs.agent.call(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
+        copy: T = self._rrefs.agent.call(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
         self._created = None  # it is there
-        return value
+        return copy
 
     @property
     def _itself(self) -> RRef[T]:
@@ -166,9 +169,18 @@ class RRef(Generic[T]):
             limit = self._rrefs.agent.timeout if timeout is None else timeout
             value = self._entry.value
             future = cast("Future[T]", value if value.done() or not limit else self._within(limit))
+            if not keeps_history(self._rrefs):
+                future = future.then(lambda done: detached(done.value()))
         else:
             self._check_created()
             future = self._rrefs.agent.call_async(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
+        self._keep_until(future)
+        return future
+
+    def _ask_owner(self) -> Future[T]:
+        """As ``local_value``, for those who cannot wait."""
+        assert self._entry is not None
+        future = cast("Future[T]", self._entry.value)
         self._keep_until(future)
         return future
 
@@ -402,8 +414,8 @@ def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Fut
     return made
 
 
-def forward(source: torch.futures.Future[Any], target: Future[Any]) -> None:
-    """Complete ``target`` as ``source`` is."""
+def forward(source: torch.futures.Future[Any], target: Future[Any], change: Call | None = None) -> None:
+    """Complete ``target`` as ``source`` is, with what ``change`` makes of its value."""
 
     def settle(done: torch.futures.Future[Any]) -> None:
         if target.done():
@@ -413,13 +425,34 @@ def forward(source: torch.futures.Future[Any], target: Future[Any]) -> None:
             target.set_exception(error)
             return
         try:
-            value = done.value()
+            value = done.value() if change is None else change(done.value())
         except BaseException as raised:
             target.set_exception(raised)
         else:
             target.set_result(value)
 
     source.add_done_callback(settle)
+
+
+def keeps_history(rrefs: RRefs) -> bool:
+    """Whether a value that is made or fetched now keeps the graph behind it, as the result of an operation does."""
+    return torch.is_grad_enabled() or rrefs.worker.options.follows_reference
+
+
+def without_history(value: Any) -> Any:
+    """A value that was made under ``no_grad``: no graph is behind its tensors. Leaves are themselves."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor.is_leaf else tensor.detach(), value)
+
+
+def detached(value: Any) -> Any:
+    """A value of this worker's as it comes to others under ``no_grad``, but in the same memory."""
+    return tree_map_only(torch.Tensor, _detach, value)
+
+
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    return torch.nn.Parameter(tensor.detach()) if type(tensor) is torch.nn.Parameter else tensor.detach()
 
 
 def run_backward(value: Any, context: int, retain_graph: bool) -> None:

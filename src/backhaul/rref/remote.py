@@ -19,7 +19,7 @@ from backhaul.rpc.intercept import extensions
 from backhaul.rpc.node import Node
 from backhaul.rpc.peers import Peer
 from backhaul.rpc.retry import Retry, start
-from backhaul.rref.handle import RRef, forward, make_handle
+from backhaul.rref.handle import RRef, forward, keeps_history, make_handle, without_history
 from backhaul.rref.ownership import RRefId, maker_of
 from backhaul.rref.registry import RRefs, current_rrefs, life_of
 from backhaul.types import WorkerInfo
@@ -27,7 +27,7 @@ from backhaul.wire.callables import label_of, name_of, resolve
 from backhaul.worker import current_worker
 
 T = TypeVar("T")
-_OURS = 6  # arguments of ``create`` that are not the user's
+_OURS = 7  # arguments of ``create`` that are not the user's
 
 
 def _extend(node: Node) -> None:
@@ -98,7 +98,7 @@ def make_remote(
     if peer.record.id == rrefs.id:
         return _make_here(rrefs, what, args, kwargs, timeout, label=label or label_of(func), retry=retry)
     birth = _Birth(rrefs, peer)
-    arguments: Sequence[Any] = _Arguments(birth, what, args or ())
+    arguments: Sequence[Any] = _Arguments(birth, keeps_history(rrefs), what, args or ())
     try:
         call = rrefs.agent, peer.record.id, create, arguments, kwargs, timeout
         created = start(*call, retry, label=label or label_of(func), mode="remote")
@@ -131,8 +131,8 @@ def _make_here(
     number = RRefId(rrefs.new_id())
     entry = rrefs.own(number)
     try:
-        call = rrefs.agent, rrefs.id, create, (int(number), -1, -1, "", "", what, *(args or ())), kwargs, timeout
-        created = start(*call, retry, label=label, mode="remote")
+        arguments = int(number), -1, -1, "", "", keeps_history(rrefs), what, *(args or ())
+        created = start(rrefs.agent, rrefs.id, create, arguments, kwargs, timeout, retry, label=label, mode="remote")
     except BaseException as error:
         rrefs.let_go(entry)
         if isinstance(error, SerializationError):
@@ -175,12 +175,12 @@ class _Birth:
 class _Arguments(Sequence[Any]):
     """Those of ``create``, as they are when they are sent."""
 
-    def __init__(self, birth: _Birth, what: Any, args: Sequence[Any]) -> None:
+    def __init__(self, birth: _Birth, history: bool, what: Any, args: Sequence[Any]) -> None:
         self._birth = birth
-        self._rest = what, *args
+        self._rest = history, what, *args
 
     def __len__(self) -> int:
-        return _OURS + len(self._rest) - 1
+        return _OURS + len(self._rest) - 2
 
     def __iter__(self) -> Iterator[Any]:
         return iter((*self._birth.named(), *self._rest))
@@ -211,9 +211,18 @@ def _fail(value: Future[Any], created: Future[Any]) -> None:
 @async_execution
 @never_dropped
 def create(  # noqa: PLR0917 (only so do they travel without pickle)
-    number: int, fork: int, letter: int, life: str, incarnation: str, what: Any, /, *args: Any, **kwargs: Any
+    number: int,
+    fork: int,
+    letter: int,
+    life: str,
+    incarnation: str,
+    history: bool,
+    what: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Future[None]:
-    """Makes a value. What goes wrong is kept in its place."""
+    """Makes a value, without its history if that is not wanted. What goes wrong is kept in its place."""
     rrefs = current_rrefs()
     entry = rrefs.create(number, fork, letter, (maker_of(fork), life), incarnation)
     value: Future[Any] = entry.value
@@ -243,6 +252,6 @@ def create(  # noqa: PLR0917 (only so do they travel without pickle)
         rrefs.let_go(entry)
         done.set_result(None)
 
-    forward(made, value)
+    forward(made, value, None if history else without_history)
     value._when_done(finish)
     return done

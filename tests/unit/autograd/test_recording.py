@@ -110,8 +110,12 @@ def test_a_message_that_needs_no_grad_only_makes_the_workers_known(caller: Side,
 def test_no_grad_leaves_no_trace(caller: Side, callee: Side) -> None:
     with caller.context() as context, torch.no_grad():
         note, kept = caller.recorder.request_out(callee.peer, message([LEAF]))
-    assert note is None
+        assert caller.recorder.request_out(callee.peer, message([PLAIN]))[0] is None
     assert (context.known, context.sends) == (set(), {})
+    (argument,), served = callee.recorder.request_in(caller.peer, note, [leaf()])
+    assert not argument.requires_grad
+    assert served is None
+    assert len(callee.container) == 0
     # The result of a call under no_grad needs none either.
     (found,) = caller.recorder.reply_in(callee.peer, kept, None, [torch.ones(2, requires_grad=True)])
     assert not found.requires_grad

@@ -101,7 +101,7 @@ def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch
 class _Options(Options):
     """Backhaul's, with the reference's manners."""
 
-    receives_leaves = True
+    follows_reference = True
 
 
 def to_options(given: TensorPipeRpcBackendOptions) -> Options:
