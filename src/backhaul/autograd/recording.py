@@ -206,7 +206,7 @@ class Recorder:
         if note is None:
             return self._outside(peer, tensors), None
         if note == UNRECORDED:
-            return [tensor.requires_grad_(False) for tensor in tensors], None
+            return detached(tensors), None
         read = unpack(note, Note)
         context = self._container.get_or_create(read.context)
         if context is None:  # the caller has released it: nobody will ask for gradients
