@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import functools
 import io
 import pathlib
 import socket
 import sys
 import threading
+import types
 import uuid
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -387,3 +389,60 @@ def test_a_function_that_cannot_travel_is_named_and_nothing_is_sent(sent: list[K
         bh.rpc_sync("bob", sock.getsockname)
     assert caught.value.path.startswith("function")
     assert Kind.REQUEST not in sent
+
+
+# What is not a tuple of arguments. In each case a comma was forgotten: ``args=(x)`` is ``args=x``.
+
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "rpc_sync": functools.partial(bh.rpc_sync, "bob", remote.combine),
+    "rpc_async": functools.partial(bh.rpc_async, "bob", remote.combine),
+    "remote": functools.partial(bh.remote, "bob", remote.combine),
+    "remote to itself": functools.partial(bh.remote, "alice", remote.combine),
+    "rpc_sync with retry": functools.partial(bh.rpc_sync, "bob", remote.combine, retry=bh.Retry()),
+    "rpc_async with retry": functools.partial(bh.rpc_async, "bob", remote.combine, retry=bh.Retry()),
+    "RemoteModule": functools.partial(bh.nn.RemoteModule, "bob", torch.nn.Identity),
+    "launch": functools.partial(bh.launch, remote.combine, 1),
+}
+NO_TUPLES: dict[str, tuple[Any, str]] = {
+    "tensor": (torch.ones(2), r"a Tensor of shape \(2,\)"),
+    "tensor of one element": (torch.ones(1), r"a Tensor of shape \(1,\)"),
+    "scalar tensor": (torch.tensor(5.0), r"a Tensor of shape \(\)"),
+    "tensor that is zero": (torch.zeros(1), r"a Tensor of shape \(1,\)"),
+    "empty tensor": (torch.empty(0), r"a Tensor of shape \(0,\)"),
+    "parameter": (torch.nn.Parameter(torch.ones(1)), r"a Parameter of shape \(1,\)"),
+    "string": ("ab", "a str"),
+    "empty string": ("", "a str"),
+    "integer": (0, "an int"),
+    "dict": ({}, "a dict"),
+    "set": ({1}, "a set"),
+    "array": (np.ones(2), "a ndarray"),
+    "iterator": (iter([1]), "a list_iterator"),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_args_that_are_no_tuple_are_refused(entry: str, sent: list[Kind]) -> None:
+    for value, described in NO_TUPLES.values():
+        with pytest.raises(TypeError, match=rf"args must be a tuple or a list, not {described}; .*args=\(x,\)"):
+            ENTRIES[entry](args=value)
+    assert Kind.REQUEST not in sent
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_kwargs_that_are_no_dict_are_refused(entry: str, sent: list[Kind]) -> None:
+    for value in (torch.zeros(1), [("other", 1)], [], (), "", 0):
+        with pytest.raises(TypeError, match=r"kwargs must be a dict, not an? \w+( of shape .*)?; write kwargs="):
+            ENTRIES[entry](args=(1,), kwargs=value)
+    assert Kind.REQUEST not in sent
+
+
+@pytest.mark.usefixtures("workers")
+def test_args_may_be_tuples_and_lists_of_any_class() -> None:
+    expected = remote.combine(1, [2], other=3)
+    for args in ((1, [2]), [1, [2]], remote.Pair(1, [2])):
+        for kwargs in ({"other": 3}, OrderedDict(other=3), types.MappingProxyType({"other": 3})):
+            assert bh.rpc_sync("bob", remote.combine, args, kwargs) == expected
+            assert bh.rpc_async("bob", remote.combine, args, kwargs).wait() == expected
+            assert bh.remote("bob", remote.combine, args, kwargs).to_here() == expected
+    for nothing in ((), [], None):
+        assert bh.rpc_sync("bob", remote.whoami, nothing, {}) == "bob"

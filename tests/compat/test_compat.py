@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,3 +120,14 @@ def test_a_backend_can_be_registered_once() -> None:
     with pytest.raises(RuntimeError, match="already registered"):
         rpc.backend_registry.register_backend("of_this_test", dict, dict)
     del rpc.BackendType._known["of_this_test"]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
+def test_args_that_are_a_tensor_are_refused_and_other_iterables_are_not(call: Any) -> None:
+    for tensor in (torch.ones(1), torch.zeros(1), torch.tensor(0.0), torch.ones(2)):
+        with pytest.raises(TypeError, match=r"args=\(x,\)"):
+            call("alone", torch.add, args=tensor)
+    for args in ((1, 2), [1, 2], {1: "a", 2: "b"}):  # as in the reference
+        made = call("alone", operator.add, args=args)
+        assert (made.to_here() if call is rpc.remote else made.wait() if call is rpc.rpc_async else made) == 3

@@ -12,6 +12,7 @@ from backhaul import nn
 from backhaul.compat.rpc import agent
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.rref import RRef, adopt
+from backhaul.compat.rpc.serving import positional
 from backhaul.nn import owner
 
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
@@ -47,8 +48,9 @@ class RemoteModule(nn.RemoteModule):
         _module_interface_cls: type | None = None,
     ) -> None:
         _check_place(remote_device)
+        given = positional(args)
         try:
-            super().__init__(remote_device, module_cls, args, kwargs, _module_interface_cls=_module_interface_cls)
+            super().__init__(remote_device, module_cls, given, kwargs, _module_interface_cls=_module_interface_cls)
         except ValueError as error:
             raise ValueError(
                 f"Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but: {error}"

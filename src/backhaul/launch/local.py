@@ -29,6 +29,7 @@ from backhaul.errors import WorkerFailedError
 from backhaul.launch.embedded import worker_names
 from backhaul.launch.meeting import PipeStore, Table
 from backhaul.rpc.api import init, shutdown
+from backhaul.rpc.arguments import keywords, positional
 from backhaul.rpc.rendezvous import SECRET_VARIABLE, TLS_VARIABLE
 from backhaul.transport.certificates import make_certificates
 from backhaul.types import Options
@@ -54,7 +55,7 @@ def launch(
     function: Callable[..., Any],
     workers: int | Sequence[str],
     *,
-    args: Sequence[Any] = (),
+    args: tuple[Any, ...] | list[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     options: Options | None = None,
     timeout: float | None = None,
@@ -71,8 +72,8 @@ def launch(
     Args:
         function: Runs in every worker; ``get_worker_info()`` says which one.
         workers: How many (``worker0``, ``worker1``, ...), or their names.
-        args: Positional arguments for all.
-        kwargs: Keyword arguments for all.
+        args: Positional arguments for all, a tuple or a list.
+        kwargs: Keyword arguments for all, a dict.
         options: For all workers.
         timeout: End everything with ``TimeoutError`` after so many seconds.
         start_method: ``forkserver`` starts many workers much faster: they share one import of torch.
@@ -85,7 +86,7 @@ def launch(
     context = mp.get_context(start_method)
     if start_method == "forkserver":
         context.set_forkserver_preload(["__main__", "backhaul"])
-    job = _dump((function, tuple(args), dict(kwargs or {}), options))
+    job = _dump((function, positional(args), keywords(kwargs), options))
     # Workers meet over their pipes; this one is for programs that use torch.distributed as well.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from backhaul.errors import SerializationError
 from backhaul.nn import owner
 from backhaul.nn.places import parse_place
 from backhaul.rpc.api import rpc_sync
+from backhaul.rpc.arguments import keywords, positional
 from backhaul.rpc.futures import Future
 from backhaul.rref.handle import RRef
 from backhaul.wire.codec import reducers
@@ -44,8 +45,8 @@ class RemoteModule(nn.Module):
     Args:
         remote_device: ``"worker1"``, ``"worker1/cuda:0"``, ``"rank:1/cpu"``; without a device, the CPU.
         module_cls: A module class, or a function that returns a module.
-        args: For ``module_cls``.
-        kwargs: For ``module_cls``.
+        args: For ``module_cls``, a tuple or a list.
+        kwargs: For ``module_cls``, a dict.
         _module_interface_cls: A class, such as a ``torch.jit.interface``, whose methods can be called on this too, each
             with an ``_async`` form. Nothing is scripted.
 
@@ -78,7 +79,7 @@ class RemoteModule(nn.Module):
         self,
         remote_device: str,
         module_cls: Callable[..., nn.Module],
-        args: Sequence[Any] | None = (),
+        args: tuple[Any, ...] | list[Any] | None = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         _module_interface_cls: type | None = None,
@@ -86,7 +87,7 @@ class RemoteModule(nn.Module):
         _check_maker(module_cls)
         place = parse_place(remote_device)
         rref, training = rpc_sync(
-            place.worker, owner.build, (module_cls, tuple(args or ()), dict(kwargs or {}), place.device)
+            place.worker, owner.build, (module_cls, positional(args), keywords(kwargs), place.device)
         )
         self._set(rref, place.device, _methods_of(_module_interface_cls), training)
 

@@ -28,6 +28,8 @@ from backhaul.errors import (
     UnknownWorkerError,
 )
 from backhaul.limits import FOREVER, Limit
+from backhaul.rpc.arguments import keywords as keyword_arguments
+from backhaul.rpc.arguments import positional
 from backhaul.rpc.calls import SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard, tell_failed
 from backhaul.rpc.futures import Future, set_result
 from backhaul.rpc.intercept import Guard, Interceptor
@@ -374,10 +376,11 @@ class Agent:
         kwargs: Mapping[str, Any] | None,
     ) -> Frame:
         peer = pending.peer
-        values = tuple(args) if args else ()
-        count, keywords = len(values), bool(kwargs)
-        if kwargs:
-            values = (dict(kwargs), *values)
+        values = args if type(args) is tuple else positional(args)
+        named = None if kwargs is None else keyword_arguments(kwargs)
+        count, keywords = len(values), bool(named)
+        if named:
+            values = (named, *values)
         if known is not None and not peer.plain and (peer.main_shared or not known.in_main):
             name, names = known.name, _names(False, keywords, count)
         else:

@@ -230,7 +230,7 @@ def _close_at_exit() -> None:
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., T] | str,
-    args: Sequence[Any] | None = None,
+    args: tuple[Any, ...] | list[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     *,
@@ -242,8 +242,8 @@ def rpc_sync(
         to: Name, id or ``WorkerInfo`` of the worker that runs it; it may be this one.
         func: Any callable: functions both sides can import go by name, others by value. Or a name that the other
             worker has exposed, see ``expose``.
-        args: Positional arguments; they travel by value.
-        kwargs: Keyword arguments.
+        args: Positional arguments, a tuple or a list; they travel by value. For one argument: ``args=(x,)``.
+        kwargs: Keyword arguments, a dict.
         timeout: Seconds to wait; 0: for ever; None: the worker's default (60). Never longer than what is left to the
             handler or block that this is called in, see ``time_left``.
         retry: Make the call again if the worker is lost; says that the function may run more than once.
@@ -277,7 +277,7 @@ def rpc_sync(
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., T] | str,
-    args: Sequence[Any] | None = None,
+    args: tuple[Any, ...] | list[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     *,

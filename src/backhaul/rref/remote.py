@@ -13,6 +13,7 @@ import torch
 from backhaul import limits
 from backhaul.compiler import graph_break
 from backhaul.errors import PermissionDeniedError, SerializationError
+from backhaul.rpc.arguments import LateArguments, keywords, positional
 from backhaul.rpc.dispatch import answers_later, async_execution, never_dropped
 from backhaul.rpc.futures import Future, copy_without_frames
 from backhaul.rpc.intercept import extensions
@@ -41,7 +42,7 @@ extensions.append(_extend)
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., T],
-    args: Sequence[Any] | None = None,
+    args: tuple[Any, ...] | list[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     *,
@@ -54,8 +55,8 @@ def remote(
     Args:
         to: Name, id or ``WorkerInfo`` of the worker that is to own the value; it may be this one.
         func: As for ``rpc_sync``; a class makes an object there.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        args: Positional arguments, a tuple or a list.
+        kwargs: Keyword arguments, a dict.
         timeout: Seconds that making the value may take; 0: any time; None: the worker's default. Never longer than what
             is left to the handler or block that this is called in.
         retry: As for ``rpc_async``.
@@ -74,7 +75,7 @@ def remote(
 def make_remote(
     to: str | int | WorkerInfo,
     func: Callable[..., T],
-    args: Sequence[Any] | None = None,
+    args: tuple[Any, ...] | list[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     *,
@@ -84,6 +85,7 @@ def make_remote(
     """``remote``, by another name for people."""
     if not callable(func):
         raise TypeError(f"only a callable can be called, not a {type(func).__name__}")
+    given, named = positional(args), None if kwargs is None else keywords(kwargs)
     rrefs = current_rrefs()
     peer = rrefs.agent.peers.find(to)
     if peer.plain:
@@ -96,11 +98,11 @@ def make_remote(
         )
     what = name_of(func, main_shared=peer.main_shared) or func
     if peer.record.id == rrefs.id:
-        return _make_here(rrefs, what, args, kwargs, timeout, label=label or label_of(func), retry=retry)
+        return _make_here(rrefs, what, given, named, timeout, label=label or label_of(func), retry=retry)
     birth = _Birth(rrefs, peer)
-    arguments: Sequence[Any] = _Arguments(birth, keeps_history(rrefs), what, args or ())
+    arguments = _Arguments(birth, keeps_history(rrefs), what, given)
     try:
-        call = rrefs.agent, peer.record.id, create, arguments, kwargs, timeout
+        call = rrefs.agent, peer.record.id, create, arguments, named, timeout
         created = start(*call, retry, label=label or label_of(func), mode="remote")
     except BaseException as error:
         birth.end(heard=False)
@@ -120,7 +122,7 @@ def make_remote(
 def _make_here(
     rrefs: RRefs,
     what: Any,
-    args: Sequence[Any] | None,
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     timeout: float | None,
     *,
@@ -131,7 +133,7 @@ def _make_here(
     number = RRefId(rrefs.new_id())
     entry = rrefs.own(number)
     try:
-        arguments = int(number), -1, -1, "", "", keeps_history(rrefs), what, *(args or ())
+        arguments = int(number), -1, -1, "", "", keeps_history(rrefs), what, *args
         created = start(rrefs.agent, rrefs.id, create, arguments, kwargs, timeout, retry, label=label, mode="remote")
     except BaseException as error:
         rrefs.let_go(entry)
@@ -172,7 +174,7 @@ class _Birth:
             self.rrefs.asked(life, letter, heard=heard and life == self.life)
 
 
-class _Arguments(Sequence[Any]):
+class _Arguments(LateArguments):
     """Those of ``create``, as they are when they are sent."""
 
     def __init__(self, birth: _Birth, history: bool, what: Any, args: Sequence[Any]) -> None:

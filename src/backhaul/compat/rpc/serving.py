@@ -12,6 +12,7 @@ import torch
 from torch.jit._builtins import _find_builtin
 
 from backhaul.compat.rpc import agent, internal, profiling
+from backhaul.rpc import arguments
 from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
 from backhaul.wire.callables import SCRIPT, name_of, resolve
 
@@ -22,14 +23,24 @@ def outgoing(
     """The call to make for a call of ``function``: function, arguments, keyword arguments."""
     if not callable(function):
         raise TypeError("function should be callable.")
+    given, named = positional(args), kwargs or {}
     if isinstance(function, torch.jit.ScriptFunction):
-        _check_count(function, args)
+        _check_count(function, given)
     later = bool(getattr(function, ASYNC_MARK, False)) or _returns_future(function)
     if pickler is not internal._internal_rpc_pickler:
-        pickled = pickler.serialize(internal.PythonUDF(function, tuple(args or ()), dict(kwargs or {})))
+        pickled = pickler.serialize(internal.PythonUDF(function, given, dict(named)))
         return (answer_pickled_later if later else answer_pickled), pickled, {}
     target = name_of(function) or function
-    return (answer_later if later else answer), (target, *(args or ())), kwargs or {}
+    return (answer_later if later else answer), (target, *given), named
+
+
+def positional(args: Any) -> tuple[Any, ...]:
+    """``args`` as a tuple. The reference takes anything that can be iterated. A tensor is refused all the same: the
+    reference drops it, splits it or fails, as its elements are.
+    """
+    if isinstance(args, torch.Tensor):
+        return arguments.positional(args)
+    return tuple(args or ())
 
 
 def _returns_future(function: Any) -> bool:
@@ -40,9 +51,9 @@ def _returns_future(function: Any) -> bool:
     return isinstance(schema.returns[0].type, torch._C.FutureType)
 
 
-def _check_count(function: Any, args: Sequence[Any] | None) -> None:
+def _check_count(function: Any, args: tuple[Any, ...]) -> None:
     """The callee finds a function that takes more than its share without a word."""
-    most, given = len(function.schema.arguments), len(args or ())
+    most, given = len(function.schema.arguments), len(args)
     if given > most:
         raise RuntimeError(f"{function.name}() expected at most {most} argument(s) but received {given} argument(s)")
 
