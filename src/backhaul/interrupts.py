@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _thread
+import functools
 import os
 import select
 import signal
@@ -143,6 +144,33 @@ def _raise(frame: FrameType | None, *, in_wait: bool) -> None:
 def in_wait(error: BaseException) -> bool:
     """Whether an exception is an interrupt that was raised where it does no harm."""
     return getattr(error, "in_wait", False)
+
+
+def from_signal(error: BaseException) -> bool:
+    """Whether the handler of a signal raised an exception, and not the code that was running. Such an exception is for
+    the program: it must not become the outcome of a call.
+    """
+    if not _in_main_thread():  # only the main thread runs handlers
+        return False
+    if hasattr(error, "in_wait"):
+        return True
+    if isinstance(error, KeyboardInterrupt) and getsignal(SIGINT) is default_int_handler:
+        return True  # that handler leaves no frame
+    handlers = {_code_of(getsignal(number)) for number in signal.valid_signals()}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """The code that handles a signal, if it is Python code."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def postpone(error: BaseException) -> bool:

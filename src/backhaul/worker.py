@@ -392,6 +392,12 @@ def observer_here() -> Observer | None:
     return None if worker is None else worker.observer
 
 
+def name_here() -> str:
+    """That of the current worker; empty where there is none."""
+    worker = _current.get() or _only
+    return "" if worker is None else worker.name
+
+
 def runtime_here() -> Runtime:
     """That of the current worker; where there is none, the real thing."""
     worker = _current.get() or _only

@@ -170,6 +170,22 @@ def test_join_leave_also_the_first_and_end(store_port: int) -> None:
     }
 
 
+def test_a_listener_that_means_to_end_the_program_hears_of_the_next_event(endpoints: EndpointFactory) -> None:
+    seen: list[str] = []
+
+    def leave(event: Any) -> None:
+        seen.append(event.worker.name)
+        raise SystemExit("leaving")
+
+    with bh.cluster(["first", "second", "third"], endpoints=endpoints) as made:
+        bh.on_membership(leave)
+        for number, worker in enumerate(made[1:], 1):
+            with worker:
+                bh.leave()
+            until(lambda number=number: len(seen) == number)
+    assert seen == ["second", "third"]
+
+
 def restart(rank: int, port: int, victim: int) -> Any:
     """One founder is killed while the other waits for it; it comes back under its name."""
     store = TCPStore("127.0.0.1", port, is_master=False)

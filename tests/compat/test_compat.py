@@ -131,3 +131,15 @@ def test_args_that_are_a_tensor_are_refused_and_other_iterables_are_not(call: An
     for args in ((1, 2), [1, 2], {1: "a", 2: "b"}):  # as in the reference
         made = call("alone", operator.add, args=args)
         assert (made.to_here() if call is rpc.remote else made.wait() if call is rpc.rpc_async else made) == 3
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("error", [SystemExit("leaving"), GeneratorExit("leaving"), ValueError("leaving")], ids=repr)
+def test_a_future_is_done_whatever_its_callback_raises(error: BaseException) -> None:
+    def leave(_: Any) -> None:
+        raise error
+
+    made = rpc.rpc_async("alone", operator.add, args=(1, 2)).then(leave)
+    for wait in (made.wait, lambda: torch.futures.wait_all([made]), torch.futures.collect_all([made]).wait):
+        with pytest.raises(RuntimeError, match=f"{type(error).__name__}: leaving"):
+            wait()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -196,3 +197,50 @@ def test_other_threads_install_nothing() -> None:
         thread.start()
         thread.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Leaver:
+    """Ends the program in several ways when a signal comes."""
+
+    def leave(self, number: int, frame: Any) -> None:
+        raise SystemExit(number)
+
+    __call__ = leave
+
+
+HANDLERS: dict[str, Any] = {
+    "function": lambda number, frame: Leaver().leave(number, frame),
+    "method": Leaver().leave,
+    "object": Leaver(),
+    "partial": functools.partial(functools.partial(Leaver().leave)),
+}
+
+
+@pytest.mark.parametrize("case", HANDLERS)
+def test_what_handlers_of_signals_raise_is_told_from_what_code_raises(case: str) -> None:
+    before = signal.signal(signal.SIGUSR1, HANDLERS[case])
+    try:
+        with pytest.raises(SystemExit) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        ours = interrupts.from_signal(caught.value)
+        signal.signal(signal.SIGUSR1, before)
+    assert ours
+    for error in (SystemExit(1), KeyboardInterrupt(), GeneratorExit()):
+        with pytest.raises(type(error)) as other:
+            raise error
+        assert not interrupts.from_signal(other.value)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_an_interrupt_is_told_from_what_code_raises(deferred: bool) -> None:
+    if not deferred:
+        interrupts.defer_no_more()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupt()
+    assert interrupts.from_signal(caught.value)
+    found = []
+    other = threading.Thread(target=lambda: found.append(interrupts.from_signal(caught.value)))
+    other.start()
+    other.join()
+    assert found == [False]  # there it has only travelled

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from backhaul import limits
+from backhaul import interrupts, limits
 from backhaul.autograd.checked import recorder_for
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
@@ -44,6 +44,7 @@ from backhaul.errors import (
     ContextError,
     ForeignGraphError,
     GraphFreedError,
+    SerializationError,
     UnknownContextError,
     UnknownWorkerError,
 )
@@ -377,7 +378,8 @@ class Engine:
 
     def _complaint(self, spec: PassSpec, source: MessageId, error: BaseException) -> Frame | None:
         """What tells the driver of a pass what went wrong here; None: that is this worker, and it knows now."""
-        error.add_note(_where(spec, source, self.worker.name))
+        with contextlib.suppress(Exception):  # an exception that takes no notes
+            error.add_note(_where(spec, source, self.worker.name))
         if spec.driver == self.id:
             drive = self.drives.get((spec.context, spec.number))
             if drive is not None:
@@ -536,11 +538,24 @@ class Engine:
                 record = run.context.sends.get(source)
                 if record is not None:
                     grads = record.bring(grads)
-        except Exception as error:
+        except BaseException as error:  # code of the user's may raise anything
             self._decline(channel, (gradient,))
-            self._fail(run, source, error)
+            if isinstance(error, Exception) or interrupts.from_signal(error):
+                self._fail(run, source, error)
+            else:
+                self._fail(run, source, self._undecodable(channel, source, error))
             return
         self._enter_source(run, source, grads, parcels)
+
+    def _undecodable(self, channel: Channel, source: MessageId, error: BaseException) -> SerializationError:
+        peer, name = self.agent.peers.of(channel), self.worker.name
+        sender = "" if peer is None else f" from worker '{peer.info.name}'"
+        made = SerializationError(
+            f"worker '{name}' cannot decode the gradients of message {source}{sender}: {type(error).__name__}: {error}",
+            worker=name,
+        )
+        made.__cause__ = error
+        return made
 
     def _link_of(self, channel: Channel) -> PeerLink | None:
         peer = self.agent.peers.of(channel)

@@ -466,8 +466,10 @@ class Agent:
             if self._completing.pop(pending.number, None) is None:
                 return  # abandoned
             value = pending.read(outcome, self.worker, self.interceptors)
-        except Exception as error:
-            self._fail(pending, error)
+        except BaseException as error:
+            self._fail(pending, error if isinstance(error, Exception) else pending.interrupted(error))
+            if not isinstance(error, Exception):
+                raise
         else:
             if pending.peer.link is not None:
                 pending.future._note_streams()

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from backhaul import interrupts
 from backhaul.errors import (
     BackhaulError,
     CallCancelledError,
@@ -73,6 +74,10 @@ class Pending:
             f"{self.label} on worker '{name}' was cancelled{why}", worker=name, function=self.label
         )
 
+    def interrupted(self, error: BaseException) -> CallCancelledError:
+        """The error of a call whose outcome could not be read because a signal came."""
+        return self.cancelled(f": {type(error).__name__} interrupted it")
+
     def lost(self, reason: str) -> PeerLostError:
         """The error of a call whose channel is gone."""
         name = self.peer.info.name
@@ -116,7 +121,7 @@ class Pending:
             if self.peer.link is not None and payload is not None:
                 decline(payload, self.peer.link.answer(self.channel))
             discard(self.peer, interceptors, notes)
-            if not isinstance(error, Exception):
+            if interrupts.from_signal(error):
                 raise
             raise SerializationError(
                 f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "

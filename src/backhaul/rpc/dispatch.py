@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from backhaul import limits
+from backhaul import interrupts, limits
 from backhaul.crew import Task
 from backhaul.cuda import process
 from backhaul.cuda.links import PeerLink
@@ -133,10 +133,10 @@ class Dispatcher:
             go_on()
             try:
                 made.set_result(await _stepwise(coroutine))
-            except asyncio.CancelledError:
-                what = label_of(coroutine)
-                made.set_exception(CallCancelledError(f"{what} was cancelled", worker=self._worker.name, function=what))
             except BaseException as error:
+                if isinstance(error, asyncio.CancelledError) and (self._worker.closed or limits.cancelled()):
+                    what = label_of(coroutine)
+                    error = CallCancelledError(f"{what} was cancelled", worker=self._worker.name, function=what)
                 made.set_exception(error)
 
         self._loop.run(run())
@@ -267,7 +267,7 @@ class Dispatcher:
             if function is None:
                 function = values.pop(0)
             kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
-        except Exception as error:
+        except BaseException as error:  # code of the user's may raise anything
             if answer.peer.link is not None:
                 decline(payload, answer.peer.link.answer(answer.channel))
             discard(answer.peer, self._agent.interceptors, notes)
@@ -323,10 +323,14 @@ class Dispatcher:
     # Replies. Each request gets exactly one, unless it was cancelled, and is counted as served after that.
 
     def _reply_with_future(self, answer: Answer, done: torch.futures.Future[Any]) -> None:
+        error = done._error if isinstance(done, Future) else None
+        if error is not None:  # not raised here: it is the future's own, and would collect frames
+            self._reply_fault(answer, error)
+            return
         try:
             result = done.wait()
-        except BaseException as error:
-            self._reply_fault(answer, error)
+        except BaseException as raised:
+            self._reply_fault(answer, raised)
         else:
             self._reply(answer, result)
 
@@ -373,9 +377,11 @@ class Dispatcher:
                 device=error.device,
             )
             self._reply_fault(answer, problem)
-        except Exception as error:
+        except BaseException as error:
             discard(peer, self._agent.interceptors, notes)
             self._reply_fault(answer, error)
+            if not isinstance(error, Exception) and not interrupts.postpone(error):
+                raise  # a signal came while the program completed the future of this call
         else:
             if encoded.lease is not None:
                 encoded.lease.sent = True
@@ -476,6 +482,7 @@ class _Loop:
         self._lock = threading.Lock()  # guards both fields
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._over = False
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them; used on its thread only
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -513,15 +520,20 @@ class _Loop:
         def cancel_all() -> None:
             for task in asyncio.all_tasks(loop):
                 task.cancel()
-            loop.call_soon(loop.stop)
+            loop.call_soon(self._stop, loop)
 
         loop.call_soon_threadsafe(cancel_all)
         if thread is not threading.current_thread():
             self._worker.runtime.join(thread, 5.0)
 
-    @staticmethod
-    def _serve(loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._over = True
+        loop.stop()
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._over:
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # raised by a task that a handler made
+                log.error("a task of an async handler ended with %s: %s", type(error).__name__, error)
+        loop.close()

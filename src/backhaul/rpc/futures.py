@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import copy
 import threading
+import types
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -18,11 +19,13 @@ from backhaul.compiler import graph_break
 from backhaul.cuda import process
 from backhaul.cuda.streams import Mark
 from backhaul.limits import FOREVER
-from backhaul.worker import blocking, observer_here, runtime_here
+from backhaul.wire.faults import described
+from backhaul.worker import blocking, name_here, observer_here, runtime_here
 
 T = TypeVar("T")
 S = TypeVar("S")
 
+_COPYING = {"__copy__", "__reduce__", "__reduce_ex__"}  # methods with which a class says how it is copied
 _counting = threading.Lock()  # guards the count of those who wait for a future
 
 # torch's own, without what its module puts around them in Python.
@@ -223,7 +226,7 @@ class Future(torch.futures.Future[T]):
             except Exception as error:
                 made.set_exception(error)
             except BaseException as error:  # meant for this thread, but those who wait must not wait for ever
-                made.set_exception(RuntimeError(f"a callback ended with {type(error).__name__}: {error}"))
+                made.set_exception(described(error, name_here()))
                 if not interrupts.postpone(error):
                     raise
             else:
@@ -286,16 +289,48 @@ class Kept(Future[T]):
 def copy_without_frames(error: BaseException) -> BaseException:
     """The same exception, as if it had not been raised yet."""
     made = _copy_of(error)
-    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
+    for name in ("__cause__", "__suppress_context__"):
+        BaseException.__setattr__(made, name, getattr(error, name))  # its own may refuse
     return made
 
 
 def _copy_of(error: BaseException) -> BaseException:
-    try:
-        made = copy.copy(error)
-        return made if isinstance(made, BaseException) else RuntimeError(str(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+    """Another exception of the same type that says the same; never fails."""
+    kind = type(error)
+    # What a built-in type keeps beside its ``args`` it knows best itself.
+    own_way = _builtin_base(kind).__basicsize__ > BaseException.__basicsize__ or any(
+        part.__module__ != "builtins" and _COPYING & vars(part).keys() for part in kind.__mro__
+    )
+    for make in (copy.copy, _clone) if own_way else (_clone, copy.copy):
+        try:
+            made = make(error)
+            if type(made) is kind:
+                return made
+        except BaseException as problem:  # code of the user's may raise anything
+            if interrupts.from_signal(problem):
+                raise
+    return described(error, name_here())
+
+
+def _builtin_base(kind: type[BaseException]) -> type:
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def _clone(error: BaseException) -> BaseException:
+    """A copy that is made without the constructor, which may want other arguments."""
+    kind = type(error)
+    made: BaseException = _builtin_base(kind).__new__(kind, *error.args)
+    BaseException.__setattr__(made, "args", error.args)
+    made.__dict__.update(error.__dict__)
+    if "__notes__" in made.__dict__:
+        made.__dict__["__notes__"] = list(made.__dict__["__notes__"])
+    for part in kind.__mro__:
+        for name, slot in vars(part).items():
+            if type(slot) is types.MemberDescriptorType and name != "__suppress_context__":
+                with contextlib.suppress(AttributeError, TypeError):  # it is not set, or cannot be
+                    if (value := slot.__get__(error)) is not None:
+                        slot.__set__(made, value)
+    return made
 
 
 @interrupts.calls_out
@@ -334,7 +369,7 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[tor
         for member in members:
             try:
                 member.wait()
-            except Exception as error:
+            except BaseException as error:
                 made.set_exception(error)
                 return
         made.set_result(members)

@@ -119,7 +119,7 @@ class Membership:
             for callback in list(self._callbacks):
                 try:
                     self._worker.run(callback, event)
-                except Exception:
+                except BaseException:  # code of the user's may raise anything; the next event is still to be told
                     log.exception("a callback of on_membership failed")
 
     # Joining.

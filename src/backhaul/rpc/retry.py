@@ -190,13 +190,13 @@ class Attempts:
     def _done(self, made: Future[Any], future: Future[Any]) -> None:
         try:
             value = future.value()
-        except Exception as error:
+        except BaseException as error:
             self._fail(made, error)
         else:
             if not made.done():
                 made.set_result(value)
 
-    def _fail(self, made: Future[Any], error: Exception) -> None:
+    def _fail(self, made: Future[Any], error: BaseException) -> None:
         if made.done():
             return  # it was cancelled
         pause = self._next(error)
@@ -223,7 +223,7 @@ class Attempts:
         try:
             if not made.done():
                 self._watch(made, self._attempt())
-        except Exception as error:
+        except BaseException as error:
             self._fail(made, error)
         finally:
             self._agent.end()

@@ -409,27 +409,33 @@ def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Fut
         if inspect.iscoroutine(result):
             return current_worker().part(Node).dispatcher.complete(result, (args, kwargs))
         made.set_result(result)
-    except Exception as error:
+    except BaseException as error:  # also one that means to end the program: it ends the call
         made.set_exception(error)
     return made
 
 
-def forward(source: torch.futures.Future[Any], target: Future[Any], change: Call | None = None) -> None:
-    """Complete ``target`` as ``source`` is, with what ``change`` makes of its value."""
+def forward(
+    source: torch.futures.Future[Any],
+    target: Future[Any],
+    *,
+    change: Call | None = None,
+    reword: Callable[[BaseException], BaseException] | None = None,
+) -> None:
+    """Complete ``target`` as ``source`` is, with what ``change`` makes of its value or ``reword`` of its exception."""
 
     def settle(done: torch.futures.Future[Any]) -> None:
         if target.done():
             return  # too late
         error = done._failure() if isinstance(done, Future) else None
-        if error is not None:  # not raised here: it would collect the frames of whoever has completed the source
-            target.set_exception(error)
-            return
-        try:
-            value = done.value() if change is None else change(done.value())
-        except BaseException as raised:
-            target.set_exception(raised)
-        else:
+        if error is None:  # else it is not raised: it would collect the frames of whoever has completed the source
+            try:
+                value = done.value() if change is None else change(done.value())
+            except BaseException as raised:
+                error = raised
+        if error is None:
             target.set_result(value)
+        else:
+            target.set_exception(error if reword is None else reword(error))
 
     source.add_done_callback(settle)
 

@@ -256,7 +256,7 @@ class RRefs:
         peer = self.agent.peers.in_life(*holder)
         if isinstance(peer, tuple):
             return  # it is gone, and they with it
-        self._call(peer, ask, (self.life, holder[1], forks), check)
+        self.call(peer, ask, (self.life, holder[1], forks), check)
 
     def confirm(self, owner: Life, forks: Iterable[tuple[int, int]]) -> None:
         """The owner of values asks whether these forks of them have come here: let it know of those that are not held.
@@ -390,9 +390,9 @@ class RRefs:
 
         peer = self.agent.peers.in_life(*owner)
         if not isinstance(peer, tuple):
-            self._call(peer, take_news, (self.life, owner[1], letters), check)
+            self.call(peer, take_news, (self.life, owner[1], letters), check)
 
-    def _call(self, peer: Peer | None, function: Any, arguments: Any, check: Callable[[Future[Any]], None]) -> None:
+    def call(self, peer: Peer | None, function: Any, arguments: Any, check: Callable[[Future[Any]], None]) -> None:
         """Call one of ours on another worker. ``check`` gets the outcome, unless this worker is being closed."""
         try:
             if peer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import weakref
@@ -12,7 +13,7 @@ import torch
 
 from backhaul import limits
 from backhaul.compiler import graph_break
-from backhaul.errors import PermissionDeniedError, SerializationError
+from backhaul.errors import LimitError, PermissionDeniedError, SerializationError
 from backhaul.rpc.arguments import LateArguments, keywords, positional
 from backhaul.rpc.dispatch import answers_later, async_execution, never_dropped
 from backhaul.rpc.futures import Future, copy_without_frames
@@ -25,9 +26,11 @@ from backhaul.rref.ownership import RRefId, maker_of
 from backhaul.rref.registry import RRefs, current_rrefs, life_of
 from backhaul.types import WorkerInfo
 from backhaul.wire.callables import label_of, name_of, resolve
+from backhaul.wire.faults import foreign
 from backhaul.worker import current_worker
 
 T = TypeVar("T")
+_NOT_TAKEN = (SerializationError, LimitError, PermissionDeniedError)  # the function was not run
 _OURS = 7  # arguments of ``create`` that are not the user's
 
 
@@ -115,7 +118,7 @@ def make_remote(
     birth.handle = weakref.ref(handle)
     if retry is not None:
         handle._keep_until(created)  # as long as attempts are made, it may have to turn to another owner
-    created._when_done(lambda done: birth.end(heard=done._failure() is None))
+    created._when_done(birth.settle)
     return handle
 
 
@@ -168,6 +171,21 @@ class _Birth:
                 handle._owner, handle._life = peer.info, life
         return int(self.number), int(self.fork), self._letters[life][0], self.rrefs.life[1], life[1]
 
+    def settle(self, created: Future[Any]) -> None:
+        """The call is over. If the owner did not take it, nobody there is going to make the value, so the owner is told
+        why: calls that use the value are under way already, or come from workers that the reference was passed on to.
+        """
+        error = created._failure()
+        if not isinstance(error, _NOT_TAKEN):
+            self.end(heard=error is None)
+            return
+        peer = self.rrefs.agent.peers.in_life(*self.life)
+        arguments = *self.named(), True, name_of(_not_made), copy_without_frames(error)
+        if isinstance(peer, Peer):
+            self.rrefs.call(peer, create, arguments, lambda told: self.end(heard=told._failure() is None))
+        else:
+            self.end(heard=False)
+
     def end(self, *, heard: bool) -> None:
         """The call is over; if it has succeeded its owner has heard of it."""
         for life, letter in self._letters.items():
@@ -208,6 +226,11 @@ def _fail(value: Future[Any], created: Future[Any]) -> None:
     error = created._failure()
     if error is not None and not value.done():
         value.set_exception(copy_without_frames(error))
+
+
+def _not_made(error: Exception) -> None:
+    """What ``create`` runs where the call that was to make the value was not taken."""
+    raise error
 
 
 @async_execution
@@ -254,6 +277,7 @@ def create(  # noqa: PLR0917 (only so do they travel without pickle)
         rrefs.let_go(entry)
         done.set_result(None)
 
-    forward(made, value, None if history else without_history)
+    reword = functools.partial(foreign, worker=rrefs.worker.name)
+    forward(made, value, change=None if history else without_history, reword=reword)
     value._when_done(finish)
     return done

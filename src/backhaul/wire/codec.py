@@ -218,7 +218,9 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
         pickler = _Pickler(out, writer, loose, main_shared, parcels)
         pickler.dump(list(values))
         table, buffers, keep = writer.finish()
-    except Exception as error:
+    except BaseException as error:  # code of the user's may raise anything
+        if interrupts.from_signal(error):
+            raise
         if isinstance(error, BackhaulError) and not isinstance(error, SerializationError):  # what it refers to is lost
             culprit = _explain(values, names, main_shared, link, error).path
             error.add_note(f"{culprit} stands for that, and cannot be sent")
@@ -413,7 +415,7 @@ def _in_main(value: Any) -> bool:
 
 
 def _explain(
-    values: Sequence[Any], names: Sequence[str], main_shared: bool, link: Link | None, error: Exception
+    values: Sequence[Any], names: Sequence[str], main_shared: bool, link: Link | None, error: BaseException
 ) -> SerializationError:
     """Find the innermost part that does not travel on its own, and say so."""
     search = _Search(main_shared, None if link is None else Trial(link))
@@ -461,12 +463,14 @@ def _trouble(value: Any, main_shared: bool, link: Link | None) -> str | None:
         writer = TensorWriter(link)
         _Pickler(io.BytesIO(), writer, [], main_shared, []).dump(value)
         writer.finish()
-    except Exception as error:
+    except BaseException as error:
+        if interrupts.from_signal(error):
+            raise
         return _reason(error)
     return None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, BackhaulError) else f"{type(error).__name__}: {error}"
 
 

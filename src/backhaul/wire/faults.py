@@ -11,11 +11,13 @@ import builtins
 import contextlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from backhaul import errors
-from backhaul.errors import BackhaulError, RemoteError, RemoteTraceback, SerializationError
+import msgspec
+
+from backhaul import errors, interrupts
+from backhaul.errors import BackhaulError, RemoteError, RemoteTraceback
 from backhaul.wire.codec import Encoded, decode, encode
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import Fault, Payload
@@ -54,31 +56,61 @@ def encode_fault(
         plain: Whether nothing may be pickled.
         tracebacks: Whether to say where in the program.
     """
-    kind = type(error)
-    if isinstance(error, BackhaulError) and getattr(error, "worker", None) is None:
-        with contextlib.suppress(Exception):
-            error.worker = worker
-    try:
-        message = str(error)
-    except Exception as trouble:  # a __str__ of the user's that raises
-        message = f"<a {kind.__qualname__} that cannot be shown: {type(trouble).__name__}>"
-    try:
-        text = "".join(traceback.format_exception(error)) if tracebacks else _HIDDEN
-    except Exception:
-        text = "".join(traceback.format_tb(error.__traceback__)) + f"{kind.__qualname__}: {message}"
-    encoded: Encoded | None
-    try:
+    if isinstance(error, BackhaulError):
+        with _trying():
+            if getattr(error, "worker", None) is None:
+                error.worker = worker
+    fault = _describe(error, worker, tracebacks)
+    encoded: Encoded | None = None
+    with _trying():
         encoded = encode([_essence(error) if plain else error], names=["exception"], plain=plain)
-    except SerializationError:
-        encoded = encode([[_printable(message)]], names=["exception"], plain=True) if plain else None
-    fault = Fault(
-        worker,
-        _printable(f"{kind.__module__}.{kind.__qualname__}"),
-        _printable(message),
-        _printable(text),
-        encoded.payload if encoded else None,
-    )
+    if encoded is None and plain:
+        encoded = encode([[fault.message]], names=["exception"], plain=True)
+    if encoded is not None:
+        fault = msgspec.structs.replace(fault, payload=encoded.payload)
     return fault, encoded
+
+
+def _describe(error: BaseException, worker: str, tracebacks: bool) -> Fault:
+    """An exception in words."""
+    kind = type(error)
+    message = f"<a {kind.__qualname__} that cannot be shown>"
+    with _trying():
+        message = str(error)
+    text = "" if tracebacks else _HIDDEN
+    with _trying():
+        text = text or "".join(traceback.format_exception(error))
+    text = text or "".join(traceback.format_tb(error.__traceback__)) + f"{kind.__qualname__}: {message}"
+    type_name = f"{kind.__module__}.{kind.__qualname__}"
+    return Fault(worker, _printable(type_name), _printable(message), _printable(text), None)
+
+
+@contextlib.contextmanager
+def _trying() -> Iterator[None]:
+    """Go on after whatever is raised inside: code of the user's runs there. Signals get through."""
+    try:
+        yield
+    except BaseException as error:
+        if interrupts.from_signal(error):
+            raise
+
+
+def described(error: BaseException, worker: str) -> BaseException:
+    """The ``RemoteError`` that stands for an exception which cannot be raised itself; never fails. ``worker`` may be
+    empty.
+    """
+    return decode_fault(_describe(error, worker, tracebacks=True), ())
+
+
+def foreign(error: BaseException, worker: str) -> BaseException:
+    """What other workers get in the place of an exception of ``worker``; never fails. It is the exception itself if
+    they can rebuild it, else a ``RemoteError``.
+    """
+    fault, encoded = encode_fault(error, worker)
+    if encoded is not None and encoded.parcels:  # they stand for something, so they must not be decoded in vain
+        return error
+    made = decode_fault(fault, encoded.buffers if encoded is not None else ())
+    return error if type(made) is type(error) else made
 
 
 def _essence(error: BaseException) -> list[Any] | dict[str, Any]:
@@ -97,18 +129,14 @@ def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
     if fault.payload is not None and fault.payload.plain is not None:
         error = _rebuild(fault, fault.payload, buffers)
     elif fault.payload is not None:
-        try:
+        with _trying():  # its type is not importable here, its constructor wants other arguments, or worse
             (value,) = decode(fault.payload, buffers, why=_NO_GRADIENT)
             error = value if isinstance(value, Exception) else None
-        except BaseException:  # its type is not importable here, its constructor wants other arguments, or worse
-            error = None
     if error is not None:
-        try:
+        with _trying():  # an exception that does not take notes
             _rebase_on_main(error)
             return _attribute(error, fault)
-        except Exception:  # an exception that does not take notes
-            error = None
-    error = RemoteError(f"{fault.type_name}: {fault.message}", worker=fault.worker, type_name=fault.type_name)
+    error = RemoteError(f"{fault.type_name}: {fault.message}", worker=fault.worker or None, type_name=fault.type_name)
     return _attribute(error, fault)
 
 
@@ -132,7 +160,9 @@ def _rebuild(fault: Fault, payload: Payload, buffers: Sequence[Buffer]) -> BaseE
 def _attribute(error: BaseException, fault: Fault) -> BaseException:
     """Say where an exception comes from."""
     error.__cause__ = RemoteTraceback(fault.worker, fault.traceback)
-    error.add_note(f"raised on worker '{fault.worker}'")
+    note = f"raised on worker '{fault.worker}'"
+    if fault.worker and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
     return error
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from backhaul.errors import RemoteError
 from backhaul.rpc.futures import Future, Kept, collect_all, wait_all
 
 FAILSAFE = 60.0
@@ -25,6 +26,80 @@ class Odd(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
+
+
+class Awkward(Exception):
+    """Cannot be made again of its ``args``."""
+
+    def __init__(self, text: str, *, code: int) -> None:
+        super().__init__(text, code)
+        self.code = code
+
+
+class Drifting(Exception):
+    """Says something else when it is made again of its ``args``."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text}!")
+
+
+class AwkwardFile(FileNotFoundError):
+    """As ``Awkward``, with what ``OSError`` keeps beside its ``args``."""
+
+    def __init__(self, *, name: str) -> None:
+        super().__init__(2, "no such file", name)
+
+
+class Slotted(Exception):
+    """Has fields that are not in its ``__dict__``."""
+
+    __slots__ = ("slot",)
+
+
+class Unwritable(Exception):
+    """Takes no attributes."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+class Uncopied(Exception):
+    """Cannot be copied."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+    @property
+    def args(self) -> Any:
+        raise self.error
+
+    def __str__(self) -> str:
+        return "rigid"
+
+
+def _slotted() -> Slotted:
+    made = Slotted("text")
+    made.slot = 5
+    return made
+
+
+COPIED: dict[str, Callable[[], BaseException]] = {
+    "plain": lambda: Odd(5),
+    "awkward": lambda: Awkward("text", code=5),
+    "drifting": lambda: Drifting("text"),
+    "awkward file": lambda: AwkwardFile(name="here"),
+    "slots": _slotted,
+    "unwritable": lambda: Unwritable("text"),
+    "file": lambda: FileNotFoundError(2, "no such file", "here", None, "there"),
+    "key": lambda: KeyError("gone"),
+    "stop": lambda: StopAsyncIteration(5),
+    "group": lambda: ExceptionGroup("several", [ValueError(1), KeyError(2)]),
+    "decoding": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+    "exit": lambda: SystemExit(5),
+}
 
 
 @pytest.fixture
@@ -227,6 +302,9 @@ class TestThen:
         with contextlib.suppress(type(error)):
             future.set_result(1)
         assert after.done()
+        with pytest.raises(RemoteError) as caught:
+            after.wait()
+        assert caught.value.type_name == f"{type(error).__module__}.{type(error).__qualname__}"
 
     @pytest.mark.parametrize("callback", [None, 5, "f"])
     def test_takes_only_callables(self, callback: Any) -> None:
@@ -558,6 +636,33 @@ class TestFailures:
         gc.collect()
         assert thing() is None
         assert error.__traceback__ is None
+
+    @pytest.mark.parametrize("make", COPIED.values(), ids=COPIED)
+    def test_a_copy_is_of_the_same_type_and_says_the_same(self, make: Callable[[], BaseException]) -> None:
+        error = make()
+        with contextlib.suppress(AttributeError):
+            error.add_note("noted")
+        kept: Future[None] = Kept()
+        kept.set_exception(error)
+        for _ in range(2):  # a copy does not change what is copied
+            with pytest.raises(type(error)) as caught:
+                kept.wait()
+            made = caught.value
+            assert made is not error
+            assert (made.args, str(made)) == (error.args, str(error))
+            assert getattr(made, "__notes__", None) == getattr(error, "__notes__", None)
+            for name in ("code", "errno", "filename", "filename2", "exceptions", "value", "object", "slot"):
+                assert getattr(made, name, None) == getattr(error, name, None)
+            with contextlib.suppress(AttributeError):
+                made.add_note("the copy's own")
+
+    @pytest.mark.parametrize("error", [SystemExit(1), GeneratorExit(), ValueError()], ids=repr)
+    def test_what_cannot_be_copied_is_described(self, error: BaseException) -> None:
+        kept: Future[None] = Kept()
+        kept.set_exception(Uncopied(error))
+        with pytest.raises(RemoteError, match="rigid") as caught:
+            kept.wait()
+        assert (caught.value.type_name, caught.value.worker) == (f"{__name__}.Uncopied", None)
 
     def test_torch_sees_the_exception(self) -> None:
         failed: Future[None] = Future()

@@ -30,8 +30,10 @@ class Future(calls.Future[T]):
         def run(done: Any) -> None:
             try:
                 result = callback(done)
-            except Exception as error:
+            except BaseException as error:
                 made.set_exception(RuntimeError(f"Got the following error in a callback: {_named(error)}"))
+                if not isinstance(error, Exception):
+                    raise  # meant for this thread
             else:
                 made.set_result(result)
 
@@ -45,13 +47,13 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     Torch's own gives up early only for errors that were set in C++, and there is no way to set one from Python.
     """
     members, gate = list(futures), runtime_here().gate()
-    left, lock, errors = len(members), threading.Lock(), list[Exception]()
+    left, lock, errors = len(members), threading.Lock(), list[BaseException]()
 
     def note(done: torch.futures.Future[Any]) -> None:
         nonlocal left
         try:
             done.value()
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)
         with lock:
             left -= 1
@@ -83,7 +85,7 @@ torch.futures.wait_all = wait_all
 torch.futures.collect_all = collect_all
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -100,7 +102,7 @@ def follow(inner: torch.futures.Future[T], made: Future[T] | None = None) -> Fut
     def pass_on(done: torch.futures.Future[T]) -> None:
         try:
             result = done.wait()
-        except Exception as error:
+        except BaseException as error:
             outer.set_exception(reworded(error))
         else:
             outer.set_result(result)
