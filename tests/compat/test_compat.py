@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import backhaul as bh
 from backhaul.compat import autograd, rpc
-from backhaul.compat.rpc import internal
+from backhaul.compat.rpc import internal, membership
+from backhaul.compat.rpc.rref import adopt
 from backhaul.errors import BackhaulError
 
 
@@ -104,6 +106,36 @@ def test_the_default_timeout_can_be_changed() -> None:
     assert rpc.get_rpc_timeout() == 30
     rpc._set_rpc_timeout(5)
     assert rpc.get_rpc_timeout() == 5
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_reference_can_be_shown_after_shutdown() -> None:
+    held = rpc.RRef(1)
+    before = repr(held)
+    rpc.shutdown()
+    assert repr(held) == before == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+
+
+def test_a_reference_says_that_it_was_deleted_with_its_worker() -> None:
+    with bh.cluster(2):
+        held = adopt(bh.remote("worker1", torch.add, args=(torch.ones(2), 1)))
+        held.to_here()
+    with pytest.raises(RuntimeError, match=r"^UserRRef\(.*Cannot call to_here\(\) on it after deletion"):
+        held.to_here()
+    with pytest.raises(RuntimeError, match=r"^UserRRef\(.*Cannot call fork an UserRRef after deletion"):
+        internal.serialize(held)
+
+
+def make_reference() -> bh.RRef[int]:
+    return bh.RRef(1)
+
+
+def test_a_reference_can_be_shown_when_the_worker_that_made_it_has_left() -> None:
+    with bh.cluster(2):
+        held = adopt(bh.rpc_sync("worker1", make_reference))
+        membership.dismiss(1)
+        assert repr(held).startswith("UserRRef(RRefId = GloballyUniqueId(created_on=1, ")
+        del held
 
 
 def test_without_a_worker_calls_say_so() -> None:

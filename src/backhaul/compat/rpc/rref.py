@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.compiler import graph_break
-from backhaul.errors import CallTimeoutError, PeerLostError
+from backhaul.errors import CallTimeoutError, PeerLostError, UnknownWorkerError
 from backhaul.rpc.api import rpc_sync
 from backhaul.rpc.node import Node
 from backhaul.rref import handle
@@ -24,9 +25,11 @@ from backhaul.rref.ownership import ForkId, RRefId, maker_of
 from backhaul.rref.registry import RRefs
 from backhaul.types import first_number
 from backhaul.wire.codec import builders, reducers
-from backhaul.worker import Worker, current_worker
+from backhaul.worker import Worker
 
 T = TypeVar("T")
+
+_COUNTER_BITS = 48  # of an id; those above are its maker's
 
 
 class RRef(handle.RRef[T]):
@@ -48,8 +51,18 @@ class RRef(handle.RRef[T]):
 
     def __repr__(self) -> str:
         if self._fork is None:
-            return f"OwnerRRef({_show(self._id)})"
-        return f"UserRRef(RRefId = {_show(self._id)}, ForkId = {_show(self._fork)})"
+            return f"OwnerRRef({self._show(self._id)})"
+        return f"UserRRef(RRefId = {self._show(self._id)}, ForkId = {self._show(self._fork)})"
+
+    def _show(self, number: int) -> str:
+        """An id as the reference shows it, which counts those of each worker from 0.
+
+        Works at any time: errors that name a reference are raised after its worker was shut down, too.
+        """
+        maker, count = maker_of(number), number & (1 << _COUNTER_BITS) - 1
+        with contextlib.suppress(UnknownWorkerError):  # the maker has left: where it began to count is not known
+            count -= first_number(self._rrefs.worker.part(Node).peers.find(maker).record.incarnation)
+        return f"GloballyUniqueId(created_on={maker}, local_id={count})"
 
     # The value.
 
@@ -59,8 +72,8 @@ class RRef(handle.RRef[T]):
         if self._entry is None:
             assert self._fork is not None
             raise RuntimeError(
-                f"For UserRRef(rref_id={_show(self._id)}, fork_id={_show(self._fork)}), can't call localValue() on "
-                f"user {as_reference(self._rrefs.worker.info)}. Call it on owner {self.owner()}"
+                f"For UserRRef(rref_id={self._show(self._id)}, fork_id={self._show(self._fork)}), can't call "
+                f"localValue() on user {as_reference(self._rrefs.worker.info)}. Call it on owner {self.owner()}"
             )
         with errors.rewording():
             return super().local_value()
@@ -212,13 +225,6 @@ def adopt(made: handle.RRef[T]) -> RRef[T]:
 
 def _limit(timeout: float) -> float | None:
     return None if timeout == UNSET_RPC_TIMEOUT else timeout
-
-
-def _show(number: int) -> str:
-    """An id as the reference shows it: it counts those of each worker from 0."""
-    maker = maker_of(number)
-    first = first_number(current_worker().part(Node).peers.find(maker).record.incarnation)
-    return f"GloballyUniqueId(created_on={maker}, local_id={(number & (1 << 48) - 1) - first})"
 
 
 def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
