@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +14,6 @@ from backhaul.compat import autograd, rpc
 from backhaul.compat.rpc import internal, membership
 from backhaul.compat.rpc.rref import adopt
 from backhaul.errors import BackhaulError
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of one worker."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=30)
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    yield
-    if rpc.api._is_current_rpc_agent_set():
-        rpc.shutdown()
 
 
 class Counting(internal._InternalRPCPickler):

@@ -168,7 +168,7 @@ def remote(
     """Call ``func`` on another worker, where the result stays; return a reference to it."""
     peer = _to_worker_info(to)
     with errors.rewording(), kinds.calling(func, remote=True):
-        call = serving.outgoing(_default_pickler, func, args, kwargs)
+        call = serving.outgoing(_default_pickler, func, args, kwargs, stays=True)
         if not profiling.is_on():
             return adopt(_create(peer, call, timeout))
         made: list[RRef[Any]] = []

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from backhaul.compat import autograd, errors
 from backhaul.compat.rpc import agent, profiling
 from backhaul.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from backhaul.compat.rpc.containers import copied
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.internal import RPCExecMode
@@ -76,7 +77,7 @@ class RRef(handle.RRef[T]):
                 f"localValue() on user {as_reference(self._rrefs.worker.info)}. Call it on owner {self.owner()}"
             )
         with errors.rewording():
-            return super().local_value()
+            return cast(T, copied(super().local_value()))
 
     @graph_break
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:  # type: ignore[override]
@@ -84,7 +85,7 @@ class RRef(handle.RRef[T]):
         self._check_alive("Cannot call to_here() on it after deletion.")
         self._check_created()
         with errors.rewording():
-            return super().to_here(_limit(timeout))
+            return cast(T, copied(super().to_here(_limit(timeout))))
 
     def _ask(self, timeout: float | None = None) -> Future[T]:
         self._check_alive("Cannot call to_here() on it after deletion.")

@@ -12,15 +12,29 @@ import torch
 from torch.jit._builtins import _find_builtin
 
 from backhaul.compat.rpc import agent, internal, profiling
+from backhaul.compat.rpc.containers import share
 from backhaul.rpc import arguments
 from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
 from backhaul.wire.callables import SCRIPT, name_of, resolve
 
 
 def outgoing(
-    pickler: Any, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    pickler: Any,
+    function: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    stays: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """The call to make for a call of ``function``: function, arguments, keyword arguments."""
+    """The call to make for a call of ``function``: function, arguments, keyword arguments.
+
+    Args:
+        pickler: Pickles the call, if it is not the default.
+        function: What is called.
+        args: With what.
+        kwargs: Likewise.
+        stays: Whether the result stays where it is made.
+    """
     if not callable(function):
         raise TypeError("function should be callable.")
     given, named = positional(args), kwargs or {}
@@ -31,7 +45,9 @@ def outgoing(
         pickled = pickler.serialize(internal.PythonUDF(function, given, dict(named)))
         return (answer_pickled_later if later else answer_pickled), pickled, {}
     target = name_of(function) or function
-    return (answer_later if later else answer), (target, *given), named
+    made_in_script = stays and isinstance(function, torch.jit.ScriptFunction)
+    answering = answer_later if later else answer_in_script if made_in_script else answer
+    return answering, (target, *given), named
 
 
 def positional(args: Any) -> tuple[Any, ...]:
@@ -47,8 +63,12 @@ def _returns_future(function: Any) -> bool:
     """Whether it is a scripted function that answers later; scripting loses the mark."""
     if not isinstance(function, torch.jit.ScriptFunction):
         return False
-    schema: Any = function.schema
-    return isinstance(schema.returns[0].type, torch._C.FutureType)
+    return isinstance(_returned(function), torch._C.FutureType)
+
+
+def _returned(function: Any) -> Any:
+    """The type that a scripted function returns."""
+    return function.schema.returns[0].type
 
 
 def _check_count(function: Any, args: tuple[Any, ...]) -> None:
@@ -75,6 +95,11 @@ def answer(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:
         print(f"On {agent.current().get_worker_info()}:\n{error!r}\n{traceback.format_exc()}", file=sys.stderr)
         raise
+
+
+def answer_in_script(target: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a call of a scripted function whose result stays here."""
+    return share(answer(target, *args, **kwargs), _returned(resolve(target)))
 
 
 @async_execution

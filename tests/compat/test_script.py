@@ -1,0 +1,67 @@
+"""The reference's references in script, where it treats them otherwise than Backhaul does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from backhaul.compat import rpc
+from backhaul.compat.rpc.containers import share
+from tests.jit.functions import script
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@script
+def numbers(count: int) -> list[int]:
+    return [i for i in range(count)]
+
+
+@script
+def add_number(rref: rpc.RRef[list[int]], number: int) -> None:
+    rref.local_value().append(number)
+    rref.to_here().append(number + 1)
+
+
+@script
+def table(x: Tensor) -> dict[str, list[Tensor]]:
+    return {"x": [x]}
+
+
+@script
+def add_row(rref: rpc.RRef[dict[str, list[Tensor]]], x: Tensor) -> None:
+    rref.local_value()["x"].append(x)
+    rref.local_value()["y"] = [x]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_scripts_share_a_list_that_a_script_has_made(count: int) -> None:
+    rref = rpc.remote("alone", numbers, (count,))
+    rpc.rpc_sync("alone", add_number, (rref, 7))
+    assert rref.to_here() == rref.local_value() == [*range(count), 7, 8]
+    assert type(rref.to_here()) is list
+    assert rpc.rpc_sync("alone", rpc.RRef.to_here, (rref,)) == [*range(count), 7, 8]
+
+
+def test_scripts_share_a_dict_that_a_script_has_made() -> None:
+    rref = rpc.remote("alone", table, (torch.ones(2),))
+    rpc.rpc_sync("alone", add_row, (rref, torch.zeros(2)))
+    wanted = {"x": [[1.0, 1.0], [0.0, 0.0]], "y": [[0.0, 0.0]]}
+    assert {key: [x.tolist() for x in row] for key, row in rref.to_here().items()} == wanted
+
+
+def test_what_python_gets_of_it_is_a_copy() -> None:
+    rref = rpc.remote("alone", numbers, (2,))
+    rref.local_value().append(5)
+    assert rref.to_here() == [0, 1]
+
+
+@script
+def options() -> list[int | None]:
+    return [1, None]
+
+
+def test_lists_of_other_values_stay_lists() -> None:
+    assert type(share(options(), options.schema.returns[0].type)) is list
+    assert rpc.remote("alone", options).to_here() == [1, None]
