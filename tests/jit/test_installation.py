@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def test_it_can_be_removed_and_put_back() -> None:
         assert torch._jit_internal.get_closure is not closure
         assert torch._jit_internal.get_closure.__module__ == "torch._jit_internal"
         assert torch.jit.annotations.try_ann_to_type is not annotation
+        assert isinstance(torch._C._jit_try_infer_type, types.BuiltinFunctionType)
         assert torch._C._jit_get_emit_hooks() == (None, None)
         assert torch.jit._builtins._find_builtin(bh.backward) is None
         with pytest.raises(Exception, match=r"rpc_sync|source|keyword-only"):

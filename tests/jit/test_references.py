@@ -106,6 +106,58 @@ def test_attributes_of_modules(leaves: tuple[Tensor, Tensor]) -> None:
         torch.testing.assert_close((grads[a], grads[scripted.weight]), wanted)
 
 
+class Holder(torch.nn.Module):
+    """Holds references without saying to what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = bh.remote("worker1", torch.mul, (A, 2))
+        self.several = [bh.remote(f"worker{n}", torch.mul, (A, n)) for n in range(3)]
+        self.named = {"three": bh.remote("worker2", functions.three)}
+        self.both = bh.remote("worker1", torch.mul, (A, 5)), 7
+
+    def forward(self) -> Tensor:
+        made = self.one.to_here() * self.named["three"].to_here()
+        for rref in self.several:
+            made = made + rref.to_here()
+        return made + self.both[0].to_here() * self.both[1]
+
+
+def test_attributes_of_modules_without_annotations() -> None:
+    assert torch.equal(script(Holder())(), A * 2 * 3 + A * 3 + A * 5 * 7)
+
+
+class Bystander(torch.nn.Module):
+    """Holds references that are of no use in script, and a list that it does use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = bh.remote("worker1", functions.fail, (A,))
+        self.thing = bh.remote("worker1", object)
+        self.listed = [bh.remote("worker1", torch.mul, (A, 2)), bh.remote("worker1", int)]
+        self.mixed = [bh.remote("worker1", torch.mul, (A, 2)), "word"]
+        self.sizes = [2, 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.sizes[1]
+
+
+def test_attributes_that_scripts_have_nothing_to_do_with() -> None:
+    assert torch.equal(script(Bystander())(A), A * 3)
+
+
+class Careless(Bystander):
+    """Uses one of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.listed[0].to_here()
+
+
+def test_references_to_values_of_several_types_need_an_annotation() -> None:
+    with pytest.raises(RuntimeError, match="try adding a type annotation"):
+        script(Careless())
+
+
 def test_they_are_not_saved() -> None:
     @script
     def save(rref: bh.RRef[Tensor], file: str) -> None:

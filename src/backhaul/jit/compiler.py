@@ -1,9 +1,10 @@
 """All that is used of torch's compiler and is not public. Knows nothing of calls.
 
-Tried with torch 2.13.0. The compiler lets a package take part in four places: what names mean in a function that is
-compiled (``get_closure``), what annotations mean (``try_ann_to_type``), which Python functions are operators (the table
-of builtins), and what is called with everything it has compiled (emit hooks). All can be left again. The interpreter
-offers one: the method that calls a script from Python.
+Tried with torch 2.13.0. The compiler lets a package take part in five places: what names mean in a function that is
+compiled (``get_closure``), what annotations mean (``try_ann_to_type``), which type a value has that has no annotation
+(``_jit_try_infer_type``), which Python functions are operators (the table of builtins), and what is called with
+everything it has compiled (emit hooks). All can be left again. The interpreter offers one: the method that calls a
+script from Python.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch._sources import fake_range
 
 Closure = Callable[[Any], dict[str, Any]]
 Annotation = Callable[..., Any]
+Inference = Callable[[Any], Any]
 Emitted = Callable[[Any], None]
 
 # torch describes these to type checkers in part only.
@@ -45,6 +47,7 @@ class Patches:
     Args:
         captured: Makes of the names that a function refers to those that the compiler is to see.
         annotated: The type that an annotation means, or None if that is not ours to say.
+        inferred: The type of a value that the compiler knows none for, or None likewise.
         emitted: Called with the graph of everything that has been compiled.
     """
 
@@ -52,11 +55,13 @@ class Patches:
         self,
         captured: Callable[[Any, dict[str, Any]], dict[str, Any]],
         annotated: Callable[[Any, Any], Any],
+        inferred: Callable[[Any], Any],
         emitted: Callable[[Graph], None],
     ) -> None:
         self._active = True
         self._closure: Closure = _jit_internal.get_closure
         self._annotation: Annotation = torch.jit.annotations.try_ann_to_type
+        self._inference: Inference = types_of._jit_try_infer_type
         self._hooks: tuple[Emitted | None, Emitted | None] = torch._C._jit_get_emit_hooks()
 
         def get_closure(function: Any) -> dict[str, Any]:
@@ -71,6 +76,11 @@ class Patches:
             found = annotated(annotation, loc) if self._active else None
             return self._annotation(annotation, loc, rcb) if found is None else found
 
+        def try_infer_type(value: Any) -> Any:
+            found = self._inference(value)
+            kind = inferred(value) if self._active and not found.success() else None
+            return found if kind is None else types_of.InferredType(kind)
+
         def on_module(module: Any) -> None:
             if self._active:
                 for name in module._method_names():
@@ -84,10 +94,11 @@ class Patches:
             if self._hooks[1] is not None:
                 self._hooks[1](function)
 
-        self._own_closure, self._own_annotation = get_closure, try_ann_to_type
+        self._own_closure, self._own_annotation, self._own_inference = get_closure, try_ann_to_type, try_infer_type
         torch._C._jit_set_emit_hooks(on_module, on_function)
         _jit_internal.get_closure = get_closure
         torch.jit.annotations.try_ann_to_type = try_ann_to_type
+        types_of._jit_try_infer_type = try_infer_type
 
     def remove(self) -> None:
         """Put back what was there. What others have put on top since stays, and passes through; but torch has one pair
@@ -98,6 +109,8 @@ class Patches:
             _jit_internal.get_closure = self._closure
         if torch.jit.annotations.try_ann_to_type is self._own_annotation:
             torch.jit.annotations.try_ann_to_type = self._annotation
+        if types_of._jit_try_infer_type is self._own_inference:
+            types_of._jit_try_infer_type = self._inference
         torch._C._jit_set_emit_hooks(*self._hooks)
 
 
@@ -121,6 +134,21 @@ def set_operator(function: Callable[..., Any], operator: str | None) -> None:
 def type_of(annotation: Any, loc: Any = None) -> Any:
     """The type that an annotation means, at a place in a source."""
     return torch.jit.annotations.ann_to_type(annotation, loc or fake_range())
+
+
+def type_of_values(python_class: type) -> Any:
+    """The type of values of a Python class, if it is sure: of plain data, tensors and scripted classes; else None."""
+    if issubclass(python_class, torch.Tensor):
+        return types_of.TensorType.get()
+    if python_class in {bool, int, float, complex, str}:
+        return type_of(python_class)
+    return torch.jit._state._get_script_class(python_class)
+
+
+def infer(value: Any) -> Any:
+    """The type that the compiler takes a value for; None if it knows none."""
+    found = types_of._jit_try_infer_type(value)
+    return found.type() if found.success() else None
 
 
 def error(loc: Any, message: str) -> Exception:

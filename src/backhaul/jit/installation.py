@@ -34,7 +34,8 @@ def install() -> None:
     global _patches
     with _lock:
         if _patches is None:
-            _patches = compiler.Patches(names.captured, classes.annotated, functools.partial(rewrite, names=names))
+            rewritten = functools.partial(rewrite, names=names)
+            _patches = compiler.Patches(names.captured, classes.annotated, classes.inferred, rewritten)
             threads.install()
             for api in names.apis.values():
                 _set_operators(api, True)

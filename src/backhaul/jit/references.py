@@ -142,6 +142,36 @@ class References:
             return None
         return self.class_of(compiler.type_of(typing.get_args(annotation)[0], loc))
 
+    def inferred(self, value: Any) -> Any:
+        """The type of a reference, or of a list, dict or tuple of references; None if it is something else.
+
+        Asks owners for the types of the values, and waits for the answers. Where one does not come, or where a Python
+        type does not say enough, the result is None too: the value may be one that scripts have nothing to do with.
+        """
+        value = itself(value)
+        if isinstance(value, RRef):
+            return self._inferred(value)
+        if isinstance(value, tuple):
+            kinds = [compiler.infer(item) for item in value]
+            return None if None in kinds else types_of.TupleType(kinds)
+        if not (isinstance(value, (list, dict)) and value):
+            return None
+        items = value.values() if isinstance(value, dict) else value
+        kinds = [self.inferred(item) for item in items]
+        if None in kinds or any(kind != kinds[0] for kind in kinds):
+            return None
+        if isinstance(value, list):
+            return types_of.ListType(kinds[0])
+        key = compiler.infer(next(iter(value)))
+        return None if key is None else types_of.DictType(key, kinds[0])
+
+    def _inferred(self, reference: RRef[Any]) -> Any:
+        try:
+            kind = compiler.type_of_values(reference._get_type())
+        except Exception:  # whatever ends a call, and whatever the function raised that was to make the value
+            return None
+        return None if kind is None else self.class_of(kind)
+
     def class_of(self, kind: compiler.Type) -> Any:
         """The class for references to values of a type."""
         key = kind.annotation_str
