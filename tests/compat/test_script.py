@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from backhaul.compat.rpc.containers import share
 from tests.jit.functions import script
 
 pytestmark = pytest.mark.usefixtures("alone")
+
+
+# Lists and dicts.
 
 
 @script
@@ -65,3 +70,45 @@ def options() -> list[int | None]:
 def test_lists_of_other_values_stay_lists() -> None:
     assert type(share(options(), options.schema.returns[0].type)) is list
     assert rpc.remote("alone", options).to_here() == [1, None]
+
+
+# Files.
+
+
+class Sum(torch.nn.Module):
+    """Holds references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rrefs = [rpc.remote("alone", torch.mul, (torch.ones(2), n)) for n in range(4)]
+
+    def forward(self) -> Tensor:
+        made = torch.zeros(2)
+        for rref in self.rrefs:
+            made = made + rref.to_here()
+        return made
+
+
+def load_and_run(saved: bytes) -> Tensor:
+    made: Tensor = torch.jit.load(io.BytesIO(saved))()
+    return made
+
+
+deprecated = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@deprecated
+def test_a_module_that_holds_references_is_saved_where_that_is_allowed() -> None:
+    module, file = script(Sum()), io.BytesIO()
+    rpc._enable_jit_rref_pickle()
+    try:
+        torch.jit.save(module, file)
+    finally:
+        rpc._disable_jit_rref_pickle()
+    assert rpc.rpc_sync("alone", load_and_run, (file.getvalue(),)).tolist() == [6.0, 6.0]
+
+
+@deprecated
+def test_and_nowhere_else() -> None:
+    with pytest.raises(RuntimeError, match="RRef jit pickling is only allowed inside RPC calls"):
+        torch.jit.save(script(Sum()), io.BytesIO())

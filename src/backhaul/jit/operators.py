@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from backhaul.autograd import api as autograd
 from backhaul.jit import compiler, references
 from backhaul.jit.names import Names
 from backhaul.jit.references import itself
-from backhaul.jit.results import key_of, settled, typed
+from backhaul.jit.results import key_of, settled, take_as, typed
 from backhaul.rpc.futures import Future
 from backhaul.worker import current_worker
 
@@ -89,6 +90,11 @@ _define("to_here(Any reference, float timeout) -> Future(Any)", references.to_he
 _define("local_value(Any reference) -> Future(Any)", references.local_value)
 _define("is_owner(Any reference) -> bool", references.is_owner)
 _define("owner_name(Any reference) -> str", references.owner_name)
+_define("owner_id(Any reference) -> int", references.owner_id)
 _define("confirmed_by_owner(Any reference) -> bool", references.confirmed_by_owner)
+_define("save_reference(Any reference) -> str", references.save)
+_define("load_reference(str state) -> Future(Any)", references.load)
+for _kind in ("Tensor", "bool", "int", "float", "str"):
+    _define(f"take_{_kind}(Any outcome) -> {_kind}", functools.partial(take_as, _kind))
 _define("get_gradients(int context) -> Dict(Tensor, Tensor)", get_gradients)
 _define("dist_backward(int context, Tensor[] roots, bool retain_graph=False) -> ()", backward)

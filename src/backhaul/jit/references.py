@@ -2,6 +2,10 @@
 
 In script, references are used and passed on; in Python they are what they always were. Where one comes out of script
 it is a ``_Shown``, which stands for the reference itself.
+
+The class holds a future of the reference, because the compiler has a name for the type of a future and none for that
+of a Python object. Its methods are operators where they can be, because calls of Python functions cannot be saved. So
+modules that hold references can be saved, if ``saving`` is set.
 """
 
 from __future__ import annotations
@@ -9,7 +13,10 @@ from __future__ import annotations
 import re
 import threading
 import typing
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.futures
 
 from backhaul.jit import compiler
 from backhaul.jit.compiler import types_of
@@ -29,79 +36,113 @@ Owner = NamedTuple("Owner", [("name", str), ("id", int)])  # noqa: UP014 (the co
 class Reference:
     """Scripted for each kind of value, under a name of its own. The names in it mean the functions below."""
 
-    def __init__(self, _itself: Held) -> None:
-        self._itself = _itself
+    def __init__(self, _held: Held) -> None:
+        self._held = _held
 
     def to_here(self, timeout: float = -1.0) -> Kind:
-        return take(to_here(self._itself, timeout).wait())
+        return take(to_here(self._held, timeout).wait())
 
     def local_value(self) -> Kind:
-        return take(local_value(self._itself).wait())
+        return take(local_value(self._held).wait())
 
     def is_owner(self) -> bool:
-        return is_owner(self._itself)
+        return is_owner(self._held)
 
     def owner(self) -> Owner:
-        return owner(self._itself)
+        return Owner(owner_name(self._held), owner_id(self._held))
 
     def owner_name(self) -> str:
-        return owner_name(self._itself)
+        return owner_name(self._held)
 
     def confirmed_by_owner(self) -> bool:
-        return confirmed_by_owner(self._itself)
+        return confirmed_by_owner(self._held)
 
     def __getstate__(self) -> str:
-        return refuse()
+        return save(self._held)
 
     def __setstate__(self, state: str) -> None:
-        refuse()
+        self._held = load(state)
 
 
-def refuse() -> str:
-    """References travel in calls, where they are counted."""
-    raise RuntimeError("RRef jit pickling is only allowed inside RPC calls")
+class Saving(Protocol):
+    """How references are written to files. They are counted, so this is for those who know that a file is read once."""
+
+    def save(self, reference: RRef[Any]) -> str:
+        """What to write for a reference."""
+
+    def load(self, state: str) -> RRef[Any]:
+        """The reference for which that was written."""
+
+
+saving: Saving | None = None
+
+NOT_SAVED = "RRef jit pickling is only allowed inside RPC calls"
+
+
+def save(held: Any) -> str:
+    """What a file gets of a reference."""
+    if saving is None:
+        raise RuntimeError(NOT_SAVED)
+    return saving.save(reference(held))
+
+
+def load(state: str) -> Any:
+    """What a reference holds that comes from a file."""
+    if saving is None:
+        raise RuntimeError("a file with references in it can only be loaded where they can be saved")
+    return saving.load(state)._held
+
+
+def reference(held: Any) -> Any:
+    """The reference that script holds."""
+    return held.value() if isinstance(held, torch._C.Future) else itself(held)
 
 
 def to_here(held: Any, timeout: float) -> Any:
     """A future of the value, for ``results.converter``."""
-    asked = itself(held)._ask(None if timeout < 0 else timeout)
+    asked = reference(held)._ask(None if timeout < 0 else timeout)
     current_worker().endpoint.flush()  # whoever waits for this in script does not tell the worker
     return settled(asked)
 
 
 def local_value(held: Any) -> Any:
     """Likewise, on its owner."""
-    if not held.is_owner():
-        raise RuntimeError(f"Can't call RRef.local_value() on a non-owner RRef: {held!r}")
-    return settled(itself(held)._ask_owner())
+    asked = reference(held)
+    if not asked.is_owner():
+        raise RuntimeError(f"Can't call RRef.local_value() on a non-owner RRef: {asked!r}")
+    return settled(asked._ask_owner())
 
 
 def is_owner(held: Any) -> bool:
     """Whether the value is here."""
-    return bool(held.is_owner())
-
-
-def owner(held: Any) -> Owner:
-    """Where it is."""
-    return Owner(held.owner().name, int(held.owner().id))
+    return bool(reference(held).is_owner())
 
 
 def owner_name(held: Any) -> str:
-    """The name of that worker."""
-    return str(held.owner_name())
+    """The name of the worker that has it."""
+    return str(reference(held).owner_name())
+
+
+def owner_id(held: Any) -> int:
+    """The id of that worker."""
+    return int(reference(held).owner().id)
 
 
 def confirmed_by_owner(held: Any) -> bool:
     """Whether its owner is known to have it."""
-    return bool(held.confirmed_by_owner())
+    return bool(reference(held).confirmed_by_owner())
 
 
 class _Shown:
     """A reference that came out of script."""
 
-    __slots__ = ("__weakref__", "_itself")
+    __slots__ = ("__weakref__", "_held")
 
-    _itself: RRef[Any]
+    _held: torch.futures.Future[RRef[Any]]
+
+    @property
+    def _itself(self) -> RRef[Any]:
+        return self._held.value()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._itself, name)
@@ -178,27 +219,26 @@ class References:
         with self._lock:
             found = self._classes.get(key)
             if found is None:
-                found = self._classes[key] = _compile(
-                    kind, f"RRef_{len(self._classes)}_{re.sub('[^a-zA-Z0-9]+', '_', key)}"
-                )
+                name = f"RRef_{len(self._classes)}_{re.sub('[^a-zA-Z0-9]+', '_', key)}"
+                found = self._classes[key] = _compile(kind, name)
             return found
 
 
 def _compile(kind: compiler.Type, name: str) -> Any:
-    held = types_of.PyObjectType.get()
-    future = types_of.FutureType(types_of.AnyType.get())
+    operators = torch.ops.backhaul
     meanings = {
-        "Held": held,
+        "Held": types_of.FutureType(types_of.AnyType.get()),
         "Kind": kind,
         "Owner": Owner,
         "take": taking(kind),
-        "to_here": compiler.ignored(to_here, **{"held": held, "timeout": float, "return": future}),
-        "local_value": compiler.ignored(local_value, **{"held": held, "return": future}),
-        "refuse": compiler.ignored(refuse, **{"return": str}),
-        "is_owner": compiler.ignored(is_owner, **{"held": held, "return": bool}),
-        "owner": compiler.ignored(owner, **{"held": held, "return": Owner}),
-        "owner_name": compiler.ignored(owner_name, **{"held": held, "return": str}),
-        "confirmed_by_owner": compiler.ignored(confirmed_by_owner, **{"held": held, "return": bool}),
+        "to_here": operators.to_here,
+        "local_value": operators.local_value,
+        "is_owner": operators.is_owner,
+        "owner_name": operators.owner_name,
+        "owner_id": operators.owner_id,
+        "confirmed_by_owner": operators.confirmed_by_owner,
+        "save": operators.save_reference,
+        "load": operators.load_reference,
     }
     made = compiler.instantiate_class(Reference, name, meanings)
     compiler.set_python_class(made.qualified_name(), _Shown)

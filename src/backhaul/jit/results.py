@@ -11,6 +11,7 @@ that scripts call. So a thread that called the script itself waits here, and the
 
 from __future__ import annotations
 
+import numbers
 import threading
 from typing import Any, TypeAlias
 
@@ -38,6 +39,24 @@ class _Outcome:
 def take(outcome: Any) -> Any:
     """The value, or the exception."""
     return outcome.take()
+
+
+_NUMBERS = (numbers.Number, torch.Tensor)
+_ACCEPTED: dict[str, Any] = {
+    "Tensor": torch.Tensor,
+    "bool": _NUMBERS,
+    "int": _NUMBERS,
+    "float": _NUMBERS,
+    "str": str,
+}
+
+
+def take_as(kind: str, outcome: Any) -> Any:
+    """The value, if the interpreter can make one of that kind of it, or the exception."""
+    value = outcome.take()
+    if not isinstance(value, _ACCEPTED[kind]):
+        raise TypeError(f"the value is of type {type(value).__name__}, but the script takes it for {kind}")
+    return value
 
 
 def convert(outcome: Any) -> Kind:
@@ -77,8 +96,9 @@ def _starter(key: str) -> Any:
 
 
 def taking(kind: compiler.Type) -> Any:
-    """What ``take`` is in scripts, for one kind of value."""
-    return compiler.ignored(take, **{"outcome": Any, "return": kind})
+    """What ``take`` is in scripts, for one kind of value: an operator, or a Python function where there is none."""
+    operator = getattr(torch.ops.backhaul, f"take_{kind.annotation_str}", None)
+    return operator or compiler.ignored(take, **{"outcome": Any, "return": kind})
 
 
 def converter(kind: compiler.Type) -> compiler.Graph:

@@ -158,9 +158,11 @@ class RRef(Generic[T]):
         return copy
 
     @property
-    def _itself(self) -> RRef[T]:
+    def _held(self) -> torch.futures.Future[RRef[T]]:
         """What script holds of a reference; see ``jit.references``."""
-        return self
+        held: torch.futures.Future[RRef[T]] = torch.futures.Future()
+        held.set_result(self)
+        return held
 
     def _ask(self, timeout: float | None = None) -> Future[T]:
         """As ``to_here``, for those who cannot wait: a future of the value."""

@@ -53,7 +53,7 @@ __all__ = [
 PyRRef = RRef
 
 with contextlib.suppress(ImportError):  # TorchScript is gone on newer Pythons
-    from backhaul.compat.rpc import script as _script  # noqa: F401
+    from backhaul.compat.rpc.script import _disable_jit_rref_pickle, _enable_jit_rref_pickle  # noqa: F401
 
 logger = logging.getLogger("backhaul")
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
+import msgspec
+
 from backhaul.compat import autograd
 from backhaul.compat.rpc import api
+from backhaul.jit import references
 from backhaul.jit.installation import add
 from backhaul.jit.names import Api
+from backhaul.jit.references import NOT_SAVED
 
 add(
     Api(
@@ -21,3 +28,32 @@ add(
         (autograd.context,),
     )
 )
+
+
+class _Saving(threading.local):
+    """References in files, as far as the reference has them: a worker may let this thread write them for a while, to
+    send the file in a call. Each that is written has to be read once, for until then the owner keeps the value.
+    """
+
+    enabled = False
+
+    def save(self, reference: Any) -> str:
+        if not self.enabled or not isinstance(reference, api.RRef):
+            raise RuntimeError(NOT_SAVED)
+        return msgspec.json.encode(reference._serialize()).decode()
+
+    def load(self, state: str) -> api.RRef[Any]:
+        return api.RRef._deserialize(msgspec.json.decode(state, type=tuple[int, str, int, int]))
+
+
+_saving = references.saving = _Saving()
+
+
+def _enable_jit_rref_pickle() -> None:
+    """Let this thread save modules that hold references."""
+    _saving.enabled = True
+
+
+def _disable_jit_rref_pickle() -> None:
+    """Let it not any more."""
+    _saving.enabled = False
