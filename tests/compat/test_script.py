@@ -15,6 +15,29 @@ from tests.jit.functions import script
 pytestmark = pytest.mark.usefixtures("alone")
 
 
+def five() -> int:
+    return 5
+
+
+@script
+def value_of(rref: rpc.RRef[Tensor]) -> Tensor:
+    return rref.local_value()
+
+
+@script
+def negated(rref: rpc.RRef[Tensor]) -> Tensor:
+    return torch.neg(rref.to_here())
+
+
+def test_a_value_passes_through_whatever_its_annotation_says() -> None:
+    assert value_of(rpc.remote("alone", five)) == 5
+
+
+def test_but_operators_look_at_it() -> None:
+    with pytest.raises(RuntimeError, match="Tensor"):
+        negated(rpc.remote("alone", five))
+
+
 # Lists and dicts.
 
 

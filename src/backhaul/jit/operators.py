@@ -94,7 +94,7 @@ _define("owner_id(Any reference) -> int", references.owner_id)
 _define("confirmed_by_owner(Any reference) -> bool", references.confirmed_by_owner)
 _define("save_reference(Any reference) -> str", references.save)
 _define("load_reference(str state) -> Future(Any)", references.load)
-for _kind in ("Tensor", "bool", "int", "float", "str"):
+for _kind in ("Tensor", "bool", "int", "float", "str", "Any"):
     _define(f"take_{_kind}(Any outcome) -> {_kind}", functools.partial(take_as, _kind))
 _define("get_gradients(int context) -> Dict(Tensor, Tensor)", get_gradients)
 _define("dist_backward(int context, Tensor[] roots, bool retain_graph=False) -> ()", backward)

@@ -20,7 +20,7 @@ import torch.futures
 
 from backhaul.jit import compiler
 from backhaul.jit.compiler import types_of
-from backhaul.jit.results import settled, take, taking
+from backhaul.jit.results import settled, take, taking, taking_loosely
 from backhaul.rref.handle import RRef
 from backhaul.wire.codec import reducers
 from backhaul.worker import current_worker
@@ -168,10 +168,15 @@ reducers[_Shown] = _reduce
 
 
 class References:
-    """The classes, made when they are asked for. Thread-safe."""
+    """The classes, made when they are asked for. Thread-safe.
+
+    Attributes:
+        loose: Classes of references whose annotations are not to be relied on, see ``results.taking_loosely``.
+    """
 
     def __init__(self) -> None:
-        self._classes: dict[str, Any] = {}
+        self.loose: set[type] = set()
+        self._classes: dict[tuple[str, bool], Any] = {}
         self._lock = threading.RLock()  # guards _classes, while one is compiled too
 
     def annotated(self, annotation: Any, loc: Any) -> Any:
@@ -181,7 +186,7 @@ class References:
             raise compiler.error(loc, f"write {annotation.__name__}[T], where T is the type of the value")
         if not (isinstance(origin, type) and issubclass(origin, RRef)):
             return None
-        return self.class_of(compiler.type_of(typing.get_args(annotation)[0], loc))
+        return self.class_of(compiler.type_of(typing.get_args(annotation)[0], loc), loose=origin in self.loose)
 
     def inferred(self, value: Any) -> Any:
         """The type of a reference, or of a list, dict or tuple of references; None if it is something else.
@@ -211,26 +216,26 @@ class References:
             kind = compiler.type_of_values(reference._get_type())
         except Exception:  # whatever ends a call, and whatever the function raised that was to make the value
             return None
-        return None if kind is None else self.class_of(kind)
+        return None if kind is None else self.class_of(kind, loose=type(reference) in self.loose)
 
-    def class_of(self, kind: compiler.Type) -> Any:
+    def class_of(self, kind: compiler.Type, *, loose: bool = False) -> Any:
         """The class for references to values of a type."""
-        key = kind.annotation_str
+        key = kind.annotation_str, loose
         with self._lock:
             found = self._classes.get(key)
             if found is None:
-                name = f"RRef_{len(self._classes)}_{re.sub('[^a-zA-Z0-9]+', '_', key)}"
-                found = self._classes[key] = _compile(kind, name)
+                name = f"RRef_{len(self._classes)}_{re.sub('[^a-zA-Z0-9]+', '_', key[0])}"
+                found = self._classes[key] = _compile(kind, name, taking_loosely(kind) if loose else taking(kind))
             return found
 
 
-def _compile(kind: compiler.Type, name: str) -> Any:
+def _compile(kind: compiler.Type, name: str, taken: Any) -> Any:
     operators = torch.ops.backhaul
     meanings = {
         "Held": types_of.FutureType(types_of.AnyType.get()),
         "Kind": kind,
         "Owner": Owner,
-        "take": taking(kind),
+        "take": taken,
         "to_here": operators.to_here,
         "local_value": operators.local_value,
         "is_owner": operators.is_owner,

@@ -48,6 +48,7 @@ _ACCEPTED: dict[str, Any] = {
     "int": _NUMBERS,
     "float": _NUMBERS,
     "str": str,
+    "Any": object,
 }
 
 
@@ -62,6 +63,16 @@ def take_as(kind: str, outcome: Any) -> Any:
 def convert(outcome: Any) -> Kind:
     """Scripted for each kind of value."""
     return take(outcome)
+
+
+def convert_loosely(outcome: Any) -> Kind:
+    """Likewise, and what came is left what it is, whatever that is."""
+    return as_it_is(take(outcome))
+
+
+def as_it_is(value: Any) -> Kind:
+    """Stands for a cast in what is compiled."""
+    raise NotImplementedError
 
 
 def deliver(gate: torch.futures.Future[Any]) -> Kind:
@@ -99,6 +110,17 @@ def taking(kind: compiler.Type) -> Any:
     """What ``take`` is in scripts, for one kind of value: an operator, or a Python function where there is none."""
     operator = getattr(torch.ops.backhaul, f"take_{kind.annotation_str}", None)
     return operator or compiler.ignored(take, **{"outcome": Any, "return": kind})
+
+
+def taking_loosely(kind: compiler.Type) -> Any:
+    """Likewise, where annotations are not to be relied on. That is for tensors alone: other values are converted."""
+    if not isinstance(kind, compiler.types_of.TensorType):
+        return taking(kind)
+    standing = compiler.ignored(as_it_is, **{"value": Any, "return": kind})
+    meanings = {"Kind": kind, "take": torch.ops.backhaul.take_Any, "as_it_is": standing}
+    made = compiler.instantiate(convert_loosely, meanings)  # type: ignore[arg-type]
+    compiler.set_unchecked(made, as_it_is.__name__)
+    return made
 
 
 def converter(kind: compiler.Type) -> compiler.Graph:

@@ -12,8 +12,9 @@ from backhaul.compat.rpc import api
 from backhaul.jit import references
 from backhaul.jit.installation import add
 from backhaul.jit.names import Api
-from backhaul.jit.references import NOT_SAVED
+from backhaul.jit.references import NOT_SAVED, classes
 
+classes.loose.add(api.RRef)
 add(
     Api(
         "backhaul.compat.rpc",
