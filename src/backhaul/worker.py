@@ -50,7 +50,8 @@ _entered: contextvars.ContextVar[tuple[contextvars.Token[Worker | None], ...]] =
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 _alive_lock = threading.Lock()  # guards _alive and _closed_last
 _closed_last: str | None = None  # only for a better error message
-_only: Worker | None = None  # the one worker of the process, if there is just one
+_default: Worker | None = None  # what a program has chosen to be current where nothing else is
+_only: Worker | None = None  # that one while it is alive, else the one worker of the process if there is just one
 
 carried: Callable[[], Worker | None] | None = None
 """Finds the current worker where context variables do not reach; see ``jit.threads``."""
@@ -59,7 +60,15 @@ carried: Callable[[], Worker | None] | None = None
 def _find_only() -> None:
     global _only
     alive = list(_alive)
-    _only = alive[0] if len(alive) == 1 else None
+    _only = _default if _default in alive else alive[0] if len(alive) == 1 else None
+
+
+def make_default(worker: Worker) -> None:
+    """Let ``worker`` be the current one, on all threads, wherever no other is made current; until it is closed."""
+    global _default
+    with _alive_lock:
+        _default = worker
+        _find_only()
 
 
 class Worker:
@@ -249,12 +258,14 @@ class Worker:
 
     def abandon(self) -> bool:
         """Count as closed from now on, and free nothing. False if it was closed before."""
-        global _closed_last
+        global _closed_last, _default
         with _alive_lock:
             if self.closed:
                 return False
             self.closed = True
             _alive.discard(self)
+            if _default is self:
+                _default = None
             _find_only()
             _closed_last = self.name
             last = not _alive
@@ -333,7 +344,8 @@ class _Loopback(Channel):
 def current_worker() -> Worker:
     """The worker that module-level functions act on.
 
-    It is the one made current by a ``with`` or by the handler that runs, else the only one of the process.
+    It is the one made current by a ``with`` or by the handler that runs, else the first of a cluster that was started
+    without a ``with``, else the only one of the process.
 
     Raises:
         NotInitializedError: There is none, or several and none is current.
@@ -364,14 +376,21 @@ def _look_around() -> Worker:
             f"this process has {len(alive)} workers ({names}) and none is current here; use `with worker:`"
         )
     if closed is not None:
-        raise NotInitializedError(f"worker '{closed}' was shut down", worker=closed)
-    raise NotInitializedError("no worker in this process: call backhaul.init() or enter backhaul.cluster() first")
+        raise NotInitializedError(
+            f"worker '{closed}' was shut down; start another with init(), or a cluster again with its start()",
+            worker=closed,
+        )
+    raise NotInitializedError(
+        "no worker in this process: call backhaul.init(), or enter a backhaul.cluster() with `with`, or call its "
+        "start() (in a notebook)"
+    )
 
 
 def _forget_all() -> None:
     """In a forked child the workers are the parent's: their threads are not here, their sockets not ours to close."""
-    global _alive_lock
+    global _alive_lock, _default
     _alive_lock = threading.Lock()
+    _default = None
     _alive.clear()
     _find_only()
     _current.set(None)

@@ -75,12 +75,8 @@ class Node:
 
     def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
         """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made. ``alone``: the others go on."""
-        if (graceful or alone) and serving.get():
-            raise BackhaulError(
-                "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
-                "from the program's own thread",
-                worker=self.worker.name,
-            )
+        if graceful or alone:
+            refuse_in_handlers(self.worker.name)
         deadline = self.worker.runtime.now() + timeout
         if not interrupts.acquire(self._ending, timeout):
             return  # another thread is at it, and has its own deadline
@@ -115,6 +111,16 @@ class Node:
         self.worker.close(min(max(left, 0.5), 5.0))
         self.dispatcher.close()
         self.agent.abandon()
+
+
+def refuse_in_handlers(worker: str) -> None:
+    """Raise ``BackhaulError`` where a handler runs: it is about to wait for its own end."""
+    if serving.get():
+        raise BackhaulError(
+            "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
+            "from the program's own thread",
+            worker=worker,
+        )
 
 
 def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, host: str) -> WorkerRecord:
