@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import hashlib
 import logging
+import os
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -28,15 +30,20 @@ from backhaul.worker import Worker
 log = logging.getLogger("backhaul")
 
 _MAX_EXPECTED = 64  # newcomers that have not shown themselves
+_PROCESS = secrets.token_hex(8)  # and the id of the process, which a fork changes
 
 
 def main_identity() -> str:
-    """Names the program this process runs, by its text; empty where there is no file (REPL, notebook)."""
+    """Names the program this process runs: by its text, or where there is no file (REPL, notebook) by the process. The
+    workers of one process always share their ``__main__``.
+    """
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+        if path:
+            return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
-        return ""
+        pass
+    return f"{_PROCESS}-{os.getpid()}"
 
 
 class Peer:
@@ -65,7 +72,6 @@ class Peer:
     def __init__(self, record: WorkerRecord, own: WorkerRecord, connecting: Lock) -> None:
         self.record = record
         self.info = record.info
-        # A worker shares its main program with itself even where that has no file.
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         # Whether nothing may be pickled between the two: one that takes no pickles is sent none, and sends none.
         self.plain = record.id != own.id and not (record.trusting and own.trusting)
