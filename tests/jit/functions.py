@@ -16,14 +16,14 @@ T = TypeVar("T")
 def script(what: T) -> Any:
     """As ``torch.jit.script``, which warns that it is deprecated."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit")
         return torch.jit.script(what)
 
 
 def interface(what: T) -> Any:
     """Likewise."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit")
         return torch.jit.interface(what)
 
 

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Run:
     def start(program: str) -> str:
         file = tmp_path / "program.py"  # the compiler wants a source
         file.write_text(textwrap.dedent(program))
-        command = [sys.executable, "-W", "error", "-W", "ignore:`torch.jit:DeprecationWarning", str(file)]
+        command = [sys.executable, "-W", "error", "-W", "ignore:`torch.jit", str(file)]
         path = os.pathsep.join([str(ROOT), *sys.path])
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": path}

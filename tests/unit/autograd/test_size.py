@@ -38,6 +38,7 @@ def count_opcodes(work: Callable[[], None]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 counts only if a frame asks before settrace
     sys.settrace(trace)
     try:
         work()

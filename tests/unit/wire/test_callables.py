@@ -122,7 +122,7 @@ def test_a_class_method_is_of_the_class_it_was_taken_from() -> None:
     assert resolve(name)() == "Derived"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_functions() -> None:
     function = torch.jit.script(_scripted)
     name = name_of(function)

@@ -623,7 +623,7 @@ class TestArrays:
 # Code.
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 class TestScripts:
     def test_modules(self) -> None:
         module = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU()))
