@@ -53,6 +53,8 @@ _BUFFERED = {
     torch.bool,
 }
 """Types that a tensor over given memory can have without further ado."""
+_UNREMARKED = _BUFFERED | {torch.int8, torch.int16, torch.complex64, torch.complex128}
+"""Types that torch never warns about. It calls some of the others experimental, and each version adds more."""
 _COMPRESSED: dict[str, torch.layout] = {
     "csr": torch.sparse_csr,
     "csc": torch.sparse_csc,
@@ -399,6 +401,8 @@ def _place_alone(tensor: torch.Tensor, cargo: _Cargo) -> Part:
     stride = spread = None
     elements = tensor.numel()
     if not tensor.is_contiguous():
+        if tensor.dtype not in _UNREMARKED:
+            _hush()
         if (span := _span(tensor)) > elements:  # holes: send the elements, not what lies between them
             if span <= _MAX_SPREAD * elements and tensor.dtype not in _UNCOPIED and _disjoint(tensor):
                 spread = tensor.stride()
@@ -613,7 +617,7 @@ def _read_part(
 
 def _read_device(part: Part, buffers: Sequence[Buffer], arrival: Arrival) -> torch.Tensor:
     dtype = _DTYPES[part.dtype]
-    if dtype is torch.complex32:
+    if dtype not in _UNREMARKED:
         _hush()
     if part.buffer < 0 and part.slot is None:
         return torch.empty_strided(part.shape, part.stride or (), dtype=dtype, device=arrival.device(part.device))
@@ -632,7 +636,7 @@ def _read_packed(
     part: Part, buffers: Sequence[Buffer], uses: Sequence[int], bases: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     dtype = _DTYPES[part.dtype]
-    if dtype is torch.complex32:
+    if dtype not in _UNREMARKED:
         _hush()
     if part.buffer < 0:
         return torch.empty_strided(part.shape, part.stride or (), dtype=dtype, device=part.device or "cpu")
@@ -724,7 +728,9 @@ def _hush_once() -> None:
         torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (1,), check_invariants=False)
         torch.ones(1, 1).to_sparse_csr()
         torch.nested.as_nested_tensor([torch.ones(1)])
-        torch.empty(1, dtype=torch.complex32)
+        for dtype in _DTYPES.values():
+            if dtype not in _QUANTIZED:
+                torch.empty(1, dtype=dtype)
         torch._make_per_tensor_quantized_tensor(torch.ones(1, dtype=torch.int8), 1.0, 0)
 
 

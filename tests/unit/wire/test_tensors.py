@@ -81,7 +81,6 @@ def assert_same(made: torch.Tensor, tensor: torch.Tensor) -> None:
 # One tensor alone.
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
 class TestEveryDtype:
     @staticmethod
