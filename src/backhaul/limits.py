@@ -32,6 +32,7 @@ class Limit:
         label: What it is the limit of, for people.
         until: When it is over, by ``now``.
         cancelled: Of the outermost: nobody wants it any more.
+        at_end: Of the outermost: what to call when it is over, perhaps more than once.
     """
 
     label: str
@@ -39,6 +40,7 @@ class Limit:
     until = FOREVER
     cancelled = False
     outermost: Limit | None = None  # None: this one is
+    at_end: Callable[[], None] | None = None
     _wakers: dict[int, Callable[[], None]] | None = None
 
     @property

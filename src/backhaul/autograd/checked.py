@@ -55,8 +55,9 @@ class CheckedRecorder(Recorder):
             read = unpack(note, Note)
             _check_note(peer, read, tensors)
             self._take(peer, read.context)
-            if read.replay >= 0 and not self._worker.options.trusted:
-                note = pack(msgspec.structs.replace(read, replay=-1))  # under which id to reply is for others to say
+            if (read.replay >= 0 or read.anomaly) and not self._worker.options.trusted:
+                # Under which id to reply is for others to say; anomaly mode is one for the whole process.
+                note = pack(msgspec.structs.replace(read, replay=-1, anomaly=0))
         return super().request_in(peer, note, tensors)
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

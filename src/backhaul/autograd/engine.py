@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from backhaul import interrupts, limits
+from backhaul.autograd import anomaly
 from backhaul.autograd.checked import recorder_for
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
@@ -141,6 +142,7 @@ class Engine:
             inputs is not None,
             oldest,
             observer.sessions() if observer is not None else (),
+            anomaly.level(),
         )
         edges = [get_gradient_edge(root) for root in roots]
         run = Run(spec, context, self._outbox.send, roots=edges, inputs=inputs)

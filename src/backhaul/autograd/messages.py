@@ -33,6 +33,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     order: tuple[int, ...] = ()
     replay: int = -1  # 0: keep requests of this context; above: and record the reply under this id; see replay
     epoch: int = 0  # with replay: workers that joined later were not there when the context was entered
+    anomaly: int = 0  # on a request: the level of anomaly mode at the caller
 
 
 class PassSpec(msgspec.Struct, array_like=True, frozen=True):
@@ -49,6 +50,7 @@ class PassSpec(msgspec.Struct, array_like=True, frozen=True):
     restricted: bool = False  # ``inputs`` were given: nothing but what leads to them is computed
     oldest: int = 0  # passes of this driver on this context before that one are over
     profiles: tuple[int, ...] = ()  # the profiles it belongs to
+    anomaly: int = 0  # the level of anomaly mode at the driver
 
 
 class Tally(msgspec.Struct, array_like=True, frozen=True):

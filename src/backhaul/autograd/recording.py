@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 import torch
 
+from backhaul import limits
+from backhaul.autograd import anomaly
 from backhaul.autograd.container import Container, split
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import (
@@ -197,6 +199,8 @@ class Recorder:
         note = record_send(self._container, context, peer.record.id, encoded.tensors, place=scope.next_place())
         if note is None:
             return None, None
+        if level := anomaly.level():
+            note = msgspec.structs.replace(note, anomaly=level)
         if (log := context.replay) is not None:
             entry = log.begin(context, note, peer)
             return self._encode(msgspec.structs.replace(note, replay=0, epoch=log.epoch)), entry
@@ -217,6 +221,8 @@ class Recorder:
             self.keep_requests(context, read.epoch)
             scope = ReplayedScope(self._worker, context, read.order, MessageId(read.replay))
         _scope.set(scope)
+        if read.anomaly and (limit := limits.current.get()) is not None:
+            limit.at_end = anomaly.hold(read.anomaly).release
         return record_recv(context, peer.record.id, read, tensors), scope
 
     def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from backhaul.autograd.anomaly import watching
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import ROOTS, End, Grads, MessageId, Recv, edge_of
 from backhaul.autograd.groups import Fired, Group, Grouping, RecvEnd, nodes_behind, reaches
@@ -423,7 +424,8 @@ class Run:
         if group.foreign:  # asked for so that it is known whether a gradient comes there
             check = functools.partial(self._refuse_foreign, group, len(wanted))
             wanted += [GradientEdge(node, 0) for node in group.foreign]
-        found = self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order, check=check)
+        with watching(group.nodes, self.spec.anomaly):
+            found = self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order, check=check)
         fired: list[Fired] = []
         used = 0
         for end in ends:
@@ -460,6 +462,7 @@ class Run:
             },
             capture=self._leaves.keep,
             foreign=group.foreign,
+            anomaly=self.spec.anomaly,
         )
 
     def _place(self, source: MessageId) -> tuple[int, ...]:

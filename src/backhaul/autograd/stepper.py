@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from backhaul.autograd.anomaly import OFF, StopEngine, begin_stop, end_stop, watching
 from backhaul.autograd.functions import Grads, MessageId, add, recv_of
 from backhaul.autograd.groups import Fired, RecvEnd, RecvMasks
 from backhaul.autograd.native import LeafNode, Node, Task, own_hook, run_engine
@@ -22,10 +23,6 @@ from backhaul.cuda import process
 
 Compute = Callable[[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[RecvEnd]], list[Fired]]
 """Runs the engine from edges with seeds to the group's leaves and to recv nodes, which answer."""
-
-
-class _Stop(Exception):
-    """Stops the engine behind one node."""
 
 
 class _Slot:
@@ -65,6 +62,7 @@ class Stepper:
         inner: Tensors inside the graph whose gradients are wanted, by their edges.
         capture: Takes such a gradient.
         foreign: Recv nodes of other contexts, which ``compute`` sees to.
+        anomaly: The level of anomaly mode.
     """
 
     def __init__(
@@ -79,6 +77,7 @@ class Stepper:
         inner: Mapping[tuple[Node, int], torch.Tensor],
         capture: Callable[[torch.Tensor, torch.Tensor], None],
         foreign: Container[Node] = (),
+        anomaly: int = OFF,
     ) -> None:
         self._sources = sources
         self._compute = compute
@@ -87,6 +86,7 @@ class Stepper:
         self._create = create
         self._inner = inner
         self._capture = capture
+        self._anomaly = anomaly
         self._lock = threading.Lock()  # guards what follows but _slots' contents, which the running thread owns
         self._running = False
         self._fed: list[tuple[MessageId, Grads]] = []
@@ -206,15 +206,16 @@ class Stepper:
     def _run(self, node: Node, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Run one node, with all its hooks, and stop the engine behind it."""
         taken: list[tuple[Any, ...]] = []
-        frontier, mark = process.frontier, None
+        frontier, mark, silenced = process.frontier, None, False
 
         @own_hook
         def take(outputs: tuple[Any, ...], _: object) -> None:
-            nonlocal mark
+            nonlocal mark, silenced
             taken.append(outputs)
             if frontier is not None:
                 mark = frontier.mark()  # of the node's streams, which are current here
-            raise _Stop
+            silenced = begin_stop()
+            raise StopEngine
 
         @own_hook
         def look(grads: tuple[Any, ...]) -> None:
@@ -223,20 +224,22 @@ class Stepper:
                 if wanted is not None and grad is not None:
                     self._capture(wanted, grad)
 
-        handles = [node.register_hook(take)]
-        if self._inner:
-            handles.append(node.register_prehook(look))
+        handles = []
         try:
-            # What lies behind is asked for, so that the node computes all its outputs, but never reached.
-            behind = [
-                GradientEdge(following, number) for following, number in node.next_functions if following is not None
-            ]
-            run_engine(edges, seeds, behind, retain=self._retain, create=self._create)
-        except _Stop:
+            with watching([node], self._anomaly):
+                handles.append(node.register_hook(take))  # the last: it lets no other run after it
+                if self._inner:
+                    handles.append(node.register_prehook(look))
+                # What lies behind is asked for, so that the node computes all its outputs, but never reached.
+                behind = [GradientEdge(next_, number) for next_, number in node.next_functions if next_ is not None]
+                run_engine(edges, seeds, behind, retain=self._retain, create=self._create)
+        except StopEngine:
             if frontier is not None and mark is not None:
                 frontier.join(mark, taken[0])  # the engine would have, had it come to its end
             return taken[0]
         finally:
+            if silenced:
+                end_stop()
             for handle in handles:
                 handle.remove()
         raise AssertionError("the engine did not run the node")

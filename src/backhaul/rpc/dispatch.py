@@ -413,6 +413,8 @@ class Dispatcher:
     def _send(self, answer: Answer, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:
         if answer.trace is not None:
             answer.trace.replied(frame.nbytes)
+        if answer.at_end is not None:
+            answer.at_end()  # before the caller knows
         try:
             if self._worker.crew.busy:  # more replies follow
                 answer.channel.send_soon(frame, timeout=self._patience)
@@ -430,6 +432,8 @@ class Dispatcher:
         trace, answer.trace = answer.trace, None
         if trace is not None:
             trace.replied(0)
+        if answer.at_end is not None:
+            answer.at_end()
         self._agent.answered((answer.channel, answer.number))
 
 

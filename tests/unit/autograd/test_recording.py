@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from backhaul import limits
+from backhaul.autograd import anomaly
+from backhaul.autograd.checked import CheckedRecorder
 from backhaul.autograd.container import Container
 from backhaul.autograd.context import Context
 from backhaul.autograd.functions import NO_CONTEXT, ContextId, recv_of
 from backhaul.autograd.messages import Note
 from backhaul.autograd.recording import Recorder, Scope, current_scope, enter, leave
 from backhaul.errors import UnknownContextError
+from backhaul.limits import Limit
 from backhaul.wire.codec import Encoded
 from backhaul.wire.messages import Payload, pack, unpack
 
@@ -238,6 +242,33 @@ def test_the_scope_of_another_worker_does_not_count(caller: Side, callee: Side) 
     with caller.context():
         assert callee.recorder.request_out(caller.peer, message([LEAF]))[0] is None
         assert current_scope(callee.worker) is None
+
+
+# Anomaly mode.
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("level", [anomaly.OFF, anomaly.CHECK_NAN])
+def test_anomaly_mode_goes_with_requests(caller: Side, callee: Side, level: int, trusted: bool) -> None:
+    """But it is one for the process, so strangers do not switch it on."""
+    with caller.context():
+        torch.set_anomaly_enabled(level != anomaly.OFF)
+        try:
+            note, _ = caller.recorder.request_out(callee.peer, message([LEAF]))
+        finally:
+            torch.set_anomaly_enabled(False)
+    assert read(note).anomaly == level
+    callee.worker.options = SimpleNamespace(trusted=trusted)
+    limit = Limit()
+    token = limits.current.set(limit)
+    try:
+        CheckedRecorder(callee.worker, callee.container, None).request_in(caller.peer, note, [torch.ones(2)])
+        assert anomaly.level() == (level if trusted else anomaly.OFF)
+    finally:
+        limits.current.reset(token)
+        if limit.at_end is not None:
+            limit.at_end()
+    assert anomaly.level() == anomaly.OFF
 
 
 # The container.
