@@ -1,4 +1,4 @@
-"""Runs the cells of a notebook as a kernel does: a ``__main__`` without a file, and a context of its own for each cell."""
+"""Runs the cells of a notebook as a kernel does: ``__main__`` has no file, and each cell has a context of its own."""
 
 import contextvars
 import sys
