@@ -25,6 +25,9 @@ from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.compat.rpc.rref import RRef, adopt
 from backhaul.compiler import graph_break
+from backhaul.errors import PeerLostError, UnknownWorkerError
+from backhaul.limits import FOREVER
+from backhaul.rpc.node import Node
 from backhaul.rref.registry import RRefs
 from backhaul.rref.remote import remote as create
 from backhaul.wire.callables import label_of
@@ -39,6 +42,8 @@ logger = logging.getLogger("backhaul")
 
 _ignore_rref_leak = True
 """Whether ``shutdown`` is silent about remote references that are still held."""
+
+_LOOK = 0.2  # seconds between looks at whether those who are waited for are lost
 
 _default_pickler: Any = internal._internal_rpc_pickler
 _thread_local_var = threading.local()
@@ -246,7 +251,17 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 
 @_require_initialized
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-    """Exchange a value with all workers, or with those named; returns name -> value."""
+    """Exchange a value with all workers, or with those named; returns name -> value. Raises ``RuntimeError`` if one of
+    them is lost.
+    """
+    values, lost = _gather(obj, worker_names, timeout)
+    if lost:
+        raise RuntimeError(f"_all_gather got nothing from workers {sorted(lost)}: they are lost")
+    return values
+
+
+def _gather(obj: Any, worker_names: set[str] | None, timeout: float) -> tuple[dict[str, Any], set[str]]:
+    """The values of all workers, or of those named, that are there, and the names of those that are lost."""
     names = worker_names or _ALL_WORKER_NAMES
     leader, own = min(names), get_worker_info().name
     with _rounds_lock:
@@ -254,29 +269,57 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
         sequence_id = f"{key}{_rounds_begun[key]}"
         _rounds_begun[key] += 1
     limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
-    patience = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
-    if own == leader:
-        _gather_to_leader(sequence_id, own, obj, names)
-    else:
-        rpc_sync(leader, _gather_to_leader, args=(sequence_id, own, obj, names), timeout=limit)
+    patience = FOREVER if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
     with _rounds_lock:
         gathering = _rounds[sequence_id]
-    with _get_current_rpc_agent().worker.blocking():
-        gathering.complete.wait(patience)
+    lost: set[str] = set()
     if own == leader:
-        _tell_followers(names - {leader}, sequence_id, gathering.values, limit)
+        _gather_to_leader(sequence_id, own, obj, names)
+        lost |= _await(gathering, names, patience)
+        lost |= _tell_followers(names - {leader} - lost, sequence_id, gathering.values, limit)
+    else:
+        try:
+            rpc_sync(leader, _gather_to_leader, args=(sequence_id, own, obj, names), timeout=limit)
+            lost |= _await(gathering, {leader}, patience)
+        except PeerLostError as error:
+            logger.warning("worker '%s' is lost: %s", leader, error)
+            lost.add(leader)
+        if gathering.complete.is_set():
+            lost |= names - gathering.values.keys()  # the leader found out
     with _rounds_lock:
-        return _rounds.pop(sequence_id).values
+        return _rounds.pop(sequence_id).values, lost
 
 
-def _tell_followers(names: set[str], sequence_id: str, values: dict[str, Any], limit: float) -> None:
+def _await(gathering: _Gathering, names: set[str], patience: float) -> set[str]:
+    """Wait until a round is complete but for those of ``names`` that are lost. Returns who is lost."""
+    worker = _get_current_rpc_agent().worker
+    peers, now = worker.part(Node).peers, worker.runtime.now
+    deadline = now() + patience
+    lost: set[str] = set()
+    with worker.blocking():
+        while not gathering.complete.wait(min(_LOOK, max(deadline - now(), 0.0))) and now() < deadline:
+            for name in names - gathering.values.keys() - lost:
+                try:
+                    peers.channel_to(peers.find(name), worker.options.connect_timeout)
+                except (PeerLostError, UnknownWorkerError) as error:
+                    logger.warning("worker '%s' is lost, not waiting for it: %s", name, error)
+                    lost.add(name)
+            if not names - gathering.values.keys() - lost:
+                break
+    return lost
+
+
+def _tell_followers(names: set[str], sequence_id: str, values: dict[str, Any], limit: float) -> set[str]:
+    """Tell the others all values. Returns who is lost."""
     futures = {
         name: rpc_async(name, _broadcast_to_followers, args=(sequence_id, values), timeout=limit) for name in names
     }
-    failed = {}
+    failed, lost = {}, set()
     for name, future in futures.items():
         try:
             future.wait()
+        except PeerLostError:
+            lost.add(name)
         except RuntimeError as error:
             failed[name] = error
     if failed:
@@ -284,6 +327,7 @@ def _tell_followers(names: set[str], sequence_id: str, values: dict[str, Any], l
             f"Followers {list(failed)} timed out in _all_gather after {limit:.2f} seconds. The first exception is "
             f"{next(iter(failed.values()))}"
         )
+    return lost
 
 
 @_require_initialized
@@ -296,10 +340,10 @@ def _barrier(worker_names: Sequence[str]) -> None:
 
 
 @_require_initialized
-def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all workers are here, as ``shutdown`` does."""
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> set[str]:
+    """Wait until all workers are here that are not lost, as ``shutdown`` does. Returns who is lost."""
     try:
-        _all_gather(None, timeout=timeout)
+        return _gather(None, None, timeout)[1]
     except RuntimeError:
         logger.exception("Failed to respond to 'Shutdown Proceed' in time")
         raise
@@ -315,15 +359,18 @@ def _delete_all_user_and_unforked_owner_rrefs() -> None:
 
 @_require_initialized
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """End this worker; with ``graceful``, once all workers have come to do so and nothing is under way."""
+    """End this worker; with ``graceful``, once all workers have come to do so and nothing is under way. Workers that
+    are lost are not waited for.
+    """
     agent = _get_current_rpc_agent()
     try:
         if graceful and not agent.is_static_group:
             membership.leave(agent)
         elif graceful:
-            _wait_all_workers(timeout)
+            lost = _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
-            agent.join(timeout=timeout)
+            # One that hangs is lost too, and may never answer the others.
+            agent.join(timeout=timeout or (agent.worker.options.shutdown_timeout if lost else 0))
     finally:
         agent.shutdown()
         agents.reset()

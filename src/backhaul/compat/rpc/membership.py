@@ -7,6 +7,7 @@ leaves tells them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Iterator
 
@@ -17,12 +18,15 @@ from backhaul.compat import errors
 from backhaul.compat.rpc import devices
 from backhaul.compat.rpc.agent import TensorPipeAgent
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
+from backhaul.errors import PeerLostError
 from backhaul.rpc.api import rpc_sync
 from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport.addresses import host_identity
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.worker import current_worker
+
+logger = logging.getLogger("backhaul")
 
 _TURN, _STATIC, _MEMBERS, _SECRET = "turn", "static", "members", "secret"
 _FREE = "free"
@@ -85,7 +89,10 @@ def leave(agent: TensorPipeAgent) -> None:
     with _turn(agent.store, agent.worker.name), errors.rewording():
         others = [other for other in _read(agent.store) if other.id != own]
         for other in others:
-            rpc_sync(other.name, dismiss, args=(own,))
+            try:
+                rpc_sync(other.name, dismiss, args=(own,))
+            except PeerLostError as error:
+                logger.warning("worker '%s' is lost, and not told that this one leaves: %s", other.name, error)
         _write(agent.store, others)
 
 
