@@ -123,7 +123,7 @@ def read_record(record: bytes) -> Ordinary:
     """What a record of an ordinary tensor says. Raises ``ProtocolError``."""
     try:
         return _read_record(record)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a record of a tensor: {error}") from error
 
 

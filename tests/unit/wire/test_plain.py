@@ -229,3 +229,10 @@ def test_tensors_that_would_harm_are_refused() -> None:
 
 def test_layers_above_agree_with_the_form_of_payloads() -> None:
     assert TREE < 0  # as many loose buffers as no pickle has
+
+
+def test_a_record_of_a_tensor_that_is_no_text_is_refused() -> None:
+    """Text that is not UTF-8 came out as a UnicodeDecodeError."""
+    record = msgspec.msgpack.encode(("float32", (1,), False, False)).replace(b"float32", b"\xff" * 7)
+    with pytest.raises(ProtocolError, match="record"):
+        check_payload(Payload(TensorTable(ordinary=(record,)), [None], ((0, 0),)), [bytearray(4)], LIMIT)
