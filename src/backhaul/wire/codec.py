@@ -28,7 +28,7 @@ from backhaul.wire.devices import Lease, Link, Trial
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import TREE, Payload
-from backhaul.wire.plain import MAX_DEPTH, Flattener, restore
+from backhaul.wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Flattener, restore
 from backhaul.wire.subclasses import (
     SubclassReducer,
     Tensors,
@@ -132,7 +132,7 @@ def _refuse_tangents(encoded: Encoded, values: Sequence[Any], names: Sequence[st
 
 
 def _special(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(tensor.is_quantized or tensor.is_nested for tensor in tensors)
+    return any(tensor.is_quantized or tensor.is_nested or tensor.dim() > MAX_DIMENSIONS for tensor in tensors)
 
 
 def _encode_tree(values: Sequence[Any], names: Sequence[str], link: Link | None) -> Encoded:

@@ -17,6 +17,9 @@ import torch
 from backhaul.errors import LimitError, ProtocolError, SerializationError
 from backhaul.wire.tensors import TensorWriter
 
+MAX_DIMENSIONS = 64
+"""How many dimensions a tensor may have: the size of one that has thousands takes seconds to compute."""
+
 MAX_DEPTH = 256
 """How deep values may be nested at all; a worker may want less, see ``Options.max_depth``."""
 
@@ -106,8 +109,10 @@ class Flattener:
     def _tensor(self, tensor: torch.Tensor, path: str) -> list[int]:
         index = self._indices.get(id(tensor))
         if index is None:
-            if tensor.is_quantized or tensor.is_nested or tensor.__dict__:
+            if tensor.is_quantized or tensor.is_nested or tensor.__dict__ or tensor.dim() > MAX_DIMENSIONS:
                 what = "with attributes" if tensor.__dict__ else "that is quantized or nested"
+                if tensor.dim() > MAX_DIMENSIONS:
+                    what = f"of more than {MAX_DIMENSIONS} dimensions"
                 raise SerializationError(f"{path} is a tensor {what}, which cannot be sent", path=path)
             index = self._indices[id(tensor)] = self._writer.add(tensor)
         return [int(Tag.TENSOR), index]

@@ -14,7 +14,7 @@ from backhaul.wire.codec import tensors_of
 from backhaul.wire.devices import Grounded
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import TREE, Payload
-from backhaul.wire.plain import SCALARS
+from backhaul.wire.plain import MAX_DIMENSIONS, SCALARS
 from backhaul.wire.tensors import Ordinary, Part, TensorTable, dtype_named, read_record
 
 _grounded = Grounded()
@@ -46,6 +46,8 @@ def _check_table(table: TensorTable, limit: int) -> None:
         raise ProtocolError("a tensor that is quantized or nested")
     # A tensor that is expanded, or laid out with holes, is far larger than what was sent of it.
     parts: list[Part | Ordinary] = [*table.parts, *map(read_record, table.ordinary)]
+    if any(len(each.shape) > MAX_DIMENSIONS for each in (*parts, *table.specs)):
+        raise ProtocolError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
     size = sum(math.prod(part.shape) * dtype_named(part.dtype).itemsize for part in parts)
     if size > limit:
         raise ProtocolError(f"tensors that would take {size} bytes, more than the limit of {limit} (max_frame_bytes)")

@@ -16,7 +16,7 @@ from backhaul.autograd.messages import PassSpec, Tally
 from backhaul.errors import BackhaulError, LimitError, ProtocolError, SerializationError
 from backhaul.wire.codec import decode, encode
 from backhaul.wire.messages import TREE, Payload, pack, unpack
-from backhaul.wire.plain import MAX_DEPTH, Tag, restore
+from backhaul.wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Tag, restore
 from backhaul.wire.strict import check_payload
 from backhaul.wire.tensors import Part, TensorSpec, TensorTable
 
@@ -161,6 +161,14 @@ def test_depth() -> None:
     assert caught.value.option == "max_depth"
 
 
+def test_dimensions() -> None:
+    most = torch.ones([1] * MAX_DIMENSIONS)
+    assert trip(most)[0].shape == most.shape
+    for wrong in (most.unsqueeze(0), [most.unsqueeze(0)]):
+        with pytest.raises(SerializationError, match="dimensions"):
+            trip(wrong)
+
+
 # What is made by others.
 
 anything = st.recursive(
@@ -222,6 +230,8 @@ def test_tensors_that_would_harm_are_refused() -> None:
         check(Part(0, "float32", (1,)), count=LIMIT)
     with pytest.raises(ProtocolError, match="dtype"):
         check(Part(0, "qint99", (4,)))
+    with pytest.raises(ProtocolError, match="dimensions"):
+        check(Part(0, "float32", (1 << 60,) * 60_000))
     expanded = encode([torch.zeros(1).expand(LIMIT)], names=["x"], plain=True)
     with pytest.raises(ProtocolError, match="limit"):
         check_payload(expanded.payload, [bytearray(b) for b in expanded.buffers], LIMIT)
