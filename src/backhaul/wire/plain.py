@@ -8,6 +8,8 @@ and here by their index. Records are what layers above have to tell each other; 
 from __future__ import annotations
 
 import enum
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +54,8 @@ _SEQUENCES: dict[type, Tag] = {
     frozenset: Tag.FROZENSET,
     torch.Size: Tag.SIZE,
 }
+_HASHED = frozenset((int(Tag.SET), int(Tag.FROZENSET)))
+_SAME_HASH = 1024  # keys of a dict or set that may have one hash: no more than that by chance
 _BUILD: dict[int, Callable[[Any], Any]] = {int(tag): kind for kind, tag in _SEQUENCES.items()}
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _PLAIN = "plain data (numbers, text, bytes, lists, tuples, dicts, sets) and tensors"
@@ -169,13 +173,27 @@ def _restore(flat: Any, tensors: Sequence[torch.Tensor], depth: int) -> Any:
         raise _TooDeepError
     tag = flat[0]
     if (build := _BUILD.get(tag)) is not None:
-        return build([_restore(item, tensors, depth - 1) for item in flat[1:]])
+        items = [_restore(item, tensors, depth - 1) for item in flat[1:]]
+        if tag in _HASHED:
+            _check_hashes(items)
+        return build(items)
     if tag == Tag.DICT:
         if len(flat) % 2 == 0:
             raise ProtocolError("a dict of a key without a value")
-        parts = [_restore(item, tensors, depth - 1) for item in flat[1:]]
-        return dict(zip(parts[::2], parts[1::2], strict=True))
+        items = [_restore(item, tensors, depth - 1) for item in flat[1:]]
+        keys = items[::2]
+        _check_hashes(keys)
+        return dict(zip(keys, items[1::2], strict=True))
     return _restore_leaf(tag, flat[1:], tensors)
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    """Refuse keys that were chosen to have one hash: to build a dict of them takes time as the square of its size."""
+    if len(keys) <= _SAME_HASH:
+        return
+    hashes = sorted(map(hash, keys))
+    if any(map(operator.eq, hashes, itertools.islice(hashes, _SAME_HASH, None))):
+        raise ProtocolError(f"more than {_SAME_HASH} keys of a dict or set have the same hash")
 
 
 def _restore_leaf(tag: int, fields: list[Any], tensors: Sequence[torch.Tensor]) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import sys
 import warnings
 from typing import Any
 
@@ -235,6 +237,22 @@ def test_tensors_that_would_harm_are_refused() -> None:
     expanded = encode([torch.zeros(1).expand(LIMIT)], names=["x"], plain=True)
     with pytest.raises(ProtocolError, match="limit"):
         check_payload(expanded.payload, [bytearray(b) for b in expanded.buffers], LIMIT)
+
+
+@pytest.mark.parametrize("tag", [Tag.DICT, Tag.SET, Tag.FROZENSET])
+def test_keys_that_were_chosen_to_collide_are_refused(tag: Tag) -> None:
+    def form(keys: list[int]) -> list[Any]:
+        flat = [[int(Tag.INT), key.to_bytes(key.bit_length() // 8 + 1, "little", signed=True)] for key in keys]
+        return [int(tag), *itertools.chain(*([key, 0] for key in flat))] if tag is Tag.DICT else [int(tag), *flat]
+
+    collide = [number * sys.hash_info.modulus for number in range(1 << 10, 1 << 11)]
+    assert len({hash(key) for key in collide}) == 1
+    (few,) = restore([form(collide)], ())
+    assert len(few) == len(collide)
+    with pytest.raises(ProtocolError, match="same hash"):
+        restore([form([*collide, (1 << 12) * sys.hash_info.modulus])], ())
+    (many,) = restore([form([(1 << 64) + number for number in range(5000)])], ())
+    assert len(many) == 5000
 
 
 def test_layers_above_agree_with_the_form_of_payloads() -> None:
