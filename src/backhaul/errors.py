@@ -131,11 +131,12 @@ class FrameTooLargeError(BackhaulError):
 
 
 class LimitError(BackhaulError):
-    """A peer asked for more than this worker gives to one; nothing of that call was done.
+    """A peer asked for more than a worker gives to one, or sends more than it takes in one message; nothing of that
+    call was done.
 
     Attributes:
         limit: What is limited, for people.
-        option: The field of ``Options`` that sets it, on the worker that refused.
+        option: The field of ``Options`` that sets it on the worker whose limit it is, which is ``worker``.
         value: What it is set to.
     """
 

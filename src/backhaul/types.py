@@ -20,6 +20,12 @@ DeviceMaps = Mapping[str, Mapping[Any, Any] | Literal["cpu"]]
 
 MAX_WORKERS = 1 << 16
 
+MIN_VALUES = 4096
+"""The lowest ``Options.max_values``: messages that Backhaul sends on its own account have fewer values."""
+
+UNTRUSTED_VALUES = 1 << 16
+"""The default of ``Options.max_values`` where peers are not trusted."""
+
 _TIMES = (
     "timeout",
     "connect_timeout",
@@ -123,6 +129,8 @@ class Options:
         tracebacks: Whether errors go to callers with their traceback. Default: as ``trusted``.
         max_frame_bytes: Largest message this worker accepts.
         max_depth: How deep the values of a message may be nested, where they are not pickled.
+        max_values: How many values one message may have: numbers, texts, lists, keys and entries of dicts, and the
+            numbers that describe its tensors. A pickle counts as one. Default: 65536 where not ``trusted``, else any.
         max_tensors: How many tensors a call or its result may have. Default: 16384 where not ``trusted``, else any.
         max_calls: How many calls of one peer are served at once; more are refused. Default: 1024 where not
             ``trusted``, else any.
@@ -174,6 +182,7 @@ class Options:
     init_method: str | None = None
     max_frame_bytes: int = 8 << 30
     max_depth: int = 64
+    max_values: int | None = None
     max_tensors: int | None = None
     max_calls: int | None = None
     max_bytes_in_flight: int | None = None
@@ -225,10 +234,17 @@ class Options:
                 raise ValueError(f"{field} must be a number of bytes, 0 or more, got {value!r}")
         if not 1 <= self.max_depth <= 256:
             raise ValueError(f"max_depth must be 1 to 256, got {self.max_depth}")
+        if self.max_values is not None and self.max_values < MIN_VALUES:
+            raise ValueError(f"max_values must be at least {MIN_VALUES}, got {self.max_values}")
         for field in ("max_tensors", "max_calls", "max_bytes_in_flight", "max_contexts"):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"{field} must be at least 1, got {value}")
+
+    @property
+    def value_limit(self) -> int | None:
+        """``max_values``, or its default; None: any number."""
+        return UNTRUSTED_VALUES if self.max_values is None and not self.trusted else self.max_values
 
     def _check_heartbeat(self) -> None:
         if self.heartbeat_interval == float("inf"):

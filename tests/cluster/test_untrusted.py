@@ -372,3 +372,81 @@ def test_tensors_depth_and_contexts_are_limited() -> None:
         for context in contexts:
             driver.part(Engine).release(context)
         assert bh.rpc_sync("worker", echo) == ((), {})
+
+
+@bh.expose
+def numbers(count: int) -> list[int]:
+    return list(range(count))
+
+
+@bh.expose
+def raise_many(count: int) -> None:
+    raise ValueError("too many", list(range(count)))
+
+
+@bh.expose
+def total(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(tensors).sum() * weight.sum()
+
+
+@pytest.mark.parametrize("driver", [TRUSTING, STRICT])
+def test_values_are_limited_and_nothing_is_lost(driver: bh.Options) -> None:
+    """Whoever would send too much is told so before anything is sent; calls on the same channel go on."""
+    gate.clear()
+    with mixed_cluster({"driver": driver, "worker": STRICT}) as (first, _):
+        assert bh.rpc_sync("worker", echo, args=(list(range(60_000)),))
+        peer = first.part(Node).peers.find("worker")
+        channel, held = peer.channel, bh.rpc_async("worker", wait)
+        assert started.acquire(timeout=20)
+        assert channel is not None
+        sent = first.counters["bytes_sent"]()
+        with pytest.raises(bh.LimitError, match="echo has more values") as caught:
+            bh.rpc_sync("worker", echo, args=(list(range(70_000)),))
+        found = caught.value
+        assert (found.option, found.value, found.worker) == ("max_values", 1 << 16, "worker")
+        assert first.counters["bytes_sent"]() == sent
+        deep: Any = 1
+        for _ in range(80):
+            deep = [deep]
+        with pytest.raises(bh.LimitError, match="max_depth") as caught:
+            bh.rpc_sync("worker", echo, args=(deep,))
+        assert (caught.value.option, caught.value.value) == ("max_depth", 64)
+        gate.set()
+        assert held.wait() == "done"
+        assert peer.channel is channel
+
+
+def test_results_and_exceptions_of_too_many_values() -> None:
+    few = bh.Options(trusted=False, shutdown_timeout=10, timeout=20, max_values=4096)
+    with mixed_cluster({"driver": few, "worker": STRICT}) as (driver, _):
+        assert bh.rpc_sync("worker", numbers, args=(4000,)) == list(range(4000))
+        channel = driver.part(Node).peers.find("worker").channel
+        with pytest.raises(bh.LimitError, match=r"the result of .*numbers has more values") as caught:
+            bh.rpc_sync("worker", numbers, args=(5000,))
+        assert (caught.value.option, caught.value.value, caught.value.worker) == ("max_values", 4096, "driver")
+        with pytest.raises(ValueError, match="too many"):
+            bh.rpc_sync("worker", raise_many, args=(10,))
+        with pytest.raises(bh.RemoteError, match="too many") as other:  # type and text, if not itself
+            bh.rpc_sync("worker", raise_many, args=(5000,))
+        assert other.value.type_name == "builtins.ValueError"
+        assert driver.part(Node).peers.find("worker").channel is channel
+
+
+@pytest.mark.parametrize("worker", [TRUSTING, STRICT])
+def test_gradients_of_too_many_values_end_their_pass_alone(worker: bh.Options) -> None:
+    few = bh.Options(trusted=False, shutdown_timeout=10, timeout=20, max_values=4096)
+    with mixed_cluster({"driver": few, "worker": worker}) as (driver, _):
+        for count, fits in ((100, True), (500, False)):
+            xs = [torch.ones(1, requires_grad=True) for _ in range(count)]
+            with bh.context() as ctx:
+                loss = bh.rpc_sync("worker", total, args=(xs,))
+                channel = driver.part(Node).peers.find("worker").channel
+                if fits:
+                    ctx.backward(loss)
+                    assert all(ctx.grads[x] == 6 for x in xs)
+                else:
+                    with pytest.raises(bh.LimitError, match="gradients") as caught:
+                        ctx.backward(loss)
+                    assert (caught.value.option, caught.value.worker) == ("max_values", "driver")
+        assert driver.part(Node).peers.find("worker").channel is channel
+        assert bh.rpc_sync("worker", echo) == ((), {})

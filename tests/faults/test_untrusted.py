@@ -8,6 +8,7 @@ import pickle
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -171,7 +172,6 @@ CLOSING = {
     "a pickled fault of a pass": [Frame(AutogradKind.REPORT, 0, pack(Report(SPEC, fault=FAULT)))],
     "notes of references": [call("attacked.add", PLAIN, notes={"rref": b"\x91\x90"})],
     "not a request": [Frame(Kind.REQUEST, 1, b"\xc1")],
-    "nesting beyond all measure": [Frame(Kind.REQUEST, 1, b"\x91" * 100_000)],
     "a hello again": [Frame(Kind.HELLO, 0, pack(Hello("attacked", "", b"honest")))],
     "an unknown kind": [Frame(99)],
     "a quantized tensor": [
@@ -233,6 +233,7 @@ REFUSED = {
         else None,
         "LimitError",
     ),
+    "nesting beyond all measure": (Frame(Kind.REQUEST, 1, b"\x91" * 100_000), "LimitError"),
     "too many tensors": (
         call("attacked.add", Payload(TensorTable(ordinary=(b"x",) * 9), [1])),
         "LimitError",
@@ -264,6 +265,79 @@ def test_what_asks_too_much_is_answered(attack: str) -> None:
         assert not fault.payload.pickle
         assert "File" not in fault.traceback
         assert found[2].kind == Kind.REPLY
+
+
+def message(*fields: Any) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def many(item: bytes) -> msgspec.Raw:
+    """An array of a megabyte, of a value that takes little there and much once it is made."""
+    count = 900_000 // len(item)
+    return msgspec.Raw(b"\xdd" + count.to_bytes(4, "big") + item * count)
+
+
+NUMBERS = many(b"\x01")
+LISTS = Payload(plain=[[1, many(b"\x91\x01")]], loose=TREE)
+GHOST = msgspec.to_builtins(WorkerRecord(9, "ghost", "i", "here", (), "", 1 << 20))
+SHOWN = msgspec.msgpack.encode({**GHOST, "maps": {f"{number:x}": {} for number in range(100_000)}})
+RECORDS = Payload(plain=[[12, "Summary", message(many(b"\x80"), {})]], loose=TREE)
+
+MANY = {
+    "values": (call("attacked.add", LISTS), "LimitError"),
+    "notes": (call("attacked.add", PLAIN, notes={"autograd": message(1, 1, NUMBERS)}), "LimitError"),
+    "records": (call("attacked.add", RECORDS), "LimitError"),
+    "arguments of our own": (
+        call("backhaul.rpc.reunion:compare", Payload(plain=[message(many(b"\xa2ab"), [])])),
+        "LimitError",
+    ),
+    "tensors": (Frame(Kind.REQUEST, 1, message("attacked.add", [[many(b"\x91\x90")], [1]])), "LimitError"),
+    "parts": (Frame(Kind.REQUEST, 1, message("attacked.add", [[[], many(b"\x93\x00\xa1x\x90")], [1]])), "LimitError"),
+    "reply": (Frame(Kind.REPLY, 1, pack(Reply(LISTS))), ""),
+    "fault": (Frame(Kind.FAULT, 1, pack(Fault("evil", "builtins.ValueError", "", "", LISTS))), ""),
+    "cancel": (Frame(Kind.CANCEL, 0, message(NUMBERS)), "closed"),
+    "gradients": (gradients(Gradient(1, LISTS, 0)), "closed"),
+    "many gradients": (
+        Frame(AutogradKind.GRADIENT, 0, message(SPEC, many(b"\x94\x01\x90\x00\xc0"))),
+        "closed",
+    ),
+    "report": (Frame(AutogradKind.REPORT, 0, message(SPEC, [NUMBERS, {}])), "closed"),
+    "abort": (Frame(AutogradKind.ABORT, 0, message([1 << 48, 0, 1, *[False] * 6, 0, NUMBERS])), "closed"),
+    "hello": (Frame(Kind.HELLO, 0, pack(Hello("attacked", "", SHOWN))), "closed"),
+    "join": (Frame(Kind.JOIN, 0, pack(Join(SHOWN))), "closed"),
+    "buffers": (Frame(Kind.REQUEST, 1, pack(Request("attacked.add", PLAIN)), [b""] * 120_000), "closed"),
+}
+
+
+@pytest.mark.parametrize("attack", MANY)
+def test_values_are_counted_before_anything_is_made_of_them(workers: list[bh.Worker], attack: str) -> None:
+    frame, outcome = MANY[attack]
+    sent = wire(frame)
+    stranger = frame.kind in (Kind.HELLO, Kind.JOIN)
+    with member(workers) if not stranger else dial(workers[1].endpoint.addresses[1]) as sock:
+        if stranger:
+            prove(sock)
+        else:
+            sock.sendall(wire(call("attacked.add", PLAIN, number=7)))
+            assert answers(sock)[0].kind == Kind.REPLY
+        tracemalloc.start()
+        try:
+            say(sock, sent)
+            if outcome == "closed":
+                read_to_end(sock)
+            else:
+                say(sock, wire(call("attacked.add", PLAIN, number=2)))
+                found = {frame.number: frame for frame in answers(sock, 2 if outcome else 1)}
+                assert found[2].kind == Kind.REPLY
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 6 * len(sent)  # copies of its bytes, and not what could be made of them
+        if outcome == "LimitError":
+            fault = unpack(found[1].body, Fault)
+            assert fault.type_name.endswith("LimitError"), fault
+            assert "max_values" in fault.message
+    check(workers)
 
 
 def test_contexts_of_others_are_left_alone() -> None:

@@ -32,6 +32,7 @@ def test_the_defaults_are_allowed() -> None:
         {"transport": "auto", "bind": "0.0.0.0"},
         {"secret": b"bytes"},
         {"max_frame_bytes": 1 << 16},
+        {"max_values": 4096},
         {"shm_bytes": 0},
         {"device_slot_bytes": 0},
         {"shm_bytes": 1 << 40},
@@ -74,6 +75,8 @@ def test_what_is_given_is_kept(given: dict[str, Any]) -> None:
         ("shm_bytes", -1),
         ("device_slot_bytes", -1),
         ("max_frame_bytes", (1 << 16) - 1),
+        ("max_values", 0),
+        ("max_values", 4095),
     ],
 )
 def test_what_makes_no_sense_is_refused(field: str, value: Any) -> None:

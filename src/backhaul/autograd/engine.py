@@ -30,6 +30,7 @@ from backhaul.autograd.messages import (
     Release,
     Report,
     Tally,
+    in_parts,
 )
 from backhaul.autograd.outbox import Outbox, Parcels, key_of
 from backhaul.autograd.planning import Planner, orders_for
@@ -50,6 +51,7 @@ from backhaul.errors import (
     UnknownWorkerError,
 )
 from backhaul.limits import FOREVER
+from backhaul.rpc.calls import fault_frame
 from backhaul.rpc.node import Node
 from backhaul.rpc.policy import internal
 from backhaul.transport.base import Channel, ChannelClosedError
@@ -366,7 +368,7 @@ class Engine:
             if observer is not None:
                 observer.report(spec.profiles, spec.driver, out=True)
             run.entrusted.setdefault(spec.driver, []).append(tally)
-            self.post(spec.driver, Frame(AutogradKind.REPORT, 0, pack(Report(spec, tally))))
+            self.report(Report(spec, tally))
 
     def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
         """Something went wrong here: let go of the pass and tell the driver."""
@@ -392,9 +394,13 @@ class Engine:
         plain = spec.driver in self.agent.peers.plain
         process.judge(error, self.worker.name)
         fault, encoded = encode_fault(error, self.worker.name, plain=plain, tracebacks=shown)
-        report = Report(spec, message=source, fault=fault)
-        buffers = encoded.buffers if encoded is not None else ()
-        return Frame(AutogradKind.REPORT, 0, pack(report), buffers, encoded)
+        try:
+            driver = self.agent.peers.find(spec.driver)
+        except UnknownWorkerError:  # it is gone
+            return None
+        return fault_frame(
+            driver, AutogradKind.REPORT, fault, encoded, inside=lambda fault: Report(spec, message=source, fault=fault)
+        )
 
     def _hint(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker that had a channel with this one, if it still has; never blocks. One that has lost
@@ -427,6 +433,12 @@ class Engine:
             log.debug("worker %d was not told: %s", worker, error)
             return isinstance(error, ChannelClosedError)  # there is a channel, and its loss is going to be noticed
         return True
+
+    def report(self, report: Report) -> None:
+        """Tell the driver of a pass, which may be gone."""
+        driver = report.spec.driver
+        for part in in_parts(report) if driver in self.agent.peers.plain else (report,):
+            self.post(driver, Frame(AutogradKind.REPORT, 0, pack(part)))
 
     # Frames.
 

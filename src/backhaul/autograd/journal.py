@@ -53,10 +53,14 @@ class Journal:
             self._channels.add(channel)
         return False
 
-    def take_along(self, to_driver: bool) -> Tally | None:
-        """What gradients that go out now take with them, if no others are at hand."""
+    def take_along(self, to_driver: bool, *, few: bool = False) -> Tally | None:
+        """What gradients that go out now take with them, if no others are at hand. ``few``: they go to a worker that
+        does not take any number of values.
+        """
         with self._lock:
-            if self._at_hand != 1 or not (to_driver or len(self._consumed) <= _MOST):
+            if self._at_hand != 1 or not ((to_driver and not few) or len(self._consumed) <= _MOST):
+                return None
+            if few and len(self._produced) > _MOST:
                 return None
             return self._take()
 

@@ -80,7 +80,7 @@ class Losses:
                     self._tell_again(run, reason)
                 elif run.spec.driver != self._engine.id and (lost in run.sent_to or lost in context.known):
                     run.lost[lost] = reason
-                    self._tell(run, Report(run.spec, run.told(lost), lost=lost, reason=reason))
+                    self._engine.report(Report(run.spec, run.told(lost), lost=lost, reason=reason))
         if not self._worker.closed:
             self._ask_makers(lost)
 
@@ -88,12 +88,9 @@ class Losses:
         """What the driver was told may be lost with the channel to it."""
         if run.complaint is not None:
             self._engine.post(run.spec.driver, run.complaint)
-        self._tell(run, Report(run.spec, run.told(), lost=run.spec.driver, reason=reason))
+        self._engine.report(Report(run.spec, run.told(), lost=run.spec.driver, reason=reason))
         for other, why in list(run.lost.items()):
-            self._tell(run, Report(run.spec, lost=other, reason=why))
-
-    def _tell(self, run: Run, report: Report) -> None:
-        self._engine.post(run.spec.driver, Frame(AutogradKind.REPORT, 0, pack(report)))
+            self._engine.report(Report(run.spec, lost=other, reason=why))
 
     # Contexts whose end somebody may not have heard of.
 

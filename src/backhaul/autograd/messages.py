@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 
 import msgspec
 
@@ -88,6 +89,25 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     fault: Fault | None = None
     lost: int = -1
     reason: str = ""  # why it is thought lost
+
+
+_MOST = 1024  # messages in one part of a report, which is less than any worker takes
+
+
+def in_parts(report: Report, most: int = _MOST) -> Iterator[Report]:
+    """A report as several small ones, in the order in which they are to be heard: what was produced comes first. So no
+    message counts as consumed while the driver does not know all that its group produced, and no pass ends too early.
+    """
+    consumed, produced = report.tally.consumed, list(report.tally.produced.items())
+    if len(consumed) + len(produced) <= most:
+        yield report
+        return
+    for start in range(0, len(produced), most):
+        yield Report(report.spec, Tally(produced=dict(produced[start : start + most])))
+    for start in range(0, len(consumed), most):
+        yield Report(report.spec, Tally(consumed[start : start + most]))
+    if report.fault is not None or report.lost >= 0:
+        yield msgspec.structs.replace(report, tally=Tally())
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):

@@ -15,6 +15,7 @@ from backhaul.autograd.runs import Run
 from backhaul.cuda.links import ChannelLink, hand_over
 from backhaul.errors import ContextError, PeerLostError
 from backhaul.observe import GradientKey, Observer
+from backhaul.rpc.calls import check_size
 from backhaul.rpc.peers import Peers
 from backhaul.transport.base import ChannelClosedError
 from backhaul.wire.codec import Encoded, encode
@@ -145,7 +146,7 @@ class Outbox:
         driver = run.spec.driver
         tally = None
         if driver != self._id:
-            tally = run.journal.take_along(to == driver)
+            tally = run.journal.take_along(to == driver, few=to in self._peers.plain)
             if tally is not None:
                 run.entrusted.setdefault(to, []).append(tally)
         message = Gradients(run.spec, parcel.gradients, tally)
@@ -155,6 +156,8 @@ class Outbox:
         peer = self._peers.find(to)
         if frame is None:
             frame = self._frame(run, to, parcel)
+        if peer.plain:
+            check_size(frame, peer, "a message of gradients")
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
             if peer.link is not None:

@@ -22,6 +22,7 @@ from backhaul.errors import (
     CallCancelledError,
     CallTimeoutError,
     FrameTooLargeError,
+    LimitError,
     NotInitializedError,
     PeerLostError,
     SerializationError,
@@ -46,6 +47,7 @@ from backhaul.worker import Worker
 PROFILE = "profile"
 """Names the note that a profile puts on a request."""
 
+_CANCELLED = 1024  # calls that one message cancels at most: no worker takes any number of values, see MIN_VALUES
 _CLOSELY = 0.0002  # seconds between calls to one worker that make it worth to send them together
 _BURST = 4  # calls that follow each other so closely before the first is held back
 _SHORT = 0.05  # seconds within which a nested call is not disturbed: most are over, and to be woken costs some time
@@ -414,10 +416,10 @@ class Agent:
             left = max(pending.deadline - self.worker.runtime.now(), 0.001)
         body = pack(Request(name, encoded.payload, keywords, notes, left))
         frame = Frame(Kind.REQUEST, pending.number, body, encoded.buffers, encoded.keep)
-        if encoded.buffers or len(body) > SMALL:
+        if encoded.buffers or len(body) > SMALL or peer.plain:
             try:
                 check_size(frame, peer, "call to", pending)
-            except FrameTooLargeError:
+            except (FrameTooLargeError, LimitError):
                 discard(peer, self.interceptors, notes)
                 raise
         return frame
@@ -572,9 +574,14 @@ class Agent:
         for pending in calls:
             if pending.channel is not None:
                 by_channel.setdefault(pending.channel, []).append(pending.number)
-        for channel, numbers in by_channel.items():
+        batches = [
+            (channel, numbers[start : start + _CANCELLED])
+            for channel, numbers in by_channel.items()
+            for start in range(0, len(numbers), _CANCELLED)
+        ]
+        for channel, batch in batches:
             try:
-                channel.send(Frame(Kind.CANCEL, 0, pack(Cancel(tuple(numbers)))), timeout=0)
+                channel.send(Frame(Kind.CANCEL, 0, pack(Cancel(tuple(batch)))), timeout=0)
             except ChannelClosedError:  # then so are they
                 pass
 

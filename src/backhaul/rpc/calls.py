@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+import msgspec
 
 from backhaul import interrupts
 from backhaul.errors import (
@@ -12,6 +14,7 @@ from backhaul.errors import (
     CallCancelledError,
     CallTimeoutError,
     FrameTooLargeError,
+    LimitError,
     PeerLostError,
     SerializationError,
 )
@@ -20,13 +23,14 @@ from backhaul.observe import CallTrace
 from backhaul.rpc.futures import Future
 from backhaul.rpc.intercept import Interceptor
 from backhaul.rpc.peers import Peer
+from backhaul.rpc.quotas import over_bounds
 from backhaul.runtime import Gate
 from backhaul.transport.base import Channel
-from backhaul.wire.codec import load, tensors_of
+from backhaul.wire.codec import Encoded, load, tensors_of
 from backhaul.wire.devices import Lease, decline
 from backhaul.wire.faults import decode_fault
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Fault, Kind, Payload, Reply, unpack
+from backhaul.wire.messages import Fault, Kind, Payload, Reply, pack, unpack
 from backhaul.wire.subclasses import may_require_grad
 from backhaul.worker import Worker
 
@@ -121,7 +125,7 @@ class Pending:
             if self.peer.link is not None and payload is not None:
                 decline(payload, self.peer.link.answer(self.channel))
             discard(self.peer, interceptors, notes)
-            if interrupts.from_signal(error):
+            if isinstance(error, LimitError) or interrupts.from_signal(error):
                 raise
             raise SerializationError(
                 f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
@@ -193,13 +197,52 @@ class Labelled(Protocol):
     def label(self) -> str: ...
 
 
-def check_size(frame: Frame, peer: Peer, what: str, call: Labelled) -> None:
-    """Raise ``FrameTooLargeError`` if ``peer`` would not accept the frame."""
-    size, limit = frame.nbytes, peer.record.limit
+def check_size(frame: Frame, peer: Peer, what: str, call: Labelled | None = None) -> None:
+    """Raise ``FrameTooLargeError`` or ``LimitError`` if ``peer`` would not accept the frame."""
+    size, limit, bounds = frame.nbytes, peer.record.limit, peer.record.bounds
+
+    def described() -> str:
+        return what if call is None else f"{what} {call.label}"
+
     if size > limit:
         raise FrameTooLargeError(
-            f"{what} {call.label} takes {size} bytes; worker '{peer.info.name}' accepts {limit} (max_frame_bytes)",
+            f"{described()} takes {size} bytes; worker '{peer.info.name}' accepts {limit} (max_frame_bytes)",
             worker=peer.info.name,
             nbytes=size,
             limit=limit,
         )
+    if bounds is not None and (error := over_bounds(frame, bounds, peer.info.name, described)) is not None:
+        raise error
+
+
+_TEXT = 1 << 12  # characters of an exception's text that are sent to a worker that does not take all of it
+
+
+def fault_frame(
+    peer: Peer,
+    kind: int,
+    fault: Fault,
+    encoded: Encoded | None,
+    *,
+    number: int = 0,
+    inside: Callable[[Fault], msgspec.Struct] = lambda fault: fault,
+) -> Frame:
+    """A frame that tells ``peer`` of an exception; ``inside`` makes its message. What the peer would refuse is left
+    out, so that it learns of the exception in any case: first the exception itself, then most of its text.
+    """
+    buffers, keep = ((), None) if encoded is None else (encoded.buffers, encoded.keep)
+    frame = Frame(kind, number, pack(inside(fault)), buffers, keep)
+    for most in (None, _TEXT):
+        if _fits(peer, frame):
+            break
+        less = Fault(fault.worker, fault.type_name, fault.message[:most], fault.traceback[:most])
+        frame = Frame(kind, number, pack(inside(less)))
+    return frame
+
+
+def _fits(peer: Peer, frame: Frame) -> bool:
+    try:
+        check_size(frame, peer, "an exception")
+    except (FrameTooLargeError, LimitError):
+        return False
+    return True

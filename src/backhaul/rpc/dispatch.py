@@ -31,7 +31,7 @@ from backhaul.errors import (
 from backhaul.limits import Limit
 from backhaul.observe import ServeTrace
 from backhaul.rpc.agent import PROFILE, Agent
-from backhaul.rpc.calls import SMALL, check_size, discard
+from backhaul.rpc.calls import SMALL, check_size, discard, fault_frame
 from backhaul.rpc.futures import Future
 from backhaul.rpc.peers import Peer
 from backhaul.rpc.policy import find_exposed
@@ -366,7 +366,7 @@ class Dispatcher:
                         notes[interceptor.key] = note
             body = pack(Reply(encoded.payload, notes))
             frame = Frame(Kind.REPLY, answer.number, body, encoded.buffers, encoded.keep)
-            if encoded.buffers or len(body) > SMALL:
+            if encoded.buffers or len(body) > SMALL or peer.plain:
                 check_size(frame, peer, "the result of", answer)
         except SerializationError as error:
             name = self._worker.name
@@ -405,10 +405,9 @@ class Dispatcher:
         shown = options.trusted if options.tracebacks is None else options.tracebacks
         process.judge(error, self._worker.name)
         fault, encoded = encode_fault(error, self._worker.name, plain=answer.peer.plain, tracebacks=shown)
-        buffers, keep = (encoded.buffers, encoded.keep) if encoded is not None else ((), None)
         if answer.peer.link is not None:
             answer.peer.link.depart()
-        self._send(answer, Frame(Kind.FAULT, answer.number, pack(fault), buffers, keep))
+        self._send(answer, fault_frame(answer.peer, Kind.FAULT, fault, encoded, number=answer.number))
 
     def _send(self, answer: Answer, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:
         if answer.trace is not None:

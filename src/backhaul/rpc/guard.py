@@ -2,7 +2,8 @@
 either has none of this in its way.
 
 Every kind of frame has its check here or is not taken at all. A frame that breaks a rule closes its channel; a call
-that asks for too much, or for what it may not have, is answered with an error.
+that asks for too much, or for what it may not have, is answered with an error. The values of a frame are counted before
+anything is made of it; so are those of messages inside of it, such as notes and records.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from backhaul.rpc.agent import PROFILE, Agent
 from backhaul.rpc.dispatch import NO_NOTES, Answer, Dispatcher
 from backhaul.rpc.peers import Peer
 from backhaul.rpc.policy import Policy, find_internal
-from backhaul.rpc.quotas import Ledger, Quotas, beyond
+from backhaul.rpc.quotas import Ledger, Quotas, beyond, over_limits
 from backhaul.transport.base import Channel
 from backhaul.wire.devices import decline
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Buffer
-from backhaul.wire.messages import Fault, Kind, Payload, Reply, Request, unpack
+from backhaul.wire.messages import Fault, Hello, Join, Kind, Payload, Reply, Request, unpack
 from backhaul.wire.strict import check_payload, tensor_count
 from backhaul.worker import FrameHandler, Worker
 
@@ -65,9 +66,27 @@ for _kind in (Kind.CANCEL, Kind.BEAT, Kind.READY, Kind.COUNT, Kind.TALLY, Kind.L
     checks[_kind] = _taken
 
 
-def _check_notes(found: dict[str, bytes]) -> None:
+_inner: dict[int, Callable[[Frame], bytes]] = {
+    Kind.HELLO: lambda frame: unpack(frame.body, Hello).record,
+    Kind.JOIN: lambda frame: unpack(frame.body, Join).record,
+}
+"""By kind of frame: the message that stands inside of its own."""
+
+
+def _count(worker: Worker, frame: Frame) -> LimitError | None:
+    """Why a frame is not looked at: it has too many values."""
+    error = over_limits(worker.name, worker.options, frame.body, "a message")
+    if error is None and (inner := _inner.get(frame.kind)) is not None:
+        error = over_limits(worker.name, worker.options, inner(frame), "a record")
+    return error
+
+
+def _check_notes(worker: Worker, found: dict[str, bytes]) -> LimitError | None:
+    """Why the notes on a call are not read: they have too many values."""
     if not found.keys() <= notes:
         raise ProtocolError(f"notes on a call that this worker does not take: {', '.join(found.keys() - notes)}")
+    errors = (over_limits(worker.name, worker.options, note, "a note on the call") for note in found.values())
+    return next((error for error in errors if error is not None), None)
 
 
 def guard_frames(worker: Worker, agent: Agent, quotas: Quotas) -> None:
@@ -75,8 +94,8 @@ def guard_frames(worker: Worker, agent: Agent, quotas: Quotas) -> None:
 
     def check_reply(worker: Worker, peer: Peer, frame: Frame) -> bool:
         reply = unpack(frame.body, Reply)
-        _check_notes(reply.notes)
-        if too_many := _too_many_tensors(worker, quotas, reply.payload, "the result"):
+        too_many = _check_notes(worker, reply.notes) or _too_many_tensors(worker, quotas, reply.payload, "the result")
+        if too_many is not None:
             raise too_many
         strict_payload(worker, reply.payload, frame.buffers)
         return True
@@ -85,6 +104,10 @@ def guard_frames(worker: Worker, agent: Agent, quotas: Quotas) -> None:
         if channel is worker.loopback:
             return handler(channel, frame)
         peer = agent.peers.of(channel)
+        if frame.kind != Kind.REQUEST and (too_many := _count(worker, frame)) is not None:
+            if peer is not None and frame.kind in (Kind.REPLY, Kind.FAULT):
+                return agent.refuse(channel, frame.number, too_many)
+            raise ProtocolError(str(too_many))
         if frame.kind in (Kind.HELLO, Kind.REFUSE, Kind.JOIN):
             if frame.kind != Kind.REFUSE and peer is not None:
                 raise ProtocolError(f"'{peer.info.name}' says again who it is")
@@ -124,14 +147,17 @@ class GuardedDispatcher(Dispatcher):
         peer = self._agent.peers.of(channel)
         if peer is None or channel is self._worker.loopback:
             return super()._on_request(channel, frame)
+        if self._policy is not None and (channel, frame.number) in self._agent.under_way:
+            raise ProtocolError(f"another call of number {frame.number}, which is under way")
+        too_many = over_limits(self._worker.name, self._worker.options, frame.body, "the call")
+        if too_many is not None:
+            return self._turn_down(peer, channel, frame, too_many)
         request = unpack(frame.body, Request)
         error: BackhaulError | None = _too_many_tensors(self._worker, self._quotas, request.payload, "the call")
         if self._policy is not None:
             if not request.function:
                 raise ProtocolError("a function by value, which this worker does not take (trusted=False)")
-            _check_notes(request.notes)
-            if (channel, frame.number) in self._agent.under_way:
-                raise ProtocolError(f"another call of number {frame.number}, which is under way")
+            error = error or _check_notes(self._worker, request.notes) or self._count_inner(request)
             if not request.left >= 0:
                 raise ProtocolError(f"a call to end within {request.left} s")
             if error is None:  # what it asks for is bounded, so it may be looked at
@@ -145,16 +171,27 @@ class GuardedDispatcher(Dispatcher):
             must = find_internal(request.function) is not None
             self._ledger.take(peer.record.id, peer.info.name, frame.nbytes, must=must)
         except (LimitError, PermissionDeniedError) as refused:
-            answer = Answer(peer, channel, frame.number, self._worker.runtime.now)
-            self._agent.under_way[channel, frame.number] = answer
-            if peer.link is not None:
-                decline(request.payload, peer.link.answer(channel))
-            return functools.partial(self._refuse, answer, refused)
+            return self._turn_down(peer, channel, frame, refused)
         task = super()._on_request(channel, frame)
         accepted = self._agent.under_way[channel, frame.number]
         assert isinstance(accepted, Answer)
         accepted.charge = frame.nbytes
         return task
+
+    def _count_inner(self, request: Request) -> LimitError | None:
+        """Why a call of one of our own functions is refused: the messages that it is given have too many values."""
+        if find_internal(request.function) is None:
+            return None
+        given = (value for value in request.payload.plain or () if type(value) is bytes)
+        errors = (over_limits(self._worker.name, self._worker.options, value, "an argument") for value in given)
+        return next((error for error in errors if error is not None), None)
+
+    def _turn_down(self, peer: Peer, channel: Channel, frame: Frame, error: BackhaulError) -> Task:
+        answer = Answer(peer, channel, frame.number, self._worker.runtime.now)
+        self._agent.under_way[channel, frame.number] = answer
+        if peer.link is not None and not peer.plain:  # those who do not trust each other share no device memory
+            decline(unpack(frame.body, Request).payload, peer.link.answer(channel))
+        return functools.partial(self._refuse, answer, error)
 
     def _refuse(self, answer: Answer, error: BackhaulError) -> None:
         log.info("refused a call of %s: %s", answer.channel.peer, error)

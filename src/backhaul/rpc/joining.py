@@ -11,13 +11,15 @@ from collections.abc import Sequence
 
 from backhaul import interrupts
 from backhaul.cuda.placement import check
-from backhaul.errors import AuthenticationError, RendezvousError
+from backhaul.errors import AuthenticationError, ProtocolError, RendezvousError
 from backhaul.rpc.node import Node, start_node
 from backhaul.rpc.roster import WorkerRecord, choose
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Channel, ChannelClosedError, Endpoint, Lost
 from backhaul.types import Options
+from backhaul.wire.counting import LEVELS, excess
 from backhaul.wire.frames import Frame
+from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 
 _PAUSE = 0.2  # seconds before asking again
@@ -132,12 +134,23 @@ def _ask(
         try:
             for frame in event.frames if event.channel is channel else ():
                 if frame.kind == Kind.WELCOME:
-                    return unpack(frame.body, Welcome)
+                    welcome = unpack(_counted(frame.body, own), Welcome)
+                    for record in (welcome.record, *welcome.members):
+                        _counted(record, own)
+                    return welcome
                 if frame.kind == Kind.REFUSE:
-                    return unpack(frame.body, Refuse)
+                    return unpack(_counted(frame.body, own), Refuse)
         finally:
             event.channel.resume()
     raise TimeoutError("no answer in time")
+
+
+def _counted(message: Buffer, own: WorkerRecord) -> Buffer:
+    """A message, or one inside of it, unless it has more values than we take. Raises ``ProtocolError``."""
+    bounds = own.bounds
+    if bounds is not None and bounds.values and (option := excess(message, bounds.values, bounds.depth + LEVELS)):
+        raise ProtocolError(f"the answer to a question to join exceeds Options.{option} of '{own.name}'")
+    return message
 
 
 def introduce(node: Node, timeout: float) -> None:

@@ -21,12 +21,13 @@ from backhaul.rpc.heartbeat import Heartbeat
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.membership import Membership
 from backhaul.rpc.peers import Peers, main_identity
-from backhaul.rpc.quotas import Quotas
+from backhaul.rpc.quotas import Quotas, bounds_of
 from backhaul.rpc.reunion import Reunion
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Endpoint
 from backhaul.types import Options
+from backhaul.wire.counting import most_buffers
 from backhaul.worker import Worker, running_workers, serving
 
 
@@ -137,6 +138,7 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         trusting=options.trusted,
         devices=process.identities(),
         maps=maps_of(options.device_maps, options.devices),
+        bounds=bounds_of(options),
     )
 
 
@@ -156,6 +158,7 @@ def start_node(
         extend(node)
     if not options.trusted:
         endpoint.share_nothing()
+        endpoint.limit_buffers(most_buffers(node.quotas.tensors or 0))
         guard_frames(node.worker, node.agent, node.quotas)
     node.worker.start()
     return node

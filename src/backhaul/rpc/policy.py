@@ -110,8 +110,8 @@ def internal(*kinds: type) -> Callable[[F], F]:
         @functools.wraps(function)
         def checked(*args: Any) -> Any:
             if [type(arg) for arg in args] != list(kinds):
-                wanted = ", ".join(kind.__name__ for kind in kinds)
-                raise TypeError(f"{label_of(function)} takes ({wanted}), not {args!r:.200}")
+                wanted, given = (", ".join(kind.__name__ for kind in each) for each in (kinds, map(type, args[:8])))
+                raise TypeError(f"{label_of(function)} takes ({wanted}), not {len(args)} arguments: {given}")
             return function(*args)
 
         _internal[f"{function.__module__}:{function.__qualname__}"] = checked

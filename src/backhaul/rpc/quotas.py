@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from backhaul.errors import LimitError
 from backhaul.types import Options
+from backhaul.wire.counting import LEVELS, Bounds, excess, most_buffers
+from backhaul.wire.frames import Frame
+from backhaul.wire.memory import Buffer
 
 _UNTRUSTED = {
     "max_tensors": 1 << 14,
@@ -24,20 +28,21 @@ class Quotas:
     calls: int | None
     nbytes: int | None
     contexts: int | None
+    values: int | None = None
 
     @classmethod
     def of(cls, options: Options) -> Quotas:
         """Those that are given, and where peers are not trusted the defaults."""
-        found = [
+        tensors, calls, nbytes, contexts = (
             getattr(options, field) if options.trusted or getattr(options, field) is not None else default
             for field, default in _UNTRUSTED.items()
-        ]
-        return cls(*found)
+        )
+        return cls(tensors, calls, nbytes, contexts, options.value_limit)
 
     @property
     def any(self) -> bool:
         """Whether there are any."""
-        return any(limit is not None for limit in (self.tensors, self.calls, self.nbytes, self.contexts))
+        return any(limit is not None for limit in (self.values, self.tensors, self.calls, self.nbytes, self.contexts))
 
 
 def beyond(worker: str, limit: str, option: str, value: int, asked: str) -> LimitError:
@@ -46,6 +51,48 @@ def beyond(worker: str, limit: str, option: str, value: int, asked: str) -> Limi
         f"worker '{worker}' refused: {asked}, and its limit is {value} {limit} (Options.{option} there)",
         worker=worker,
         limit=limit,
+        option=option,
+        value=value,
+    )
+
+
+_COUNTED = {"max_values": "values in one message", "max_depth": "levels of nesting", "max_tensors": "tensors"}
+
+
+def bounds_of(options: Options) -> Bounds | None:
+    """What a worker tells others about the messages that it takes; None: it takes any."""
+    quotas = Quotas.of(options)
+    if quotas.values is None and quotas.tensors is None:
+        return None
+    return Bounds(quotas.values or 0, options.max_depth if quotas.values else 0, quotas.tensors or 0)
+
+
+def over_limits(worker: str, options: Options, body: Buffer, what: str) -> LimitError | None:
+    """Why a worker does not decode a message: it has too many values, or they are nested too deep. None: it may."""
+    values, depth = options.value_limit, options.max_depth
+    option = "" if values is None else excess(body, values, depth + LEVELS)
+    if values is None or not option:
+        return None
+    asked = f"{what} has more values" if option == "max_values" else f"{what} is nested deeper"
+    return beyond(worker, _COUNTED[option], option, values if option == "max_values" else depth, asked)
+
+
+def over_bounds(frame: Frame, bounds: Bounds, worker: str, what: Callable[[], str]) -> LimitError | None:
+    """Why a frame, which ``what`` describes, is not sent: the worker that it is for would refuse it. None: it may."""
+    option, value = "", 0
+    if bounds.values > 0:
+        option = excess(frame.body, bounds.values, bounds.depth + LEVELS)
+        value = bounds.depth if option == "max_depth" else bounds.values
+    if not option and bounds.tensors > 0 and len(frame.buffers) > most_buffers(bounds.tensors):
+        option, value = "max_tensors", bounds.tensors
+    if not option:
+        return None
+    has = "is nested deeper" if option == "max_depth" else f"has more {_COUNTED[option].split()[0]}"
+    return LimitError(
+        f"{what()} {has} than worker '{worker}' takes: {value} {_COUNTED[option]} (Options.{option} there); "
+        "it was not sent",
+        worker=worker,
+        limit=_COUNTED[option],
         option=option,
         value=value,
     )

@@ -20,6 +20,7 @@ from backhaul.rpc.farewell import Farewell
 from backhaul.rpc.membership import Membership
 from backhaul.rpc.peers import Peer
 from backhaul.rpc.policy import internal
+from backhaul.rpc.quotas import over_limits
 from backhaul.rpc.roster import Standing, WorkerRecord
 from backhaul.wire.messages import pack, unpack
 from backhaul.worker import Worker, current_worker
@@ -78,6 +79,8 @@ class Reunion:
         told = (pack(self._peers.standing),)
         answer = self._agent.call(peer.info, compare, told, None, _TOLD, mode="internal")
         if isinstance(answer, bytes):
+            if error := over_limits(self._worker.name, self._worker.options, answer, f"what '{peer.info.name}' knows"):
+                raise error
             self._heed(peer, unpack(answer, Standing))
 
     def compare(self, caller: Peer, standing: Standing) -> Standing:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from backhaul.types import MAX_WORKERS, WorkerId, WorkerInfo, check_name
+from backhaul.wire.counting import Bounds
 from backhaul.wire.messages import prepare
 
 _REMEMBERED = 1024  # workers that are gone
@@ -38,6 +39,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     trusting: bool = True  # whether it takes pickles
     devices: tuple[str, ...] = ()  # its CUDA devices, by index: equal ones are the same piece of hardware
     maps: dict[str, dict[str, str] | str] = {}  # where its tensors arrive, see ``cuda.placement``
+    bounds: Bounds | None = None  # what it takes in one message, beside ``limit``; None: anything
 
     @property
     def info(self) -> WorkerInfo:

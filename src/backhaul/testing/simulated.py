@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 
 from backhaul.rpc.joining import join
 from backhaul.rpc.node import Node, shutdown_together, start_node
+from backhaul.rpc.quotas import bounds_of
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport.sim import SimNetwork, Weather
 from backhaul.transport.sim_ends import SimEndpoint
@@ -153,6 +154,7 @@ class SimCluster:
             self.options.max_frame_bytes,
             self.options.heartbeat_interval,
             trusting=self.options.trusted,
+            bounds=bounds_of(self.options),
         )
         return record, endpoint, SimRuntime(self.scheduler, home, clock=self.scheduler.random.uniform(0.0, 1000.0))
 

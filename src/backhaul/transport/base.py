@@ -177,6 +177,9 @@ class Endpoint(abc.ABC):
     def share_nothing(self) -> None:  # noqa: B027
         """Use no memory that peers can still change after it was looked at. Called before the first ``poll``."""
 
+    def limit_buffers(self, most: int) -> None:  # noqa: B027
+        """Take no frame with more buffers than ``most``. For channels that are made after this call."""
+
     @abc.abstractmethod
     def connect(self, address: str, *, timeout: float) -> Channel:
         """Open a channel to the endpoint that listens at ``address``.

@@ -45,6 +45,7 @@ class Watcher(Protocol):
     """What a channel needs of its endpoint. Descriptors are watched for one event at a time."""
 
     limit: int
+    buffers: int  # how many a frame may have
     quiet: bool  # see ``Endpoint``
     wakes: int  # how often somebody wanted a polling thread to look up
     recycler: Recycler
@@ -76,7 +77,7 @@ class SocketChannel(Channel):
         self._fd = sock.fileno()
         self._lender, self._borrower = _share(sock, endpoint.shared)
         slots = None if self._borrower is None else self
-        self._reader = FrameReader(endpoint.limit, endpoint.recycler, slots)
+        self._reader = FrameReader(endpoint.limit, endpoint.recycler, slots, endpoint.buffers)
         self._holder: dict[int, object] = {}  # [0]: who reads, until it resumes; see [Note: interrupts]
         self._losing = False  # the holder is about to tell of the loss
         self._poller = select.poll()  # for receive; used by the holder

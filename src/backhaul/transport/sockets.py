@@ -29,6 +29,7 @@ from backhaul.transport.slots import Budget
 from backhaul.transport.socket_channel import SocketChannel
 from backhaul.transport.timer import Timer
 from backhaul.transport.tls import Credentials, TlsChannel, TlsSocket, explain
+from backhaul.wire.frames import MAX_BUFFERS
 from backhaul.wire.memory import Recycler
 
 log = logging.getLogger("backhaul")
@@ -70,6 +71,7 @@ class SocketEndpoint(Endpoint):
         self.secret = secret
         self.credentials = credentials
         self.limit = limit
+        self.buffers = MAX_BUFFERS
         self.shared = Budget(default_ceiling() if shm_bytes is None else shm_bytes)
         self.recycler = Recycler()
         self._epoll = select.epoll()
@@ -204,6 +206,9 @@ class SocketEndpoint(Endpoint):
 
     def share_nothing(self) -> None:
         self.shared = Budget(0)
+
+    def limit_buffers(self, most: int) -> None:
+        self.buffers = most
 
     @property
     def shm_lent(self) -> int:

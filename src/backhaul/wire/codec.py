@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from backhaul import interrupts
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
+from backhaul.types import UNTRUSTED_VALUES
 from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.devices import Lease, Link, Trial
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
@@ -276,7 +277,13 @@ def load(
             raise ProtocolError(f"a payload is a list of values, not a {type(values).__name__}")
         return values
     if payload.loose == TREE:
-        return restore(values, tensors, getattr(getattr(home, "options", None), "max_depth", MAX_DEPTH))
+        options = getattr(home, "options", None)
+        return restore(
+            values,
+            tensors,
+            getattr(options, "max_depth", MAX_DEPTH),
+            getattr(options, "value_limit", UNTRUSTED_VALUES),
+        )
     try:
         for place, index in payload.places:
             values[place] = tensors[index]

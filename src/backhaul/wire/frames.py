@@ -126,8 +126,11 @@ class FrameReader:
 
     SCRATCH = 1 << 16
 
-    def __init__(self, limit: int, recycler: Recycler | None = None, slots: Slots | None = None) -> None:
+    def __init__(
+        self, limit: int, recycler: Recycler | None = None, slots: Slots | None = None, buffers: int = MAX_BUFFERS
+    ) -> None:
         self._limit = limit
+        self._most = buffers
         self._recycler = recycler or Recycler()
         self._slots = slots
         self._memory = bytearray(self.SCRATCH + 8)  # the last bytes are never filled: a table may be looked for there
@@ -196,7 +199,7 @@ class FrameReader:
             at = start + _HEADER_SIZE + 8 * several
             cut = at + body
             rest = cut + payload
-            if mark == _START and not flags and rest <= end and rest - start <= self._limit:
+            if mark == _START and not flags and rest <= end and rest - start <= self._limit and several <= self._most:
                 buffers: list[Buffer] | None
                 if several == 1 and first == payload:
                     buffers = [memory[cut:rest]]
@@ -258,7 +261,9 @@ class FrameReader:
         size = _HEADER_SIZE + 8 * count + body + payload
         if size > self._limit:
             raise ProtocolError(f"frame of {size} bytes exceeds the limit of {self._limit} (max_frame_bytes)")
-        if count > MAX_BUFFERS or (count == 0 and payload):
+        if count > self._most:
+            raise ProtocolError(f"frame of {count} buffers exceeds the limit of {self._most} (max_tensors)")
+        if count == 0 and payload:
             raise ProtocolError(f"impossible frame: {count} buffers with {payload} bytes")
         self._start += _HEADER_SIZE
         self._kind, self._number, self._payload, self._flags = kind, number, payload, flags

@@ -17,6 +17,8 @@ import msgspec
 import torch
 
 from backhaul.errors import LimitError, ProtocolError, SerializationError
+from backhaul.types import UNTRUSTED_VALUES
+from backhaul.wire.counting import LEVELS, count
 from backhaul.wire.tensors import TensorWriter
 
 MAX_DIMENSIONS = 64
@@ -140,15 +142,57 @@ class _TooDeepError(Exception):
     pass
 
 
-def restore(flat: Sequence[Any], tensors: Sequence[torch.Tensor], depth: int = MAX_DEPTH) -> list[Any]:
+class _TooManyError(Exception):
+    pass
+
+
+class _Parts:
+    """What the values of one message refer to, or are limited by."""
+
+    __slots__ = ("tensors", "values")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], values: int | None) -> None:
+        self.tensors = tensors
+        self.values = values  # how many the records may still have; None: any number
+
+    def read_record(self, name: str, body: bytes) -> Any:
+        if self.values is not None:
+            option, found = count(body, self.values, LEVELS)
+            if option:
+                raise _TooManyError if option == "max_values" else _TooDeepError
+            self.values -= found
+        return _records[name].decode(body)
+
+
+def restore(
+    flat: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
+    depth: int = MAX_DEPTH,
+    values: int | None = UNTRUSTED_VALUES,
+) -> list[Any]:
     """The values of a message again.
+
+    Args:
+        flat: Their form.
+        tensors: Those of the message.
+        depth: How deep they may be nested.
+        values: How many values the records among them may have together; None: any number. The others exist already.
 
     Raises:
         ProtocolError: They are not in this form.
-        LimitError: They are nested more than ``depth`` deep.
+        LimitError: They are nested too deep, or have too many values.
     """
+    parts = _Parts(tensors, values)
     try:
-        return [_restore(item, tensors, depth) for item in flat]
+        return [_restore(item, parts, depth) for item in flat]
+    except _TooManyError:
+        raise LimitError(
+            f"records have more than {values} values, which is the limit of the worker that got them "
+            "(Options.max_values there)",
+            limit="values in one message",
+            option="max_values",
+            value=values,
+        ) from None
     except _TooDeepError:
         raise LimitError(
             f"values are nested more than {depth} deep, which is the limit of the worker that got them "
@@ -163,7 +207,7 @@ def restore(flat: Sequence[Any], tensors: Sequence[torch.Tensor], depth: int = M
         raise ProtocolError(f"not plain data: {type(error).__name__}: {error}") from error
 
 
-def _restore(flat: Any, tensors: Sequence[torch.Tensor], depth: int) -> Any:
+def _restore(flat: Any, parts: _Parts, depth: int) -> Any:
     kind = type(flat)
     if kind in SCALARS:
         return flat
@@ -173,18 +217,18 @@ def _restore(flat: Any, tensors: Sequence[torch.Tensor], depth: int) -> Any:
         raise _TooDeepError
     tag = flat[0]
     if (build := _BUILD.get(tag)) is not None:
-        items = [_restore(item, tensors, depth - 1) for item in flat[1:]]
+        items = [_restore(item, parts, depth - 1) for item in flat[1:]]
         if tag in _HASHED:
             _check_hashes(items)
         return build(items)
     if tag == Tag.DICT:
         if len(flat) % 2 == 0:
             raise ProtocolError("a dict of a key without a value")
-        items = [_restore(item, tensors, depth - 1) for item in flat[1:]]
+        items = [_restore(item, parts, depth - 1) for item in flat[1:]]
         keys = items[::2]
         _check_hashes(keys)
         return dict(zip(keys, items[1::2], strict=True))
-    return _restore_leaf(tag, flat[1:], tensors)
+    return _restore_leaf(tag, flat[1:], parts)
 
 
 def _check_hashes(keys: list[Any]) -> None:
@@ -196,10 +240,10 @@ def _check_hashes(keys: list[Any]) -> None:
         raise ProtocolError(f"more than {_SAME_HASH} keys of a dict or set have the same hash")
 
 
-def _restore_leaf(tag: int, fields: list[Any], tensors: Sequence[torch.Tensor]) -> Any:
+def _restore_leaf(tag: int, fields: list[Any], parts: _Parts) -> Any:
     kinds = [type(field) for field in fields]
-    if tag == Tag.TENSOR and kinds == [int] and 0 <= fields[0] < len(tensors):
-        return tensors[fields[0]]
+    if tag == Tag.TENSOR and kinds == [int] and 0 <= fields[0] < len(parts.tensors):
+        return parts.tensors[fields[0]]
     if tag == Tag.INT and kinds == [bytes]:
         return int.from_bytes(fields[0], "little", signed=True)
     if tag == Tag.COMPLEX and kinds == [float, float]:
@@ -211,5 +255,5 @@ def _restore_leaf(tag: int, fields: list[Any], tensors: Sequence[torch.Tensor]) 
     if tag == Tag.DEVICE and kinds in ([str, int], [str, type(None)]):
         return torch.device(fields[0]) if fields[1] is None else torch.device(fields[0], fields[1])
     if tag == Tag.RECORD and kinds == [str, bytes] and fields[0] in _records:
-        return _records[fields[0]].decode(fields[1])
+        return parts.read_record(fields[0], fields[1])
     raise ProtocolError(f"impossible plain data: tag {tag} with {', '.join(kind.__name__ for kind in kinds)}")

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backhaul.autograd.functions import ContextId
+from backhaul.autograd.messages import PassSpec, Report, Tally, in_parts
 from backhaul.autograd.passes import Ledger, Plan, Summary, on_cycles
 
 # The ledger.
@@ -68,6 +70,24 @@ def test_one_report_may_speak_for_many_groups(data: st.DataObject, groups: list[
         together, left = left[:count], left[count:]
         consumed = [message for group in together for message in group.consumed]
         ledger.report(consumed, {m: w for group in together for m, w in group.produced.items()})
+        assert ledger.over == (not left)
+
+
+@given(st.data(), passes(), st.integers(1, 4))
+def test_a_report_may_come_in_parts(data: st.DataObject, groups: list[Ran], most: int) -> None:
+    """Those of different workers come in any order; those of one as it has sent them."""
+    spec, ledger, left = PassSpec(ContextId(1), 0, 1), Ledger(), []
+    for group in groups:
+        whole = Report(spec, Tally(tuple(group.consumed), group.produced), lost=5)
+        parts = list(in_parts(whole, most))
+        assert all(len(part.tally.consumed) + len(part.tally.produced) <= most for part in parts)
+        assert [part.lost for part in parts] == [-1] * (len(parts) - 1) + [5]
+        left.append(parts)
+    while left:
+        parts = data.draw(st.sampled_from(left))
+        tally = parts.pop(0).tally
+        ledger.report(tally.consumed, tally.produced)
+        left = [parts for parts in left if any(part.tally != Tally() for part in parts)]
         assert ledger.over == (not left)
 
 

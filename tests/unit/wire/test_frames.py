@@ -283,6 +283,16 @@ def test_a_claim_beyond_the_limit_allocates_nothing(claim: dict[str, int]) -> No
     assert recycler.sizes == []
 
 
+@pytest.mark.parametrize("size", [0, 40_000])
+def test_the_number_of_buffers_may_be_limited(size: int) -> None:
+    wire = wire_of(Frame(3, 1, bytes(size), [b""] * 9))
+    assert len(feed(FrameReader(LIMIT, buffers=9), wire)) == 1
+    recycler = CountingRecycler()
+    with pytest.raises(ProtocolError, match="max_tensors"):
+        feed(FrameReader(LIMIT, recycler, buffers=8), wire)
+    assert recycler.sizes == []
+
+
 @pytest.mark.parametrize(
     "frame", [Frame(3, 1, noise(1000 - 32)), Frame(3, 1, b"", [noise(460), noise(492)]), Frame(3, 1, b"", [b""] * 121)]
 )

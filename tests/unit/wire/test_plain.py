@@ -239,6 +239,19 @@ def test_tensors_that_would_harm_are_refused() -> None:
         check_payload(expanded.payload, [bytearray(b) for b in expanded.buffers], LIMIT)
 
 
+def test_the_values_of_records_are_counted() -> None:
+    tally = [int(Tag.RECORD), "Tally", msgspec.msgpack.encode(Tally(tuple(range(30)), {}))]
+    assert restore([tally, tally], (), 8, 100) == [Tally(tuple(range(30)), {})] * 2
+    for flat in ([tally] * 4, [[int(Tag.LIST), tally, tally, [int(Tag.LIST), tally, tally]]]):
+        with pytest.raises(LimitError) as caught:
+            restore(flat, (), 8, 100)  # together they have more
+        assert (caught.value.option, caught.value.value) == ("max_values", 100)
+    assert len(restore([tally] * 4, (), 8, None)) == 4
+    deep = [int(Tag.RECORD), "Tally", b"\x91" * 300]
+    with pytest.raises(LimitError, match="max_depth"):
+        restore([deep], ())
+
+
 @pytest.mark.parametrize("tag", [Tag.DICT, Tag.SET, Tag.FROZENSET])
 def test_keys_that_were_chosen_to_collide_are_refused(tag: Tag) -> None:
     def form(keys: list[int]) -> list[Any]:
