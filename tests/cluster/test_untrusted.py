@@ -450,3 +450,10 @@ def test_gradients_of_too_many_values_end_their_pass_alone(worker: bh.Options) -
                     assert (caught.value.option, caught.value.worker) == ("max_values", "driver")
         assert driver.part(Node).peers.find("worker").channel is channel
         assert bh.rpc_sync("worker", echo) == ((), {})
+
+
+def test_many_tensors_are_few_values() -> None:
+    with mixed_cluster({"driver": TRUSTING, "worker": STRICT}):
+        sent = [tensor.clone() for tensor in torch.arange(12_000.0).view(12_000, 1)]
+        (found,), _ = bh.rpc_sync("worker", echo, args=(sent,))
+        assert torch.equal(torch.cat(found), torch.cat(sent))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from backhaul.autograd.messages import PassSpec, Tally
 from backhaul.errors import BackhaulError, LimitError, ProtocolError, SerializationError
 from backhaul.wire.codec import decode, encode
+from backhaul.wire.counting import count
 from backhaul.wire.messages import TREE, Payload, pack, unpack
 from backhaul.wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Tag, restore
 from backhaul.wire.strict import check_payload
@@ -169,6 +170,19 @@ def test_dimensions() -> None:
     for wrong in (most.unsqueeze(0), [most.unsqueeze(0)]):
         with pytest.raises(SerializationError, match="dimensions"):
             trip(wrong)
+
+
+def test_many_tensors_are_described_in_few_values() -> None:
+    many = [torch.ones(2) for _ in range(100)]
+    assert size_of(many) <= 5 * len(many)
+    base = torch.ones(200)
+    shared = [base[index:] for index in range(100)]
+    assert size_of([*many, *shared]) > 10 * len(many)  # the most that a tensor takes
+    assert size_of([*many, *shared]) < 30 * 2 * len(many)
+
+
+def size_of(value: Any) -> int:
+    return count(pack(encode([value], names=["v"], plain=True).payload), 1 << 20, 10)[1]
 
 
 # What is made by others.
