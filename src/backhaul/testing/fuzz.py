@@ -1,14 +1,16 @@
 """Broken input for everything that reads bytes of others: frames, messages, tensors, handshakes, shared memory.
 
 ``python -m backhaul.testing.fuzz --inputs 10000000`` makes that many inputs out of valid ones (and of a corpus, see
-``--corpus``) by flipping bits, cutting, splicing and changing lengths, and feeds each to one of the targets. What comes
-out may be a value or a documented error, and nothing else; no target allocates more than its input and its limit allow.
+``--corpus``) by flipping bits, cutting, splicing, changing lengths and inserting many small values, and feeds each to
+one of the targets. What comes out may be a value or a documented error, and nothing else; no target allocates more than
+its input and its limit allow, or makes more values than it has counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import hashlib
 import io
 import itertools
@@ -38,22 +40,27 @@ from backhaul.autograd.messages import (
     Report,
     Tally,
 )
-from backhaul.errors import AuthenticationError, ProtocolError
+from backhaul.errors import AuthenticationError, LimitError, ProtocolError
+from backhaul.rpc.quotas import over_limits
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.transport import handshake, shm
 from backhaul.transport.handshake import ClientHandshake, ServerHandshake
 from backhaul.transport.slots import Budget
-from backhaul.wire import messages
+from backhaul.types import Options
+from backhaul.wire import counting, messages
 from backhaul.wire.codec import encode, load, tensors_of
 from backhaul.wire.frames import Frame, FrameReader, control_frame
 from backhaul.wire.memory import Buffer, Recycler
 from backhaul.wire.messages import Fault, Hello, Kind, Payload, Refuse, Reply, Request, pack, unpack
+from backhaul.wire.strict import check_payload
 
 LIMIT = 1 << 20
 """The largest frame of the readers here, and so the most that a target may allocate at once."""
 
 _SECRET = b"nobody outside knows it"
 _GROWTH = 256 << 20  # bytes by which the process may grow: what torch and the interpreter keep
+_VALUES = 4096  # that a message may have
+_SMALL_VALUES = (b"\x90", b"\x91\x01", b"\x80", b"\x81\x01\x90", b"\x01", b"\xa0", b"\xc0", b"\xc4\x00", b"\x91\x91")
 _STRANGE = (0, 1, 2, 7, 8, 63, 64, 65, 127, 128, 255, 256, 4095, 4096, 65535, 65536, 1 << 20)
 _STRANGE_WIDE = (*_STRANGE, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 59) - 1, (1 << 63) - 1, (1 << 64) - 1)
 
@@ -81,6 +88,7 @@ class Mutator:
             self._double,
             self._splice,
             self._truncate,
+            self._swell,
         )
 
     def make(self) -> bytes:
@@ -128,6 +136,15 @@ class Mutator:
         other = self._seeds[int(self._draw.random() * len(self._seeds))]
         at = self._at(data)
         data[at:] = other[min(at, len(other)) :] if self._draw.random() < 0.5 else other[self._at(bytearray(1)) :]
+
+    def _swell(self, data: bytearray) -> None:
+        """Put many small values in the place of one: an array or a map of them, or without a header."""
+        random_ = self._draw.random
+        item = _SMALL_VALUES[int(random_() * len(_SMALL_VALUES))]
+        count = (3, 40, 700, 9000)[int(random_() * random_() * 4)]
+        head = (b"", b"\xdc" + count.to_bytes(2, "big"), b"\xdd\0\0" + count.to_bytes(2, "big"), b"\xde\x10\0")
+        at = self._at(data)
+        data[at : at + 1] = head[int(random_() * 4)] + item * count
 
     def _truncate(self, data: bytearray) -> None:
         del data[self._at(data) :]
@@ -295,6 +312,7 @@ class Slots(Frames):
         return count
 
 
+_STRICT = Options(trusted=False, max_values=_VALUES)
 _SPEC = PassSpec(ContextId(1 << 48), 1, 2, profiles=(3,))
 _NOTE = Note(ContextId(1 << 48), MessageId(7), (0, 2), (1, 2, 3))
 _PAYLOAD = Payload(plain=[1, "two", 3.0])
@@ -316,15 +334,66 @@ _MESSAGES: tuple[msgspec.Struct, ...] = (
 )
 
 
+def _count(body: bytes) -> None:
+    """Raise ``LimitError`` as a worker does that does not trust its peers."""
+    if (error := over_limits("fuzzed", _STRICT, body, "an input")) is not None:
+        raise error
+
+
+def _values_in(value: Any) -> int:
+    """How many values have been made."""
+    found, left = 0, [value]
+    while left:
+        each = left.pop()
+        found += 1
+        if isinstance(each, dict):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, (list, tuple)):
+            left += each
+    return found
+
+
+class Counting(Target):
+    """The number of values: whatever can be made of an input has been counted before, and is within the limit."""
+
+    name = "counting"
+    expected = (LimitError,)
+
+    def seeds(self) -> list[bytes]:
+        samples: list[Any] = [
+            *([[]], [[1]] * 400, [[[[]]] * 20] * 20, {"a": [1] * 40, "b": {"c": b"x" * 300}}, ["x" * 70_000, 1.5]),
+            *(
+                [list(range(4090))],
+                [[0] * 15] * 200,
+                [{}] * 100,
+                [None, True, -5, 1 << 40, msgspec.msgpack.Ext(3, b"")],
+            ),
+        ]
+        return [msgspec.msgpack.encode(sample) for sample in samples]
+
+    def take(self, data: bytes) -> object:
+        _count(data)
+        _, found = counting.count(data, _VALUES, 256)
+        try:
+            value = msgspec.msgpack.decode(data)
+        except (msgspec.DecodeError, ValueError, OverflowError, TypeError, RecursionError):
+            return None
+        if not _values_in(value) <= found <= _VALUES:
+            raise FindingError(f"{_values_in(value)} values were made, {found} were counted, {_VALUES} are allowed")
+        return found
+
+
 class Messages(Target):
     """The body of every kind of message. The first byte of an input says which."""
 
     name = "messages"
+    expected = (ProtocolError, LimitError)
 
     def seeds(self) -> list[bytes]:
         return [bytes([index]) + pack(message) for index, message in enumerate(_MESSAGES)]
 
     def take(self, data: bytes) -> object:
+        _count(data[1:])
         return unpack(data[1:], type(_MESSAGES[data[0] % len(_MESSAGES)])) if data else None
 
 
@@ -335,7 +404,7 @@ class Tensors(Target):
     """
 
     name = "tensors"
-    expected = (ProtocolError,)
+    expected = (ProtocolError, LimitError)
 
     def seeds(self) -> list[bytes]:
         found = []
@@ -350,10 +419,14 @@ class Tensors(Target):
     def take(self, data: bytes) -> object:
         file = io.BytesIO(data)
         sizes = [int.from_bytes(file.read(2), "little") for _ in range(int.from_bytes(file.read(1), "little") & 15)]
-        payload = unpack(file.read(int.from_bytes(file.read(2), "little")), Payload)
+        body = file.read(int.from_bytes(file.read(2), "little"))
+        _count(body)
+        payload = unpack(body, Payload)
         buffers = [bytearray(file.read(size)) for size in sizes]
         if payload.plain is None:
             return None
+        with contextlib.suppress(ProtocolError):
+            check_payload(payload, buffers, LIMIT)  # it must not raise anything else
         tensors = tensors_of(payload, buffers)
         load(payload, buffers, tensors)
         for tensor in tensors:
@@ -458,23 +531,26 @@ def _plain_target() -> Target | None:
             values: list[Any] = [
                 *(1, None, 2.5, "text", b"x", 1 << 70, "\ud800", 1j, torch.Size([1, 2]), torch.float32),
                 *([1, [2, (3, {4})]], {"a": [1], 2: frozenset([3])}, torch.device("cpu"), [torch.ones(1)]),
+                *([[]] * 700, {(): ()}, set(range(900)), {number: [] for number in range(300)}),
+                *(Tally((1, 2), {3: 4}), [_SPEC, Tally(tuple(range(500)), dict.fromkeys(range(500), 1))]),
             ]
             flattener = plain.Flattener(TensorWriter())
             return [msgspec.msgpack.encode([flattener.flatten(value, "value")]) for value in values]
 
         def take(self, data: bytes) -> object:
+            _count(data)
             try:
                 flat = self._decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return None
-            return plain.restore(flat, self._tensors)
+            return plain.restore(flat, self._tensors, values=_VALUES)
 
     return Plain()
 
 
 def targets() -> list[Target]:
     """All there are."""
-    found: list[Target] = [Frames(), Slots(), Messages(), Tensors(), Server(), Client()]
+    found: list[Target] = [Frames(), Slots(), Counting(), Messages(), Tensors(), Server(), Client()]
     plain = _plain_target()
     return [*found, plain] if plain is not None else found
 
