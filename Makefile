@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test explore test-cuda races lint types browser bench bench-cuda memory reference sim kills fuzz soak format clean
+.PHONY: help env run test explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -81,6 +81,9 @@ bench-cuda: env ## Measure tensors on a CUDA device side by side with torch.dist
 
 memory: env ## Show that memory stays flat over large echoes; ARGS go to benchmarks/memory.py
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
+
+hostile: env ## Show what one hostile message costs a worker with trusted=False; ARGS go to benchmarks/hostile.py
+	@$(BIN)/python benchmarks/hostile.py $(ARGS)
 
 reference: env ## Run the reference's own suites against Backhaul; ARGS: parts of names, see tests/reference/run.py
 	@$(BIN)/python -m tests.reference.run $(ARGS)

@@ -27,3 +27,16 @@ def test_stages(case: str, stages: list[str]) -> None:
     for stage in ["START", *stages, "END"]:
         assert f"worker0/1: {stage}" in done.stdout, done.stdout
     assert "worker1/" in done.stdout
+
+
+def test_hostile() -> None:
+    done = subprocess.run(
+        [sys.executable, "hostile.py", "--settle", "0.1"],
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1,600,034") == 1, done.stdout
