@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from backhaul.compat import _conform
 from tests.reference import substitute
 
 substitute.install()
+_conform.before_suites()
 
 from torch.testing._internal import common_distributed  # noqa: E402
 
