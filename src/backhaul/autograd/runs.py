@@ -355,10 +355,10 @@ class Run:
             ends = self._answering(group, sources)
         early = len(group.nodes) > LARGE and self._send is not None and bool(ends)
         if early or self.spec.deterministic or tasks_matter():
-            compute = functools.partial(self._compute, group, edges, seeds, ends, order)
+            compute = functools.partial(self._engine_run.compute, group, edges, seeds, ends, order)
             fired = self._watch(sources, ends if early else (), compute)
         else:
-            fired = self._compute(group, edges, seeds, ends, order) if edges or ends else []
+            fired = self._engine_run.compute(group, edges, seeds, ends, order) if edges or ends else []
         if not self.spec.retain:
             self._spend(sources)
         produced: dict[int, int] = {}
@@ -382,15 +382,13 @@ class Run:
             fired = compute()
         return [(recv, grads) for recv, grads in fired if sending.left(recv)]
 
-    def _nodes(self, sources: Iterable[MessageId]) -> dict[Node, None]:
-        return nodes_behind(end for source in sources for end in self.grouping.ends[source])
-
     def _task(self, sources: Iterable[MessageId]) -> Task:
-        return Task(self._task_number, lambda: self._nodes(sources).keys())
+        all_ends = self.grouping.ends  # not the run itself, see ``_make_stepper``
+        return Task(self._task_number, lambda: _nodes(all_ends, sources).keys())
 
     def _put_in_order(self, sources: Sequence[MessageId]) -> None:
         """Let sums inside of the engine be made in an order that no thread can change."""
-        renumber(self._nodes(sources))
+        renumber(_nodes(self.grouping.ends, sources))
 
     def _answering(self, group: Group, sources: Sequence[MessageId]) -> list[RecvEnd]:
         """The messages that get an answer, if only that there are no gradients."""
@@ -403,54 +401,22 @@ class Run:
         useful = self._orders.useful
         return ends if useful is None else [end for end in ends if end.recv.message in useful]
 
-    def _compute(
-        self,
-        group: Group,
-        edges: Sequence[GradientEdge],
-        seeds: Sequence[torch.Tensor],
-        ends: Sequence[RecvEnd],
-        order: tuple[int, ...],
-    ) -> list[Fired]:
-        """Run the engine to the group's leaves and to ``ends``, which all answer."""
-        if not edges:
-            return [(end.recv, [None] * end.recv.count) for end in ends]
-        wanted = []
-        for end in ends:
-            for node in end.nodes.values():
-                wanted.append(GradientEdge(node, 0))
-        if group.frozen and not self.spec.restricted:  # what leads to them runs all the same
-            wanted += [GradientEdge(node, 0) for node in group.frozen]
-        check = None
-        if group.foreign:  # asked for so that it is known whether a gradient comes there
-            check = functools.partial(self._refuse_foreign, group, len(wanted))
-            wanted += [GradientEdge(node, 0) for node in group.foreign]
-        with watching(group.nodes, self.spec.anomaly):
-            found = self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order, check=check)
-        fired: list[Fired] = []
-        used = 0
-        for end in ends:
-            following = used + len(end.nodes)
-            fired.append((end.recv, end.answer(dict(zip(end.nodes, found[used:following], strict=True)))))
-            used = following
-        return fired
-
-    def _refuse_foreign(self, group: Group, first: int, found: Grads) -> None:
-        """Raise if a gradient has come to a recv node of another context; ``first``: where those are in ``found``."""
-        for (node, recv), grad in zip(group.foreign.items(), found[first:], strict=True):
-            if grad is not None:
-                for source in sorted(group.sources):  # the roots first
-                    for place, end in enumerate(self.grouping.ends[source]):
-                        if reaches([end], {node}):
-                            raise ForeignGraph(recv, source, place)
+    @property
+    def _engine_run(self) -> _EngineRun:
+        return _EngineRun(self._leaves, self.grouping.ends, self.spec)
 
     def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> Stepper:
+        """The stepper does not refer to the run, which refers to it. Graphs in a cycle are freed by the garbage
+        collector alone; up to torch 2.12 it could also take their nodes from a pass on another thread that had just
+        come to them.
+        """
         sources = sorted(active, key=self._place)
         if self.spec.deterministic:
             self._put_in_order(sources)
         return Stepper(
             {source: [edge_of(end) for end in self.grouping.ends[source]] for source in sources},
             self._answering(group, sources),
-            functools.partial(self._compute, group, order=self._place(sources[0])),
+            functools.partial(self._engine_run.compute, group, order=self._place(sources[0])),
             self._task(sources),
             retain=self.spec.retain,
             create=self.spec.create,
@@ -474,3 +440,58 @@ class Run:
             for source in sources:
                 if self.context.sends.pop(source, None) is not None:
                     self.context.spent.add(source)
+
+
+def _nodes(ends: Mapping[MessageId, Sequence[End]], sources: Iterable[MessageId]) -> dict[Node, None]:
+    return nodes_behind(end for source in sources for end in ends[source])
+
+
+class _EngineRun:
+    """Runs the engine for groups of a pass. Does not refer to the ``Run``, see ``Run._make_stepper``."""
+
+    __slots__ = ("_leaves", "_sources", "_spec")
+
+    def __init__(self, leaves: Leaves, sources: Mapping[MessageId, Sequence[End]], spec: PassSpec) -> None:
+        self._leaves = leaves
+        self._sources = sources
+        self._spec = spec
+
+    def compute(
+        self,
+        group: Group,
+        edges: Sequence[GradientEdge],
+        seeds: Sequence[torch.Tensor],
+        ends: Sequence[RecvEnd],
+        order: tuple[int, ...],
+    ) -> list[Fired]:
+        """Run the engine to the group's leaves and to ``ends``, which all answer."""
+        if not edges:
+            return [(end.recv, [None] * end.recv.count) for end in ends]
+        wanted = []
+        for end in ends:
+            for node in end.nodes.values():
+                wanted.append(GradientEdge(node, 0))
+        if group.frozen and not self._spec.restricted:  # what leads to them runs all the same
+            wanted += [GradientEdge(node, 0) for node in group.frozen]
+        check = None
+        if group.foreign:  # asked for so that it is known whether a gradient comes there
+            check = functools.partial(self._refuse_foreign, group, len(wanted))
+            wanted += [GradientEdge(node, 0) for node in group.foreign]
+        with watching(group.nodes, self._spec.anomaly):
+            found = self._leaves.compute(edges, seeds, group.leaves.values(), wanted, order, check=check)
+        fired: list[Fired] = []
+        used = 0
+        for end in ends:
+            following = used + len(end.nodes)
+            fired.append((end.recv, end.answer(dict(zip(end.nodes, found[used:following], strict=True)))))
+            used = following
+        return fired
+
+    def _refuse_foreign(self, group: Group, first: int, found: Grads) -> None:
+        """Raise if a gradient has come to a recv node of another context; ``first``: where those are in ``found``."""
+        for (node, recv), grad in zip(group.foreign.items(), found[first:], strict=True):
+            if grad is not None:
+                for source in sorted(group.sources):  # the roots first
+                    for place, end in enumerate(self._sources[source]):
+                        if reaches([end], {node}):
+                            raise ForeignGraph(recv, source, place)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import gc
 import random
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import GradientEdge
 
 from backhaul.autograd.context import Context
-from backhaul.autograd.functions import Grads, MessageId, Recv, SendRecord, recv_of
+from backhaul.autograd.functions import ContextId, Grads, MessageId, Recv, SendRecord, recv_of
 from backhaul.autograd.messages import PassSpec
 from backhaul.autograd.runs import Orders, Outcome, Run
 from backhaul.cuda import process
@@ -215,6 +217,29 @@ def test_the_summary_is_what_the_graph_says(seed: int) -> None:
         }
     for message, sender in summary.senders.items():
         assert share.graph.recvs[message].sender == sender
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_group_in_a_circle_is_freed_without_the_garbage_collector(over: bool) -> None:
+    """Up to torch 2.12 the collector may take nodes from a pass that has just come to them on another thread."""
+    leaf = torch.ones(2, requires_grad=True)
+    shared = leaf * 2
+    context = Context(ContextId(1))
+    for number in (1, 2):
+        context.add_send(SendRecord(MessageId(number), 0, [shared * number], (number,)))
+    run = Run(PassSpec(ContextId(1), 7, 1, retain=True), context)
+    run.follow(Orders(frozenset({1, 2}), frozenset({1, 2})))
+    gone = weakref.ref(leaf)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in (1, 2) if over else (1,):
+            run.arrive(MessageId(number), [torch.ones(2)])
+        assert (leaf in context.gradients) is over
+        del leaf, shared, context, run
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 class Streams:
