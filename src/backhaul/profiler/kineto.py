@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,7 +101,11 @@ class Kineto:
             return []
         if not is_profiled():
             self._problem = "another profiler was started in the process, which ended the recording of operations"
-        running.stop()
+        try:
+            running.stop()
+        except RuntimeError as error:  # up to torch 2.11, if another profiler has ended this one
+            self._problem = self._problem or f"torch.profiler could not be stopped: {error}"
+            return []
         return operations(running)
 
 
@@ -111,6 +116,7 @@ _greeted = False
 def _hushed() -> Iterator[None]:
     """Kineto reads its log level when it is first used. By default it tells everybody that it starts and stops; and to
     be used off the main thread it calls an error whatever the level, though it does no harm to what we ask of it.
+    Up to torch 2.12 every first profile warns once about several cycles, which ours do not have.
     """
     global _greeted
     if _greeted:
@@ -120,7 +126,8 @@ def _hushed() -> Iterator[None]:
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = before or "6"
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as said, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
         stderr = os.dup(2)
         os.dup2(said.fileno(), 2)
         try:
