@@ -5,7 +5,7 @@ language.
 from __future__ import annotations
 
 import contextlib
-import os
+import random
 import shutil
 import socket
 import subprocess
@@ -142,7 +142,15 @@ def test_who_speaks_another_language_is_told(folder: Path, caplog: pytest.LogCap
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"\x16", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n", os.urandom(3000), b"\x16\x03" + os.urandom(500)],
+    [
+        b"",
+        b"\x16",
+        b"\x16\x03\x01\x02\x00",
+        b"GET / HTTP/1.1\r\n\r\n",
+        random.Random(1).randbytes(3000),
+        b"\x16\x03" + random.Random(2).randbytes(500),
+    ],
+    ids=["nothing", "a byte", "a header", "http", "noise", "noise that begins as TLS does"],
 )
 def test_noise_on_a_tls_port_closes_that_connection_alone(folder: Path, said: bytes) -> None:
     credentials = Credentials(files_of(folder, 0))

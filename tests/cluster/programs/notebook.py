@@ -4,7 +4,8 @@ import contextvars
 import sys
 import types
 
-cells = sys.stdin.read().split("# %%\n")
-sys.modules["__main__"] = main = types.ModuleType("__main__")
-for number, text in enumerate(cells):
-    contextvars.copy_context().run(exec, compile(text, f"<cell {number}>", "exec"), vars(main))
+if __name__ == "__main__":
+    cells = sys.stdin.read().split("# %%\n")
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    for number, text in enumerate(cells):
+        contextvars.copy_context().run(exec, compile(text, f"<cell {number}>", "exec"), vars(main))
