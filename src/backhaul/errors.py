@@ -283,10 +283,10 @@ class UnknownContextError(ContextError, LookupError):
 
 
 class ForeignGraphError(ContextError):
-    """A gradient would have to go through a tensor that was received in another context, or outside of any.
+    """A gradient would have to go through a tensor that was received in another context, or outside any.
 
     Attributes:
-        origin: Id of the context that the tensor was received in; None: outside of any.
+        origin: Id of the context that the tensor was received in; None: outside any.
         sender: Name of the worker that sent the tensor.
         root: Which of the roots depends on it, if one does.
     """

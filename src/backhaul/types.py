@@ -165,7 +165,7 @@ class Options:
     """
 
     follows_reference: ClassVar[bool] = False
-    """Whether tensors that are not recorded keep that they require grad, as in the reference: those received outside of
+    """Whether tensors that are not recorded keep that they require grad, as in the reference: those received outside
     a context are leaves, and ``no_grad`` does not change what is sent. So it is in ``backhaul.compat``.
     """
 

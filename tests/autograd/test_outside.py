@@ -1,4 +1,4 @@
-"""Calls outside of a context. What they bring has lost its history: it says so as soon as its gradient is asked for."""
+"""Calls outside a context. What they bring has lost its history: it says so as soon as its gradient is asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import backhaul as bh
 
 from .worlds import PATIENCE, vector
 
-REFUSAL = "outside of any context"
+REFUSAL = "outside any context"
 
 
 @pytest.fixture

@@ -387,7 +387,7 @@ for mode in (torch.no_grad, torch.inference_mode):
     PROGRAMS |= {f"{mode.__name__} {name}": program for name, program in programs_of(mode).items()}
 
 
-# Programs of which a part is outside of any context: ``run`` is inside of one.
+# Programs of which a part is outside any context: ``run`` is inside one.
 
 
 def outside_a_call(place: Place) -> Program:
@@ -501,6 +501,20 @@ def test_arguments_and_results_are_copies(to: int) -> None:
         assert made.rpc_sync().add_(1).add_(1).tolist() == [3.0, 3.0]
         assert made.to_here().tolist() == [2.0, 2.0]
     assert (sent.tolist(), found.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+def the_shared() -> list[torch.Tensor]:
+    return shared
+
+
+shared = [torch.zeros(1)]
+
+
+def test_what_is_made_under_no_grad_is_the_value_itself() -> None:
+    with bh.cluster(2), torch.no_grad():
+        assert bh.remote(0, the_shared).to_here() is shared
+        bh.remote(1, the_shared).rpc_sync().append(torch.ones(1))
+    assert len(shared) == 2
 
 
 def test_what_its_owner_fetches_is_the_value_itself() -> None:

@@ -178,7 +178,7 @@ def backward(
         Exception: What a backward function raised, on whatever worker, with its remote traceback; a note names worker,
             context and message.
         UnknownContextError: The context was released or is not known here.
-        ForeignGraphError: A gradient would have to go through a tensor received in another context, or outside of any.
+        ForeignGraphError: A gradient would have to go through a tensor received in another context, or outside any.
         GraphFreedError: An earlier pass freed the graph.
         BackwardTimeoutError: Not done in time.
         PeerLostError: A worker that takes part is gone.

@@ -626,7 +626,7 @@ class Engine:
             to = "another worker" if record is None else f"worker '{self.name_of(record.to)}'"
             what = f"a tensor that worker '{self.worker.name}' sent to {to}"
         if origin == NO_CONTEXT:
-            where = "outside of any context"
+            where = "outside any context"
         else:
             where = f"in context {origin}" + ("" if self.container.find(origin) is not None else ", which was released")
         return ForeignGraphError(

@@ -10,7 +10,7 @@
 - *leaf*: where gradients end in a worker: they are summed in the context (or in ``.grad``).
 - *recv node*: the end of the graph behind a received tensor. The engine is asked for the gradient that comes there,
   and never runs it: in a plain ``loss.backward()`` it raises an error that says what to call instead. A tensor that
-  requires grad and is received outside of a context gets one too, which belongs to no message.
+  requires grad and is received outside a context gets one too, which belongs to no message.
 
 A *source* is where gradients enter a worker's graph: the roots, or a send record. A *sink* is where they end:
 leaves and recv nodes.
@@ -123,7 +123,7 @@ _fence = Fence(
 )
 
 _outside = Fence(
-    "this graph reaches back to a tensor that was received outside of any context, so no gradient can go back to its "
+    "this graph reaches back to a tensor that was received outside any context, so no gradient can go back to its "
     "sender: make the call inside `with backhaul.context() as context:` and use backhaul.backward(context, [loss]) "
     "instead of loss.backward(); if no gradient is meant, make the call under torch.no_grad() or detach() the tensor"
 )

@@ -176,7 +176,7 @@ class Recorder:
 
     key = "autograd"
     leaves = False
-    """Whether tensors received outside of a context are leaves, as in the reference."""
+    """Whether tensors received outside a context are leaves, as in the reference."""
 
     def __init__(self, worker: Worker, container: Container) -> None:
         self._worker = worker
@@ -251,7 +251,7 @@ class Recorder:
         return record_recv(kept, peer.record.id, read, tensors, replied=True)
 
     def _outside(self, peer: Peer, tensors: list[torch.Tensor], context: ContextId = NO_CONTEXT) -> list[torch.Tensor]:
-        """Tensors that have come outside of a context, or of one that is over."""
+        """Tensors that have come outside a context, or of one that is over."""
         return tensors if self.leaves else receive_outside(peer.record.id, tensors, context)
 
     def discard(self, peer: Peer, note: bytes) -> None:

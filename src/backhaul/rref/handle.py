@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backhaul.autograd.api import backward
 from backhaul.compiler import graph_break
@@ -132,7 +132,7 @@ class RRef(Generic[T]):
 
     @graph_break
     def to_here(self, timeout: float | None = None) -> T:
-        """A copy of the value; on its owner, the value itself. Part of the graph, inside of a context. Under
+        """A copy of the value; on its owner, the value itself. Part of the graph, inside a context. Under
         ``torch.no_grad()`` it needs no gradient: its owner gets tensors, alone or in lists, tuples and dicts, detached.
 
         Args:
@@ -448,13 +448,21 @@ def keeps_history(rrefs: RRefs) -> bool:
 
 
 def without_history(value: Any) -> Any:
-    """A value that was made under ``no_grad``: no graph is behind its tensors. Leaves are themselves."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor.is_leaf else tensor.detach(), value)
+    """A value that was made under ``no_grad``: its tensors, alone or in containers, are leaves or have no graph."""
+    return _replaced(value, lambda tensor: tensor if tensor.is_leaf else tensor.detach())
 
 
 def detached(value: Any) -> Any:
-    """A value of this worker's as it comes to others under ``no_grad``, but in the same memory."""
-    return tree_map_only(torch.Tensor, _detach, value)
+    """A value of this worker as other workers get it under ``no_grad``, but in the same memory."""
+    return _replaced(value, _detach)
+
+
+def _replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value with other tensors in it; the value itself if none of its tensors changes."""
+    parts, form = tree_flatten(value)
+    changed = [change(part) if isinstance(part, torch.Tensor) else part for part in parts]
+    same = all(old is new for old, new in zip(parts, changed, strict=True))
+    return value if same else tree_unflatten(changed, form)
 
 
 def _detach(tensor: torch.Tensor) -> torch.Tensor:

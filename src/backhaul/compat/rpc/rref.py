@@ -91,6 +91,9 @@ class RRef(handle.RRef[T]):
         self._check_alive("Cannot call to_here() on it after deletion.")
         return follow(super()._ask(timeout))
 
+    def _ask_owner(self) -> Future[T]:
+        return follow(super()._ask_owner())
+
     def _check_alive(self, problem: str) -> None:
         if self._entry is None and self._rrefs.worker.closed:
             raise RuntimeError(f"{self} has been deleted. {problem}")
