@@ -153,7 +153,9 @@ class Options:
             others on its host; what finds no place there is copied through the host. 0 switches it off. Default: an
             eighth of the device's memory.
         connect_timeout: How long a first call may take to reach its peer; at most ``lost_after``, where that is on.
-        rendezvous_timeout: How long ``init`` waits for the others.
+        rendezvous_timeout: How long ``init`` waits for the others, in all. After 5 s it logs which ranks are missing,
+            and the error at the end names them. The default is long because the processes of a large launch on few
+            cores may take minutes to import torch.
         backward_timeout: How long a backward pass may take; 0 means any time.
         shutdown_timeout: How long ``shutdown`` waits for the others by default.
         heartbeat_interval: How often this worker looks whether its peers are alive, and at the latest says that it is

@@ -19,6 +19,8 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 import backhaul as bh
+from backhaul.compat import rpc
+from backhaul.compat.rpc import constants
 from backhaul.transport.addresses import parse
 from backhaul.transport.base import EndpointFactory
 from backhaul.transport.sockets import SocketEndpoint
@@ -155,6 +157,33 @@ def test_ranks_that_do_not_come_are_named(kind: str, tmp_path: pathlib.Path) -> 
         bh.current_worker()
     bh.init("now", rank=0, world_size=1, store=HashStore())  # a failed start is no obstacle
     bh.shutdown()
+
+
+@pytest.mark.parametrize("way", ["env", "tcp", "file", "compat"])
+def test_ranks_that_do_not_come_are_named_where_no_store_is_given(
+    way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "RENDEZVOUS_TIMEOUT", SHORT.rendezvous_timeout)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    def start(rank: int) -> None:
+        """Each time at another place."""
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        method = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/{rank}"}.get(way, "env://")
+        if way == "compat":
+            rpc.init_rpc("early", rank=rank, world_size=9)
+        else:
+            options = bh.Options(init_method=method, rendezvous_timeout=SHORT.rendezvous_timeout)
+            bh.init("early", rank=rank, world_size=9, options=options)
+
+    with pytest.raises(bh.RendezvousError, match=r"8 of 9 did not come: ranks 1-8$"):
+        start(0)
+    missing = "8 of 9 did not come: ranks 0, 2-8$" if way == "file" else r"store at 127.*: rank 0, .* did not come"
+    with pytest.raises(bh.RendezvousError, match=missing):
+        start(1)
+    with pytest.raises(bh.NotInitializedError):
+        bh.current_worker()
+    rpc._rendezvous = None
 
 
 def come_alone(rank: int, method: str) -> str:

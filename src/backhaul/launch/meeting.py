@@ -106,6 +106,11 @@ class PipeStore(Store):
         found = self._ask(Ask(next(self._numbers), tuple(keys), wait=True))
         return [value for value in found if value is not None]
 
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        """Waits until all of the keys are there, so long at most."""
+        seconds = self._patience if timeout is None else timeout.total_seconds()
+        self._ask(Ask(next(self._numbers), tuple(keys), wait=True), seconds)
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of the keys are there."""
         return None not in self._ask(Ask(next(self._numbers), tuple(keys), wait=False))
@@ -116,9 +121,10 @@ class PipeStore(Store):
         except OSError as error:
             raise DistStoreError(f"the process that started this worker is gone: {error}") from error
 
-    def _ask(self, request: Add | Ask) -> list[bytes | None]:
+    def _ask(self, request: Add | Ask, patience: float | None = None) -> list[bytes | None]:
         self._send(request)
-        deadline = time.monotonic() + self._patience
+        patience = self._patience if patience is None else patience
+        deadline = time.monotonic() + patience
         try:
             while self._pipe.poll(max(deadline - time.monotonic(), 0.0)):
                 number, values = pickle.loads(self._pipe.recv_bytes())
@@ -126,4 +132,4 @@ class PipeStore(Store):
                     return list(values)
         except (EOFError, OSError) as error:
             raise DistStoreError("the process that started this worker is gone") from error
-        raise DistStoreError(f"no answer within {self._patience:g} s")
+        raise DistStoreError(f"no answer within {patience:g} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -64,6 +65,7 @@ def init(
         tensor([2., 2.])
         >>> bh.shutdown()
     """
+    began = time.monotonic()
     options = options or Options()
     if name is not None:
         check_name(name)
@@ -89,7 +91,7 @@ def init(
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
-    meeting = Meeting(store, rank, world_size, options.rendezvous_timeout, running=bool(join))
+    meeting = Meeting(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
     if join:
         secret = meeting.agree_on_secret(secret)
         worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)

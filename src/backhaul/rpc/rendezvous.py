@@ -5,9 +5,14 @@ for addresses (and the secret, where none was given) and for nothing else.
 from __future__ import annotations
 
 import datetime
+import itertools
+import logging
 import os
 import secrets as random_secrets
+import socket
+import time
 import urllib.parse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +29,13 @@ from backhaul.types import MAX_WORKERS, Options
 SECRET_VARIABLE = "BACKHAUL_SECRET"
 TLS_VARIABLE = "BACKHAUL_TLS"
 """Names the folder where ``launch`` has put the certificates of its workers."""
+
+log = logging.getLogger("backhaul")
+
+_NOTICE = 5.0  # seconds after which a worker says for whom it waits
+_LOOK, _LOOK_FOR_EACH = 0.25, 0.001  # seconds between looks at the store after that, and more for each key
+_CONNECT = 1.0  # seconds for an attempt to connect to the store
+_RUN = 4  # ranks in a row from which on only the first and the last are named
 
 _read_record = msgspec.json.Decoder(WorkerRecord)
 
@@ -56,18 +68,57 @@ def open_store(
         folder = Path(urllib.parse.urlparse(method).path).parent
         if not folder.is_dir():
             raise RendezvousError(f"cannot meet at {method}: there is no folder {folder}")
-    timeout = datetime.timedelta(seconds=options.rendezvous_timeout)
+    return store_at(method, rank, world_size, options.rendezvous_timeout, alone=alone), rank, world_size
+
+
+def store_at(method: str, rank: int, world_size: int, timeout: float, *, alone: bool = False) -> Store:
+    """The store that ``method`` names. Rank 0 serves it, if nobody else does, and does not wait for the others. Raises
+    ``RendezvousError`` if it cannot be reached within ``timeout`` seconds.
+    """
+    where, deadline = urllib.parse.urlparse(method), time.monotonic() + timeout
     try:
-        if alone and not method.startswith("file://"):
+        if where.scheme not in ("env", "tcp"):
+            return _first(rendezvous(method, rank, world_size, timeout=datetime.timedelta(seconds=timeout)))
+        host, port = where.hostname, where.port or 0
+        if where.scheme == "env":
             host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
-            if method != "env://":
-                where = urllib.parse.urlparse(method)
-                host, port = where.hostname, where.port or 0
-            return TCPStore(host or "", port, is_master=False, timeout=timeout), rank, world_size
-        store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if alone or served or rank != 0:
+            why = "" if alone or served else ": rank 0, which serves it, did not come"
+            _await_server(host or "", port, timeout, why)
+        limit = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        if alone:
+            return TCPStore(host or "", port, is_master=False, timeout=limit)
+        # Torch would let rank 0 wait until the number of clients is right, and could not say who is missing.
+        query = "&".join(filter(None, (where.query, f"rank={rank}", "world_size=-1")))
+        return _first(rendezvous(where._replace(query=query).geturl(), timeout=limit))
     except (DistError, RuntimeError, OSError) as error:
+        if isinstance(error, RendezvousError):
+            raise
         raise RendezvousError(f"cannot meet at {method}: {error}") from error
-    return store, rank, world_size
+
+
+def _first(found: Iterator[tuple[Store, int, int]]) -> Store:
+    return next(found)[0]
+
+
+@interrupts.waits
+def _await_server(host: str, port: int, timeout: float, why: str) -> None:
+    """Wait until somebody listens there. Torch's store would wait twice as long, and print a stack at each attempt."""
+    deadline, pause = time.monotonic() + timeout, 0.01
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(min(left, _CONNECT), 0.001)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + pause >= deadline:
+                where = f"the store at {host}:{port}"
+                raise RendezvousError(
+                    f"waited {timeout:g} s for {where} (rendezvous_timeout){why}; last error: {error}"
+                ) from error
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK)
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -91,13 +142,23 @@ def _from_environment(name: str, given: int | None) -> int | None:
 class Meeting:
     """One meeting of all workers at a store. A second ``init`` on the same store is a meeting of its own.
 
-    ``running``: we come to the last one, which is over.
+    ``running``: we come to the last one, which is over. ``began``: when the time began that ``timeout`` limits.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float, *, running: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        *,
+        running: bool = False,
+        began: float | None = None,
+    ) -> None:
         self._rank = rank
         self._size = world_size
         self._timeout = timeout
+        self._began = time.monotonic() if began is None else began
         self._running = running
         try:
             store.set_timeout(datetime.timedelta(seconds=timeout))
@@ -108,6 +169,8 @@ class Meeting:
         except (DistError, RuntimeError) as error:
             raise RendezvousError(f"the store does not answer: {error}") from error
         self._store = PrefixStore(f"backhaul/{times}", store)
+        if not running:
+            self._store.set(f"here/{rank}", "")
 
     def addresses(self, host: str) -> list[str]:
         """Where the members of this meeting can be reached from that host."""
@@ -128,13 +191,12 @@ class Meeting:
             return given
         if self._rank == 0 and not self._running:
             self._store.set("secret", random_secrets.token_hex(32))
-        return self._get(["secret"], [0])[0]
+        return self._get(["secret"], "here")[0]
 
     def exchange(self, record: WorkerRecord) -> list[WorkerRecord]:
         """Tell the others about us; return everyone's record by rank. Raises ``RendezvousError``."""
         self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
-        everyone = list(range(self._size))
-        found = self._get([f"worker/{rank}" for rank in everyone], everyone)
+        found = self._get([f"worker/{rank}" for rank in range(self._size)], "worker")
         records = [_read_record.decode(text) for text in found]
         names: dict[str, int] = {}
         for rank, name in enumerate(other.name for other in records):
@@ -143,23 +205,90 @@ class Meeting:
             names[name] = rank
         return records
 
-    @interrupts.waits
-    def _get(self, keys: list[str], ranks: list[int]) -> list[bytes]:
-        """Wait for all of the keys at once: a TCP store answers that in one go, however many workers there are."""
-        try:
-            values: list[bytes] = self._store.multi_get(keys)
-            return values
-        except (DistError, RuntimeError) as error:
-            raise RendezvousError(
-                f"waited {self._timeout:g} s for the other workers (rendezvous_timeout): {self._missing(ranks)}"
-            ) from error
+    def _get(self, keys: list[str], sign: str) -> list[bytes]:
+        return values_of(self._store, keys, sign, self._size, self._timeout, self._began)
 
-    def _missing(self, ranks: list[int]) -> str:
-        try:
-            missing = [rank for rank in ranks if not self._store.check([f"worker/{rank}"])]
-        except (DistError, RuntimeError):
-            return "the store is gone"
-        return f"{len(missing)} of {self._size} did not come: ranks {', '.join(map(str, missing))}"
+
+@interrupts.waits
+def values_of(  # noqa: PLR0917 (each is needed)
+    store: Store, keys: list[str], sign: str, size: int, timeout: float, began: float
+) -> list[bytes]:
+    """The values of all keys, once they are there.
+
+    Args:
+        store: Where they are.
+        keys: Which.
+        sign: Begins the keys that show who is there: ``sign/rank``.
+        size: How many workers there are to be.
+        timeout: Seconds to wait.
+        began: Since when.
+
+    Raises:
+        RendezvousError: They did not come in time. Names the ranks that are missing.
+    """
+    deadline = began + timeout
+    now = time.monotonic()
+    try:
+        # At first all at once: a TCP store answers that in one go, however many workers there are.
+        store.wait(keys, datetime.timedelta(seconds=max(min(deadline - now, _NOTICE), 0.001)))
+        values: list[bytes] = store.multi_get(keys)
+        return values
+    except (DistError, RuntimeError) as error:
+        absent = _absent(store, sign, size)
+        if deadline - time.monotonic() > 0 and absent != _GONE:
+            log.warning("still waiting for workers: %s; giving up after %g s (rendezvous_timeout)", absent, timeout)
+            return _look_until(store, keys, sign, size, timeout, deadline)
+        raise _not_met(timeout, absent) from error
+
+
+def _look_until(  # noqa: PLR0917 (those of values_of)
+    store: Store, keys: list[str], sign: str, size: int, timeout: float, deadline: float
+) -> list[bytes]:
+    """Look now and then: unlike a wait in the store, that can be interrupted, and prints nothing."""
+    try:
+        while not store.check(keys):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _not_met(timeout, _absent(store, sign, size))
+            time.sleep(min(_LOOK + _LOOK_FOR_EACH * len(keys), left))
+        values: list[bytes] = store.multi_get(keys)
+        return values
+    except (DistError, RuntimeError) as error:
+        if isinstance(error, RendezvousError):
+            raise
+        raise _not_met(timeout, _GONE) from error
+
+
+_GONE = "the store is gone"
+
+
+def _not_met(timeout: float, absent: str) -> RendezvousError:
+    return RendezvousError(f"waited {timeout:g} s for the other workers (rendezvous_timeout): {absent}")
+
+
+def _absent(store: Store, sign: str, size: int) -> str:
+    """Who has not come, for people."""
+    try:
+        missing = [rank for rank in range(size) if not store.check([f"{sign}/{rank}"])]
+    except (DistError, RuntimeError):
+        return _GONE
+    if not missing:
+        return "all came, but one of them has ended or hangs"
+    return f"{len(missing)} of {size} did not come: ranks {_listed(missing)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks for people.
+
+    Example:
+        >>> _listed([1, 2, 3]), _listed([0, 4, 5, 6, 7, 9])
+        ('1, 2, 3', '0, 4-7, 9')
+    """
+    found: list[str] = []
+    for _, run in itertools.groupby(enumerate(ranks), lambda item: item[1] - item[0]):
+        row = [rank for _, rank in run]
+        found += [f"{row[0]}-{row[-1]}"] if len(row) >= _RUN else map(str, row)
+    return ", ".join(found)
 
 
 def secret_of(options: Options) -> bytes | None:

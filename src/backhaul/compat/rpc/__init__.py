@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed import PrefixStore, _create_store_from_options, rendezvous  # type: ignore[attr-defined]
 
 from backhaul.compat import autograd as _autograd
+from backhaul.compat import errors
 from backhaul.compat.rpc import api, backend_registry, constants, functions, internal, options, rref
 from backhaul.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling, get_rpc_timeout
 from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
@@ -23,6 +24,7 @@ from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from backhaul.compat.rpc.profiling import _server_process_global_profile  # noqa: F401 (for its tests)
 from backhaul.compat.rpc.rref import RRef
+from backhaul.rpc.rendezvous import store_at
 
 __all__ = [
     "BackendType",
@@ -109,7 +111,11 @@ def _open_store(given: Any, rank: int, world_size: int | None) -> Any:
     global _rendezvous
     if not world_size:
         return _create_store_from_options(given, rank)
-    _rendezvous = rendezvous(given.init_method, rank=rank, world_size=world_size)
+    if rank >= 0:
+        with errors.rewording():
+            _rendezvous = store_at(given.init_method, rank, world_size, constants.RENDEZVOUS_TIMEOUT)
+        return _rendezvous
+    _rendezvous = rendezvous(given.init_method, rank=rank, world_size=world_size)  # it may know the rank
     return next(_rendezvous)[0]
 
 

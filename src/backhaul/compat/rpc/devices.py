@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions
 from backhaul.cuda import process
 from backhaul.cuda.placement import CPU, EVERYONE, index_of
 from backhaul.errors import RendezvousError
+from backhaul.rpc.rendezvous import values_of
 from backhaul.rpc.roster import WorkerRecord
 from backhaul.types import device_name
 
@@ -52,12 +54,13 @@ def of_record(record: WorkerRecord) -> Said:
 
 def exchange(own: Said, rank: int, world_size: int, store: Store, timeout: float) -> list[Said]:
     """Tell the others; return what everyone says, by rank. Raises ``RendezvousError``."""
+    began = time.monotonic()
     try:
         store.set_timeout(timedelta(seconds=timeout))
         store.set(f"devices/{rank}", msgspec.json.encode(own).decode())
-        found: list[bytes] = store.multi_get([f"devices/{other}" for other in range(world_size)])
     except (DistError, RuntimeError) as error:
-        raise RendezvousError(f"waited {timeout:g} s for the devices of the other workers: {error}") from error
+        raise RendezvousError(f"the store does not answer: {error}") from error
+    found = values_of(store, [f"devices/{other}" for other in range(world_size)], "devices", world_size, timeout, began)
     return [_said.decode(text) for text in found]
 
 

@@ -111,4 +111,5 @@ def to_options(given: TensorPipeRpcBackendOptions) -> Options:
         threads=given.num_worker_threads,
         device_maps=given.device_maps or None,
         devices="mapped",
+        rendezvous_timeout=constants.RENDEZVOUS_TIMEOUT,
     )
