@@ -4,6 +4,9 @@ Workers call each other's functions with tensors; see ``init``, ``launch`` and `
 ``rpc_sync`` and ``rpc_async`` for calls.
 """
 
+from backhaul import torch_support  # noqa: F401  (first, since it checks the torch that all others use)
+
+# isort: split
 from backhaul import nn, optim, profiler
 from backhaul.autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul.autograd.replay import Replay
@@ -36,7 +39,7 @@ from backhaul.errors import (
 from backhaul.launch.embedded import cluster
 from backhaul.launch.local import launch
 from backhaul.limits import cancelled, deadline, time_left
-from backhaul.ops import remote_op
+from backhaul.ops.api import remote_op
 from backhaul.profiler.session import profile
 from backhaul.rpc.api import (
     get_address,

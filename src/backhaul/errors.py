@@ -243,6 +243,27 @@ class WorkerFailedError(BackhaulError):
         self.exitcode = exitcode
 
 
+class UnsupportedTorchError(BackhaulError, ImportError):
+    """The installed torch is too old, or lacks private names that Backhaul or one of its features uses.
+
+    Attributes:
+        torch_version: The installed version.
+        missing: The names that it lacks.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: str | None = None,
+        torch_version: str | None = None,
+        missing: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message, worker=worker)
+        self.torch_version = torch_version
+        self.missing = missing
+
+
 class RemoteTraceback(Exception):
     """Cause of an exception that was raised on another worker: that worker's traceback as text.
 

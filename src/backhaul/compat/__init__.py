@@ -4,3 +4,7 @@
 For programs that move over, and for the reference's own test suites. New programs have no use for it: whatever is
 here is said better by ``backhaul`` itself, and nothing in the rest of the package knows of it.
 """
+
+from backhaul.torch_support import require
+
+require("backhaul.compat")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backhaul.errors import RemoteTraceback
+from backhaul.torch_support import require
 
 if TYPE_CHECKING:
     from backhaul.cuda.links import Member, Plane
@@ -32,6 +33,7 @@ def identities() -> tuple[str, ...]:
     """What the visible devices are, by index. Makes CUDA ready for use where there is any, but no context."""
     if not torch.cuda.is_available():
         return ()
+    require("backhaul.cuda")
     from backhaul.cuda import driver
 
     return driver.identities()

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import torch
 
+from backhaul.errors import UnsupportedTorchError
+from backhaul.torch_support import require
+
 _ADVICE = "backhaul.jit is for calls inside TorchScript; the rest of backhaul works without it"
 
 if not hasattr(torch.jit, "script"):
     raise ImportError(f"torch {torch.__version__} has no TorchScript (torch.jit.script) here: {_ADVICE}")
 
 try:
+    require("backhaul.jit")
     from backhaul.jit.installation import install, uninstall
     from backhaul.jit.modules import remote_module
 
     install()
+except UnsupportedTorchError as error:
+    error.add_note(_ADVICE)
+    raise
 except (AttributeError, ImportError) as error:
     raise ImportError(
         f"the TorchScript of torch {torch.__version__} is not one known here ({error}): {_ADVICE}"

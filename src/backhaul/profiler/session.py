@@ -27,6 +27,7 @@ from backhaul.profiler.records import OpRecord, Share, decode
 from backhaul.profiler.table import to_table
 from backhaul.rpc.agent import Agent
 from backhaul.rpc.node import Node
+from backhaul.torch_support import require
 from backhaul.worker import Worker, current_worker
 
 log = logging.getLogger("backhaul")
@@ -103,6 +104,7 @@ class profile:
     def _start(self, *, local_ops: bool) -> None:
         if self._session:
             raise BackhaulError("this profile has been used; make another one")
+        require("backhaul.profile")
         worker = self._worker = current_worker()
         self._session = secrets.randbits(62) | 1
         self._home = threading.get_native_id()
@@ -241,6 +243,7 @@ def attach(prof: torch.profiler.profile) -> profile:
         >>> [event.name for event in prof.events() if event.is_remote and event.name.endswith("aten::mm")]
         ['rpc_sync#mm(worker0 -> worker1)#remote_op: aten::mm']
     """
+    require("backhaul.profile")
     core: Any = prof.profiler
     if core is None or not kineto.is_profiled():
         raise BackhaulError("attach() is for a profiler that is running: call it inside of `with torch.profiler...`")
