@@ -214,7 +214,7 @@ def own_names() -> set[str]:
     return found
 
 
-OWN = own_names() | {"_fields"}  # and Python's, of named tuples
+OWN = own_names() | {"_fields", "_replace"}  # and Python's, of named tuples
 
 
 def private_names(path: Path) -> Iterator[tuple[str, int]]:
