@@ -28,6 +28,8 @@ FLOOR = HERE / "floor.txt"
 CUDA_FAILURES = HERE / "cuda.txt"
 LIMIT = 60.0  # seconds for a test
 CUDA_LIMIT = 120.0  # for one whose processes load torch anew
+AGAIN = 5  # runs, alone, of a test that used to pass and failed
+MANY = 10  # tests that failed are too many to look at each
 
 Results = dict[str, dict[str, Any]]
 
@@ -74,7 +76,11 @@ class Process:
             cwd=ROOT,
             start_new_session=True,
         )
-        self.names: list[str] = self._answer(180.0) or []
+        names: list[str] | None = self._answer(180.0)
+        if not names:
+            self.close()
+            raise RuntimeError(f"the process that runs tests did not start; {self._log.name} says why")
+        self.names = names
 
     def run(self, name: str) -> dict[str, Any]:
         assert self._inner.stdin is not None
@@ -164,6 +170,31 @@ def show(results: Results) -> None:
         print(f"{row:34}{table[row]['passes']:8}{table[row]['fails']:8}{table[row]['skipped']:9}")
 
 
+def repeat(names: Sequence[str], limit: float = LIMIT) -> dict[str, int]:
+    """Run each of these tests some more times with nothing beside it; returns how often each failed.
+
+    This changes nothing about the verdict. It says what to look for: a test that fails each time is broken, one that
+    does not has a race, or cannot stand other tests beside it.
+    """
+    process = Process("again", limit)
+    try:
+        return {name: sum(process.run(name)["outcome"] != "passes" for _ in range(AGAIN)) for name in names}
+    finally:
+        process.close()
+
+
+def blame(results: Results, limit: float = LIMIT) -> list[str]:
+    """Print which tests of the floor failed, and why; return their names."""
+    known = floor()
+    lost = [name for name, result in results.items() if name in known and result["outcome"] != "passes"]
+    failures = repeat(lost, limit) if len(lost) <= MANY else {}
+    for name in lost:
+        failed = f", and {failures[name]} times out of {AGAIN} alone" if name in failures else ""
+        print(f"used to pass: {name} (failed once with others{failed})")
+        print(*(f"    {line}" for line in results[name]["why"].strip().splitlines()[-12:]), sep="\n")
+    return lost
+
+
 def tell(results: Results) -> list[str]:
     """Print why tests for devices failed or were skipped; return those that failed and are not known to."""
     known = cuda_failures()
@@ -200,9 +231,9 @@ def main() -> None:
         lines = [f"{name} {seconds}\n" for name, seconds in passing.items()]
         FLOOR.write_text("# Tests of the reference's that pass, with the seconds each took.\n" + "".join(lines))
     elif FLOOR.exists():
-        lost = [name for name in results if name in floor() and name not in passing]
-        print(*(f"used to pass: {name}" for name in lost), sep="\n")
-        sys.exit(bool(lost))
+        gone = [name for name in floor() if name not in results] if given.floor else []
+        print(*(f"in the floor, but in no suite: {name}" for name in gone), sep="\n", end="\n" * bool(gone))
+        sys.exit(bool(blame(results, limit) or gone))
 
 
 if __name__ == "__main__":

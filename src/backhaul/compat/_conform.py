@@ -18,8 +18,8 @@ _kept: list[Any] = []
 def before_suites() -> None:
     """Call this in each process before it imports a suite.
 
-    ``init_process_group`` then returns when all processes have a group. It always did when the suites of DDP were
-    written: a trainer is told to make a second group as soon as the first process has its first one.
+    ``init_process_group`` then returns when all processes have a group, as it did before torch made that optional. The
+    suites rely on it: a trainer is told to make a second group as soon as another process has its first one.
 
     Groups live as long as the process. DDP ends its group with the lock of the interpreter held and waits for the
     group's threads; one that has just completed a gradient may wait for the same lock, and the process hangs.
