@@ -285,11 +285,20 @@ def test_what_waits_for_a_thread_when_its_channel_is_lost_is_dropped(workers: li
     queued = [bh.rpc_async("bob", _note, args=(gate_name,)) for _ in range(50)]
     until(lambda: len(bob.agent.under_way) + seen.get(gate_name, 0) == limit + 50)  # one that waits long runs anyway
     lose_channel(workers)
-    for future in (*running, *queued):
+    for future in running:
         with pytest.raises(bh.PeerLostError):
             future.wait(PATIENCE)
+    answered = 0
+    for future in queued:
+        try:
+            future.wait(PATIENCE)
+            answered += 1
+        except bh.PeerLostError:
+            pass
     assert_idle(workers)
-    assert bob.dispatcher.dropped + seen.pop(gate_name, 0) == 50
+    ran = seen.pop(gate_name, 0)
+    assert bob.dispatcher.dropped + ran == 50
+    assert answered <= ran
     assert bob.dispatcher.dropped
 
 

@@ -141,7 +141,8 @@ def _encode_tree(values: Sequence[Any], names: Sequence[str], link: Link | None)
     flattener = Flattener(writer)
     tree = [flattener.flatten(value, name) for name, value in zip(names, values, strict=True)]
     tensors = writer.tensors
-    ordinary = None if link is not None or not tensors else write_all_ordinary(tensors)
+    inline = link is None or not link.takes_host
+    ordinary = write_all_ordinary(tensors) if inline and tensors else None
     if ordinary is not None:  # which takes a twentieth of the values
         return Encoded(Payload(ordinary[0], tree, loose=TREE), ordinary[1], tensors, tensors)
     table, buffers, keep = writer.finish()
