@@ -20,6 +20,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
+from backhaul import runtime
 from backhaul.runtime import Runtime
 from backhaul.transport.base import Endpoint, Event
 
@@ -167,7 +168,7 @@ class Crew:
             self._threads.add(thread)
 
     def _work(self) -> None:
-        here, effort = self._here, self._runtime.effort
+        here, effort, forks = self._here, self._runtime.effort, runtime.forks
         task = self._next(None)
         while task is not None:
             here.running = True
@@ -178,8 +179,12 @@ class Crew:
                         self.prepare()
                 finally:
                     task()  # somebody waits for it, whatever is wrong with this thread
-            except BaseException:
+            except BaseException as error:
+                if runtime.forks != forks:
+                    runtime.end_forked(error)
                 log.exception("a task failed")
+            if runtime.forks != forks:
+                runtime.end_forked(None)
             del task
             here.running = False
             task = self._next(effort() - start)

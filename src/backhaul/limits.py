@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -111,6 +112,13 @@ class Block(Limit):
 
 current: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("backhaul_limit", default=None)
 """The limit of what runs here."""
+
+
+def _forget() -> None:
+    current.set(None)  # it was the parent's
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def wait(gate: Gate, timeout: float | None, what: str) -> bool:

@@ -2,18 +2,66 @@
 
 Everything in Backhaul that blocks does so on something made here or in a transport's ``poll``; everything that
 asks for the time asks ``Runtime.now``. A lock that is only ever held for a moment may be a plain one.
+
+[Note: forks] A handler may fork. The child has a copy of the thread that runs the handler, and of nothing else that
+runs. It is no worker: its sockets are the parent's, and locks may be held by threads that are not there. So in the
+child all descriptors are closed at once, without a word to the peers (``Endpoint.sever``). Where the user's code
+returns to a thread of Backhaul's in the child, the child ends as a program would (``end_forked``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
 from backhaul import interrupts
+
+forks = 0
+"""How many forks lie between this process and the one that has imported this module."""
+
+
+def _count_fork() -> None:
+    global forks
+    forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def end_forked(error: BaseException | None) -> None:
+    """The user's code has forked and comes back in the child: end the child, see [Note: forks]. On a thread of the
+    user's own this returns.
+
+    Args:
+        error: What that code raised, if anything.
+    """
+    if not isinstance(threading.current_thread(), Thread):
+        return
+    code: object = 0
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code
+    elif error is not None:
+        code = 1
+    with contextlib.suppress(BaseException):
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+        elif error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else 1)
+
+
+class Thread(threading.Thread):
+    """A thread of Backhaul's own. It does not keep the process alive."""
 
 
 class Lock(Protocol):
@@ -105,7 +153,7 @@ class Runtime:
 
     def spawn(self, target: Callable[[], None], *, name: str) -> threading.Thread:
         """Start ``target`` on a thread that does not keep the process alive."""
-        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread = Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
 

@@ -387,13 +387,17 @@ def _look_around() -> Worker:
 
 
 def _forget_all() -> None:
-    """In a forked child the workers are the parent's: their threads are not here, their sockets not ours to close."""
+    """In a forked child the workers are the parent's, see ``runtime`` [Note: forks]."""
     global _alive_lock, _default
     _alive_lock = threading.Lock()
     _default = None
+    for worker in list(_alive):
+        worker.closed = True
+        worker.endpoint.sever()
     _alive.clear()
     _find_only()
     _current.set(None)
+    serving.set(False)
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -8,14 +8,16 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import threading
 import types
-from collections.abc import Callable, Coroutine, Generator, Mapping
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from backhaul import interrupts, limits
+from backhaul import interrupts, limits, runtime
 from backhaul.crew import Task
 from backhaul.cuda import process
 from backhaul.cuda.links import PeerLink
@@ -94,6 +96,20 @@ def answers_later(function: Any, result: Any) -> bool:
     return getattr(function, ASYNC_MARK, False) or (
         type(function) is torch.jit.ScriptFunction and isinstance(result, torch._C.Future)
     )
+
+
+def run_here(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of the user's for a handler. If it forks, the child ends with it."""
+    forks = runtime.forks
+    try:
+        result = function(*args, **kwargs)
+    except BaseException as error:
+        if runtime.forks != forks:
+            runtime.end_forked(error)
+        raise
+    if runtime.forks != forks:
+        runtime.end_forked(None)
+    return result
 
 
 def _nothing() -> None:
@@ -209,6 +225,7 @@ class Dispatcher:
         limits.current.set(answer)
         if not torch.is_grad_enabled():  # an earlier handler may have switched it off for this thread
             torch.set_grad_enabled(True)
+        forks = runtime.forks
         try:
             function, args, kwargs = self._decode(frame, answer, arrived)
             del frame
@@ -216,6 +233,8 @@ class Dispatcher:
             if answer.trace is not None:
                 answer.trace.decoded(answer.label)
             result = function(*args, **kwargs)
+            if runtime.forks != forks:
+                runtime.end_forked(None)
             in_asyncio = type(result) is types.CoroutineType
             go_on = self._pass_on((args, kwargs)) if in_asyncio else _nothing
             del args, kwargs  # so that memory which came with the request goes back before the reply does
@@ -236,6 +255,8 @@ class Dispatcher:
                 self._loop.run(self._reply_with_coroutine(answer, result, go_on))
                 return
         except BaseException as error:
+            if runtime.forks != forks:
+                runtime.end_forked(error)
             self._reply_fault(answer, error)
             return
         self._reply(answer, result)
@@ -441,12 +462,19 @@ def _stepwise(coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
     """Run a coroutine; whoever looks on sees each of its steps."""
     step: Callable[[], Any] = functools.partial(coroutine.send, None)
     while True:
-        observer = observer_here()
+        observer, forks = observer_here(), runtime.forks
         with observer.going_on() if observer is not None else contextlib.nullcontext():
             try:
                 awaited = step()
-            except StopIteration as over:
-                return over.value  # type: ignore[no-any-return]
+            except BaseException as error:
+                over = isinstance(error, StopIteration)
+                if runtime.forks != forks:
+                    runtime.end_forked(None if over else error)
+                if over:
+                    return error.value  # type: ignore[attr-defined, no-any-return]
+                raise
+            if runtime.forks != forks:
+                runtime.end_forked(None)
         try:
             step = functools.partial(coroutine.send, (yield awaited))
         except BaseException as error:
@@ -475,6 +503,18 @@ class Answer(Limit):
     def label(self) -> str:  # type: ignore[override]
         """What to call the function."""
         return "a function" if self.function is None else label_of(self.function)
+
+
+_serving_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+
+
+def _stop_loops() -> None:
+    """In a forked child: a task that forked must not go on with those of others."""
+    for loop in list(_serving_loops):
+        loop.stop()
+
+
+os.register_at_fork(after_in_child=_stop_loops)
 
 
 class _Loop:
@@ -534,9 +574,15 @@ class _Loop:
         loop.stop()
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        forks = runtime.forks
+        _serving_loops.add(loop)
         while not self._over:
             try:
                 loop.run_forever()
             except (SystemExit, KeyboardInterrupt) as error:  # raised by a task that a handler made
+                if runtime.forks != forks:
+                    runtime.end_forked(error)
                 log.error("a task of an async handler ended with %s: %s", type(error).__name__, error)
+            if runtime.forks != forks:
+                runtime.end_forked(None)
         loop.close()

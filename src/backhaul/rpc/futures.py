@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
-from backhaul import interrupts, limits
+from backhaul import interrupts, limits, runtime
 from backhaul.compiler import graph_break
 from backhaul.cuda import process
 from backhaul.cuda.streams import Mark
@@ -335,11 +335,20 @@ def _clone(error: BaseException) -> BaseException:
 
 @interrupts.calls_out
 def _go_on(callback: Callable[[Future[T]], S], done: Future[T]) -> S:
-    observer = observer_here()
-    if observer is None:
-        return callback(done)
-    with observer.going_on():
-        return callback(done)
+    observer, forks = observer_here(), runtime.forks
+    try:
+        if observer is None:
+            result = callback(done)
+        else:
+            with observer.going_on():
+                result = callback(done)
+    except BaseException as error:
+        if runtime.forks != forks:
+            runtime.end_forked(error)
+        raise
+    if runtime.forks != forks:
+        runtime.end_forked(None)
+    return result
 
 
 def _check(callback: Any) -> None:

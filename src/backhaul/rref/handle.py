@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from backhaul.autograd.api import backward
 from backhaul.compiler import graph_break
 from backhaul.errors import BackhaulError, CallTimeoutError
-from backhaul.rpc.dispatch import answers_later, async_execution
+from backhaul.rpc.dispatch import answers_later, async_execution, run_here
 from backhaul.rpc.futures import Future, Kept
 from backhaul.rpc.node import Node
 from backhaul.rref.ownership import Entry, ForkId, Life, RRefId, maker_of
@@ -400,7 +400,7 @@ def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Fut
     try:
         owned = value.wait()
         method = getattr(owned, what) if isinstance(what, str) else functools.partial(what, owned)
-        result = method(*args, **kwargs)
+        result = run_here(method, args, kwargs)
         if answers_later(method, result):
             if not isinstance(result, torch._C.Future):
                 raise TypeError(

@@ -15,7 +15,7 @@ from backhaul import limits
 from backhaul.compiler import graph_break
 from backhaul.errors import LimitError, PermissionDeniedError, SerializationError
 from backhaul.rpc.arguments import LateArguments, keywords, positional
-from backhaul.rpc.dispatch import answers_later, async_execution, never_dropped
+from backhaul.rpc.dispatch import answers_later, async_execution, never_dropped, run_here
 from backhaul.rpc.futures import Future, copy_without_frames
 from backhaul.rpc.intercept import extensions
 from backhaul.rpc.node import Node
@@ -256,7 +256,7 @@ def create(  # noqa: PLR0917 (only so do they travel without pickle)
     try:
         function = resolve(what) if isinstance(what, str) else what
         limits.check(f"{label_of(function)} was not run")
-        result = function(*args, **kwargs)
+        result = run_here(function, args, kwargs)
         if answers_later(function, result):
             if not isinstance(result, torch._C.Future):
                 raise TypeError(

@@ -215,6 +215,11 @@ class Endpoint(abc.ABC):
     def close(self) -> None:
         """Stop listening, close all channels, free everything. No thread may be in ``poll`` any more."""
 
+    def sever(self) -> None:  # noqa: B027
+        """This process was forked: close the descriptors of this copy without a word to the peers, and send nothing any
+        more. Takes no lock, since threads that are not here may hold it.
+        """
+
 
 EndpointFactory = Callable[[], Endpoint]
 """Makes an independent endpoint; what the conformance kit takes."""

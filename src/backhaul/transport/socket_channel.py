@@ -303,6 +303,15 @@ class SocketChannel(Channel):
             self._borrower.close()
             self._reader.close()
 
+    def sever(self) -> None:
+        """See ``Endpoint.sever``."""
+        self._ended = "this process was forked from a worker, and is none itself"
+        self._closing = self._losing = True
+        for fd in (self._sock.detach(), self._out_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._out_fd = -1
+
     def _end(self, reason: str) -> None:
         if self._ended is None:
             self._ended = reason

@@ -297,6 +297,8 @@ class SocketEndpoint(Endpoint):
         newcomer.sock.close()
 
     def connect(self, address: str, *, timeout: float) -> Channel:
+        if self._closed:
+            raise ConnectionAbortedError("this worker is closed")
         family, where = addresses.parse(address)
         deadline = time.monotonic() + timeout
         sock = self._open(family, where, timeout, address)
@@ -392,6 +394,19 @@ class SocketEndpoint(Endpoint):
             self._timer.close()
             self._trimmer.close()
             self._patience.close()
+
+    def sever(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = True
+        for sock in (*self._listeners, *(newcomer.sock for newcomer in self._newcomers.values())):
+            if (fd := sock.detach()) >= 0:
+                os.close(fd)
+        for channel in self._channels.values():
+            channel.sever()
+        self._epoll.close()
+        os.close(self._wake_fd)
+        for timer in (self._timer, self._trimmer, self._patience):
+            timer.close()
 
 
 @interrupts.waits

@@ -180,6 +180,10 @@ class TlsSocket:
         """As of a socket, with no word to the peer. SSL sockets would go on in plain text from there."""
         socket.socket.shutdown(self._secure, how)
 
+    def detach(self) -> int:
+        """As of a socket. Takes no lock."""
+        return self._secure.detach()
+
     def close(self) -> None:
         """As of a socket."""
         with self._lock:
