@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from backhaul.cuda import device_query
 from backhaul.cuda.ipc import HostFlag
 from backhaul.cuda.library import Library
 from backhaul.cuda.streams import Key
+
+log = logging.getLogger("backhaul")
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+"""Variables that say which devices a process sees, and in which order."""
 
 _raw_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _has_context: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
@@ -19,13 +27,50 @@ _set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 
 
 def available() -> bool:
-    """Whether this process can use CUDA at all. Makes no context."""
+    """Whether this process can use CUDA at all. May start CUDA, but makes no context."""
     return _raw_current is not None and torch.cuda.is_available()
 
 
 def identities() -> tuple[str, ...]:
-    """What the visible devices are, by index: equal in all processes of a host for the same piece of hardware."""
-    if not available() or torch.cuda._is_in_bad_fork():
+    """What the visible devices are, by index: equal in all processes of a host for the same piece of hardware. Does not
+    start CUDA where another process can be asked.
+    """
+    if _raw_current is None or torch.cuda._is_in_bad_fork():
+        return ()
+    if torch.version.hip is not None:  # another driver than NVIDIA's
+        return _as_torch_says()
+    if torch.cuda.is_initialized():
+        return device_query.look()
+    return _asked(*map(os.environ.get, _VISIBLE))
+
+
+@functools.cache
+def _asked(visible: str | None, *rest: str | None) -> tuple[str, ...]:
+    """What another process says, with these values of ``_VISIBLE``."""
+    if visible == "" or not device_query.is_there():
+        return ()
+    try:
+        return device_query.ask()
+    except OSError as error:
+        log.debug("CUDA is started in this process: %s", error)
+        return _as_torch_says()
+
+
+def verify(expected: Sequence[str]) -> None:
+    """Start CUDA. Raises ``RuntimeError`` if its devices are not those that others were told of."""
+    torch.cuda.init()
+    found = identities()
+    if found != tuple(expected):
+        raise RuntimeError(
+            f"the CUDA devices of this process are {', '.join(found) or 'none'}, but they were "
+            f"{', '.join(expected)} when the worker started; set CUDA_VISIBLE_DEVICES before bh.init, and do not "
+            "change it later"
+        )
+
+
+def _as_torch_says() -> tuple[str, ...]:
+    """Starts CUDA."""
+    if not available():
         return ()
     found = ((index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count()))
     return tuple(str(getattr(properties, "uuid", "")) or f"?{os.getpid()}:{index}" for index, properties in found)
@@ -45,16 +90,20 @@ class Lane:
 
 
 class Driver:
-    """A ``streams.Backend``. Thread-safe."""
+    """A ``streams.Backend``. Thread-safe. Does not start CUDA before it is asked for a stream.
 
-    def __init__(self) -> None:
-        self._count = torch.cuda.device_count()
+    Args:
+        count: How many devices there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._used: list[int] = []
         self._lanes: dict[Key, Lane] = {}  # they are few, and never end
         self._defaults: dict[int, Lane] = {}
         self._library: Library | None
         try:
-            self._library = Library()
+            self._library = Library(count)
         except (OSError, AttributeError):  # not NVIDIA's
             self._library = None
 
@@ -62,7 +111,8 @@ class Driver:
         used = self._used
         if len(used) < self._count and torch.cuda.is_initialized():
             # One that has no context has nothing to wait for, and asking for its streams would make one.
-            found = [device for device in range(self._count) if _has_context is None or _has_context(device)]
+            seen = range(min(self._count, torch.cuda.device_count()))
+            found = [device for device in seen if _has_context is None or _has_context(device)]
             if len(found) > len(used):
                 self._used = used = found
         return used
@@ -109,9 +159,12 @@ class Driver:
     def adopt(self, tensor: torch.Tensor, stream: Any) -> None:
         tensor.record_stream(stream.stream)
 
-    def relax(self) -> None:
+    def relax(self) -> bool:
+        if not torch.cuda.is_initialized():
+            return False
         if self._library is not None:
             self._library.relax()
+        return True
 
     def capturing(self) -> bool:
         return bool(self._used) and bool(_capturing())

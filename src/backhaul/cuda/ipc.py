@@ -91,10 +91,10 @@ class HostFlag:
 
 
 class CudaIpc:
-    """A ``segments.Ipc``."""
+    """A ``segments.Ipc``, for so many devices."""
 
-    def __init__(self) -> None:
-        self.library = Library()
+    def __init__(self, count: int) -> None:
+        self.library = Library(count)
         self.pinned: dict[int, tuple[int, int]] = {}  # address for devices -> for the host, and size
 
     def allocate(self, device: int, nbytes: int) -> Own:

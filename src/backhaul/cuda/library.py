@@ -55,13 +55,17 @@ class _Here(threading.local):
 
 
 class Library:
-    """Functions of the driver. What they say is wrong raises ``RuntimeError``."""
+    """Functions of the driver. What they say is wrong raises ``RuntimeError``. The first call starts CUDA.
 
-    def __init__(self) -> None:
+    Args:
+        count: How many devices there are.
+    """
+
+    def __init__(self, count: int) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         for name, takes in _TAKES.items():
             getattr(self._cuda, name).argtypes = takes
-        self._alone = torch.cuda.device_count() == 1
+        self._alone = count == 1
         self._contexts: dict[int, int] = {}
         self._here = _Here()
         self._copy = self._cuda.cuMemcpyAsync
@@ -123,6 +127,7 @@ class Library:
 
     def relax(self) -> None:
         """What the calling thread does from now on does not disturb another thread that makes a CUDA graph."""
+        torch.cuda.init()
         self._here.relaxed = True
         mode = ctypes.c_int(_THREAD_LOCAL)
         self._check(self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))

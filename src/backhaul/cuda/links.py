@@ -88,10 +88,12 @@ class Plane:
         lent_before: How many bytes went over channels that are lost.
         tell: Sends what the peer at the other end of a channel is to be told.
         mourn: Looks after shared memory that has been given up.
+        verify: Called before the first tensor of a device is sent or received. Raises if the devices are not ``own``'s.
     """
 
     tell: Callable[[Channel, Shared], None]
     mourn: Callable[[], object]
+    verify: Callable[[], None] | None = None
 
     def __init__(
         self, own: Member, memory: Memory, ipc: Ipc | None, frontier: Frontier, slot_bytes: int | None = None
@@ -106,6 +108,13 @@ class Plane:
         self._limit = slot_bytes
         self._budgets: dict[int, Budget] = {}
         _living[own.incarnation] = os.getpid()
+
+    def check(self) -> None:
+        """A tensor of a device is about to be sent or received. Raises ``RuntimeError`` if it cannot be."""
+        if self.verify is not None:
+            self.verify()
+            self.verify = None
+        self.frontier.check()
 
     def budget(self, device: int) -> Budget:
         """How much of a device's memory may be used for slots, or of the host's."""
@@ -223,7 +232,7 @@ class ChannelLink:
     def _place(self, device: torch.device) -> int | None:
         """Where, by index here, slots for a device's tensors lie."""
         assert self._plane is not None
-        self._plane.frontier.check()
+        self._plane.check()
         place = self._slots.get(device, -1)
         if place == -1:
             # On the very device where it is to be: then the receiver works on what is in the slot.
@@ -239,7 +248,7 @@ class ChannelLink:
                 staged.append(flat)
                 continue
             assert plane is not None
-            plane.frontier.check()
+            plane.check()
             host = plane.memory.pinned(len(flat))
             plane.memory.copy(host, flat)
             devices.add(index)
@@ -254,7 +263,7 @@ class ChannelLink:
         if self._ends is None or index is None:
             raise ProtocolError(f"slot {slot}, where no device memory is shared")
         assert self._plane is not None
-        self._plane.frontier.check()
+        self._plane.check()
         return self._ends.borrow(slot, nbytes, index)
 
     def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
@@ -262,14 +271,14 @@ class ChannelLink:
         if not isinstance(self._ends, Shared) or index is None:
             raise ProtocolError(f"slot {slot}, where no device memory is shared")
         assert self._plane is not None
-        self._plane.frontier.check()
+        self._plane.check()
         return self._ends.borrower.borrow(slot, nbytes, index, form)
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         index = index_at(device)
         assert self._plane is not None
         assert index is not None
-        self._plane.frontier.check()
+        self._plane.check()
         memory = self._plane.memory
         pinned, made = memory.pinned(len(host)), memory.empty(index, len(host))
         for start in range(0, len(host), _CHUNK):  # the device has one of them while the host copies the next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def identities() -> tuple[str, ...]:
-    """What the visible devices are, by index. Makes CUDA ready for use where there is any, but no context."""
-    if not torch.cuda.is_available():
+    """What the visible devices are, by index. Does not start CUDA, where that can be avoided."""
+    if not torch.cuda._is_compiled():
         return ()
     require("backhaul.cuda")
     from backhaul.cuda import driver
@@ -54,18 +55,20 @@ def start(own: Member, slot_bytes: int | None) -> Plane | None:
     global frontier
     if not own.devices:
         return None
-    from backhaul.cuda.driver import Driver
+    from backhaul.cuda.driver import Driver, verify
     from backhaul.cuda.ipc import CudaIpc
     from backhaul.cuda.links import Plane
     from backhaul.cuda.memory import CudaMemory
     from backhaul.cuda.streams import Frontier
 
     if frontier is None:
-        frontier = Frontier(Driver())
+        frontier = Frontier(Driver(len(own.devices)))
         if _warn_of_streams is not None:
             _warn_of_streams(False)  # calls that use one parameter are on different streams here, and in order
     try:
-        ipc = None if slot_bytes == 0 else CudaIpc()
+        ipc = None if slot_bytes == 0 else CudaIpc(len(own.devices))
     except (OSError, AttributeError):  # another driver than NVIDIA's, or an old one
         ipc = None
-    return Plane(own, CudaMemory(), ipc, frontier, slot_bytes)
+    plane = Plane(own, CudaMemory(), ipc, frontier, slot_bytes)
+    plane.verify = functools.partial(verify, own.devices)
+    return plane

@@ -89,8 +89,10 @@ class Backend(Protocol):
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The tensor's memory is used on the stream."""
 
-    def relax(self) -> None:
-        """From now on the calling thread does not disturb others that make a CUDA graph."""
+    def relax(self) -> bool:
+        """From now on the calling thread does not disturb others that make a CUDA graph. False: CUDA has not been
+        started, so there are none, and this is to be asked again.
+        """
 
     def capturing(self) -> bool:
         """Whether what the calling thread does becomes part of a CUDA graph: then it is left alone."""
@@ -397,8 +399,7 @@ class Frontier:
     # Within.
 
     def _relax(self) -> None:
-        self._here.relaxed = True
-        self._backend.relax()
+        self._here.relaxed = self._backend.relax()
 
     def _current(self, device: int) -> Stream:
         stream = self._backend.current(device)

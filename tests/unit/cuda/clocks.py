@@ -148,8 +148,9 @@ class FakeCuda:
         for number, time in event.clock.items():
             stream.clock[number] = max(stream.clock.get(number, 0), time)
 
-    def relax(self) -> None:
+    def relax(self) -> bool:
         self.relaxed += 1
+        return True
 
     def capturing(self) -> bool:
         return self.capture
