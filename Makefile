@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak format clean
+.PHONY: help env run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -40,6 +40,9 @@ run: env ## Train a model split over workers; ARGS go to examples/train_transfor
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint types browser ## Check everything: lint, types, tests; ARGS go to pytest
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+matrix: env ## Run the tests with each supported torch and Python; ARGS such as 2.15/3.12, --keep, --tests "tests/jit -x"
+	@$(BIN)/python tools/matrix.py $(ARGS)
 
 explore: env ## Run the property tests on inputs drawn anew; ARGS go to pytest
 	$(BIN)/pytest -m hypothesis --hypothesis-profile explore -n auto --maxprocesses 8 $(ARGS)
@@ -112,6 +115,6 @@ format: env ## Fix what can be fixed, and format
 	$(BIN)/ruff format .
 
 clean: ## Remove .venv, caches and build output
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .matrix build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	rm -rf src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
