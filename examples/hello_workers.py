@@ -1,7 +1,7 @@
 """Three local workers that call each other with tensors, and what travelled.
 
-make run
-make run ARGS="--workers 5 --size 2048"
+python examples/hello_workers.py
+python examples/hello_workers.py --workers 5 --size 2048
 """
 
 from __future__ import annotations

@@ -1,38 +1,70 @@
-"""Every Python block in the documentation runs as it stands."""
+"""Every block of code in the documentation runs as it stands, or says why it does not."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.util
 import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import tomllib
+import warnings
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+
+from backhaul import errors
+from backhaul.autograd.messages import AutogradKind
+from backhaul.errors import BackhaulError
+from backhaul.wire.messages import Kind
 
 from .cluster.processes import run_processes
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)  # a block marked `python no-run` is not one of them
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^ *```(?P<info>[^\n]*)\n(?P<code>.*?)^ *```$", re.DOTALL | re.MULTILINE)
+INFO = re.compile(r"(?P<language>python|sh)(?: no-run: (?P<reason>\S.*))?|text")
+"""``python`` and ``sh`` are run, unless ``no-run:`` and a reason follow; ``text`` is no code."""
 
 
-def blocks() -> list[tuple[str, str]]:
-    found = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for number, match in enumerate(BLOCK.finditer(page.read_text())):
-            found.append((f"{page.name}-{number}", match.group(1)))
-    return found
+TORCHS_OWN = (
+    "The .grad attribute of a Tensor",  # the compiler looks at it after any graph break
+    "torch.distributed is disabled",  # torch.distributed.checkpoint.save, where there is no process group
+)
+"""Warnings of torch that programs get with or without Backhaul."""
 
 
-@pytest.mark.parametrize(("name", "code"), blocks(), ids=[name for name, _ in blocks()])
-def test_block_runs(name: str, code: str, tmp_path: Path) -> None:
+class Block(NamedTuple):
+    name: str
+    info: str
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    name, text = str(page.relative_to(ROOT)), page.read_text()
+    return [Block(f"{name}-{n}", match["info"], match["code"]) for n, match in enumerate(FENCE.finditer(text))]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def of_language(language: str) -> list[Any]:
+    return [pytest.param(block.code, id=block.name) for block in BLOCKS if block.info == language]
+
+
+@pytest.mark.parametrize("code", of_language("python"))
+def test_python_runs(code: str, tmp_path: Path) -> None:
+    """What is started as a program is started as a program. No warning comes of any of it."""
     script = tmp_path / "script.py"
     script.write_text(code)
-    if "launch(" in code or "torchrun" in code:  # it has to do with how programs are started
-        command = [sys.executable, str(script)]
+    if "__main__" in code or "torchrun" in code:
+        command = [sys.executable, "-W", "error", str(script)]
         if "torchrun" in code:
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
@@ -44,12 +76,82 @@ def test_block_runs(name: str, code: str, tmp_path: Path) -> None:
 def run_script(rank: int, script: str) -> None:
     """As Python would, in a process that has torch already."""
     os.chdir(Path(script).parent)
+    warnings.simplefilter("error")
+    for message in TORCHS_OWN:
+        warnings.filterwarnings("ignore", message)
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(script, run_name="__main__")
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the commands need openssl, and there is none")
+@pytest.mark.parametrize("code", of_language("sh"))
+def test_commands_run(code: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_is_left_out_without_a_reason(page: Path) -> None:
+    blocks = blocks_of(page)
+    assert [block for block in blocks if INFO.fullmatch(block.info) is None] == [], f"say what it is: {INFO.pattern}"
+    text = FENCE.sub("", page.read_text())
+    assert "```" not in text, "a block does not end"
+    assert re.findall(r"\n\n {4,}\S.*", text) == [], "make indented code a block with a language"
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_make_command_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    sources = [*ROOT.glob("src/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("tools/*.py")]
+    for page in [*PAGES, *sources]:
+        for target in re.findall(r"(?:^ *|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
+            assert target in targets, f"{page.relative_to(ROOT)} names `make {target}`"
+
+
+def test_examples_say_how_they_are_started() -> None:
+    (main,) = re.findall(r"^\t@.* examples/(\w+\.py)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for example in sorted((ROOT / "examples").glob("*.py")):
+        usage = ast.get_docstring(ast.parse(example.read_text()), clean=False) or ""
+        command = "make run" if example.name == main else f"python examples/{example.name}"
+        found = re.findall(r"^ *(make run|python \S+)", usage, re.MULTILINE)
+        assert found, example.name
+        assert set(found) == {command}, example.name
+
+
+def test_every_error_is_explained() -> None:
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, BackhaulError)}
+    page = (ROOT / "docs" / "errors.md").read_text()
+    assert sorted(name for name in kinds if f"`{name}`" not in page) == []
+
+
+def test_the_protocol_lists_every_kind_of_message() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    rows = page.partition("## Messages")[2].partition("\n## ")[0]
+    listed = {int(number): name for number, name in re.findall(r"^\| (\d+) \| (\w+) \|", rows, re.MULTILINE)}
+    kinds = {kind.value: kind.name.lower() for kind in (*Kind, *AutogradKind)}
+    assert listed == kinds | {AutogradKind.GRADIENT: "gradients"}  # there may be several in one
+
+
+def test_layers_are_those_of_the_contract() -> None:
+    """Which the linter checks."""
+    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
+    block = next(block for block in blocks_of(ROOT / "CONTRIBUTING.md") if "autograd" in block.code)
+    assert [re.split(r" {4,}", line)[0].split() for line in block.code.splitlines()] == layers
+    for layer in (name for names in layers for name in names):
+        assert importlib.util.find_spec(f"backhaul.{layer}") is not None, f"there is no layer {layer}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    places = [ROOT, ROOT / "src", ROOT / "src" / "backhaul", page.parent]
+    for named in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|txt|sh))(?::\w+)?`", page.read_text()):
+        assert any((place / named).exists() for place in places), f"{page.name} names `{named}`"

@@ -1,4 +1,4 @@
-"""PyTorch's own engine, and all of its private interfaces that we use."""
+"""PyTorch's own engine, and most of the private interfaces of it that we use; ``torch_support`` lists all of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""All that is used of torch's compiler and is not public. Knows nothing of calls.
+"""All that this package uses of torch's compiler and is not public. Knows nothing of calls.
 
-Tried with torch 2.13.0. The compiler lets a package take part in five places: what names mean in a function that is
+The compiler lets a package take part in five places: what names mean in a function that is
 compiled (``get_closure``), what annotations mean (``try_ann_to_type``), which type a value has that has no annotation
 (``_jit_try_infer_type``), which Python functions are operators (the table of builtins), and what is called with
 everything it has compiled (emit hooks). All can be left again. The interpreter offers one: the method that calls a

@@ -94,7 +94,7 @@ class Local:
             self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self, changes: Sequence[Options]) -> dict[str, Any]:
-        """The optimizer's own, on the CPU, as only that travels."""
+        """The optimizer's own, on the CPU, since the caller may not have its devices."""
         with one_at_a_time():
             self._set_options(changes)
             state: dict[str, Any] = pytree.tree_map_only(torch.Tensor, _to_cpu, self.optimizer.state_dict())

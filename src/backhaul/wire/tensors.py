@@ -241,7 +241,8 @@ class TensorWriter:
             self._link.name(tensor.device)  # there is one, or this raises
         elif device not in ("cpu", "meta"):
             raise SerializationError(
-                f"a tensor on {tensor.device} cannot travel: only CPU tensors can; move it with .cpu() first"
+                f"a tensor on {tensor.device} cannot travel: only tensors on the CPU, on meta and on CUDA devices can; "
+                "move it with .cpu() first"
             )
         if tensor.is_conj():
             tensor = tensor.resolve_conj()
