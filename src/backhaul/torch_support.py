@@ -97,6 +97,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_C._cuda_getCurrentRawStream",
         "_C._cuda_isCurrentStreamCapturing",
         "_C._cuda_setStream",
+        "cuda._is_compiled",
         "cuda._is_in_bad_fork",
     ),
     "backhaul.jit": (
