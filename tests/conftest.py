@@ -34,6 +34,7 @@ LONG = (
     "tests/sim/test_simulation.py",
     "tests/profiler/test_report_browser.py",
     "tests/cluster/test_processes.py",
+    "tests/cluster/test_notebooks.py",
     "tests/cluster/test_lifecycle.py",
     "tests/conformance/test_transports.py",
     "tests/compile/test_remote_op.py",

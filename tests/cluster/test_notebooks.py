@@ -22,18 +22,16 @@ def way(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def run(way: str, program: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(way: str, program: str) -> subprocess.CompletedProcess[str]:
     """Run a program, whose cells are separated by ``# %%``."""
     command = [sys.executable, *WAYS[way], *([program] if way == "-c" else [])]
     text = None if way == "-c" else program
-    return subprocess.run(
-        command, input=text, cwd=folder, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
-    )
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
-def output(way: str, program: str, folder: Path | None = None) -> list[str]:
+def output(way: str, program: str) -> list[str]:
     """What a program that does not fail prints."""
-    done = run(way, program, folder)
+    done = run(way, program)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -49,7 +47,7 @@ def test_the_twenty_lines_of_the_readme(way: str) -> None:
     assert len(lines) == 11, "the gradient of a table with ten rows"
 
 
-STATE = """
+SHARED = """
 import torch, backhaul as bh
 count, seen, net = 0, [], torch.nn.Linear(2, 1)
 pair = bh.cluster(2).start()
@@ -75,4 +73,10 @@ with bh.context() as ctx:
 
 
 def test_the_state_of_cells_is_that_of_all_workers_of_the_process(way: str) -> None:
-    assert output(way, STATE) == ["[1, 2, 3] 3 ['worker1', 'worker1', 'worker1']", "[[1.0, 2.0]]"]
+    assert output(way, SHARED) == ["[1, 2, 3] 3 ['worker1', 'worker1', 'worker1']", "[[1.0, 2.0]]"]
+
+
+def test_a_program_that_is_typed_in_may_launch_others() -> None:
+    """It says that its file is ``<stdin>``."""
+    program = "import backhaul as bh\ndef main(): return bh.get_worker_info().name\nprint(bh.launch(main, workers=2))"
+    assert output("stdin", program) == ["['worker0', 'worker1']"]

@@ -103,16 +103,39 @@ def launch(
             make_certificates(Path(folder), names)
             environment[TLS_VARIABLE] = folder
         try:
-            for rank, name in enumerate(names):
-                crowd.start(context, rank, (job, name, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            with _real_main_file():
+                for rank, name in enumerate(names):
+                    crowd.start(context, rank, (job, name, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
             return crowd.results(None if timeout is None else time.monotonic() + timeout)
         finally:
             crowd.end()
             del store  # an error keeps this frame, which should not keep the server
 
 
+def _has_main_file() -> bool:
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return path is not None and os.path.exists(path)
+
+
+@contextlib.contextmanager
+def _real_main_file() -> Iterator[None]:
+    """A program that was read from the standard input says that its file is ``<stdin>``, and new processes would look
+    for that.
+    """
+    main = sys.modules["__main__"]
+    if _has_main_file() or not hasattr(main, "__file__"):
+        yield
+        return
+    path = main.__file__
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
+
+
 def _dump(value: Any) -> bytes:
-    if hasattr(sys.modules["__main__"], "__file__"):
+    if _has_main_file():
         try:
             return pickle.dumps(value)
         except Exception:  # a lambda or a closure: by value, or cloudpickle says why not
