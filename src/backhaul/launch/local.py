@@ -67,7 +67,8 @@ def launch(
     a worker that has nothing to do itself may simply return and serve the others. If one fails, all are ended,
     and the first failure is raised here with its remote traceback. Once this returns or raises, no process is left.
 
-    As with any spawned process, a script that calls this must do so under ``if __name__ == "__main__":``.
+    As with any spawned process, a script that calls this must do so under ``if __name__ == "__main__":``. In a notebook
+    functions of cells travel by value, so those that keep state in globals have to be put into a module.
 
     Args:
         function: Runs in every worker; ``get_worker_info()`` says which one.

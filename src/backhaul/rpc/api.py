@@ -257,7 +257,8 @@ def rpc_sync(
         CallCancelledError: The handler that this is called in was cancelled.
         PeerLostError: The worker cannot be reached, or went away.
         PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.trusted``.
-        SerializationError: An argument or the result cannot travel.
+        SerializationError: An argument or the result cannot travel, or ``func`` goes by value and keeps state in
+            globals.
         UnknownWorkerError: There is no such worker.
 
     Example:

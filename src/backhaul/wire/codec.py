@@ -27,6 +27,7 @@ from backhaul.types import UNTRUSTED_VALUES
 from backhaul.wire.callables import name_of, resolve
 from backhaul.wire.devices import Lease, Link, Trial
 from backhaul.wire.frames import MAX_BODY, MAX_BUFFERS
+from backhaul.wire.global_state import refuse_state
 from backhaul.wire.memory import Buffer
 from backhaul.wire.messages import TREE, Payload
 from backhaul.wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Flattener, restore
@@ -336,7 +337,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return resolve, (name_of(value),)
         if self._main_shared and isinstance(value, (type, types.FunctionType)) and _in_main(value):
             return NotImplemented  # plain pickle: by name
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        if kind is types.FunctionType and reduced is not NotImplemented:
+            refuse_state(value, by_value=self._by_value, references=reducers)
+        return reduced
+
+    def _by_value(self, value: Any) -> bool:
+        return name_of(value, main_shared=self._main_shared) is None
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         reduced = _tensor, (self._writer.add(tensor),)
