@@ -14,8 +14,11 @@ from torch.distributed import TCPStore
 
 import backhaul as bh
 from backhaul.autograd.engine import Engine
+from backhaul.rpc.departure import seal_of
 from backhaul.rpc.node import Node
+from backhaul.rpc.roster import Standing
 from backhaul.transport.sockets import SocketEndpoint
+from backhaul.wire.messages import Departure, pack
 
 from .mixed import mixed_cluster
 from .processes import run_processes
@@ -271,13 +274,22 @@ def test_nobody_can_dismiss_another() -> None:
             for wrong in ({"args": (1,)}, {"args": ("worker",)}, {"kwargs": {"worker": 1}}):
                 with pytest.raises(TypeError):
                     bh.rpc_sync("driver", forget, **wrong)
+            lives = [worker.incarnation, driver.incarnation]
+            for proof in ("", "a lie", *lives, seal_of("a lie"), worker.part(Node).peers.own.record.seal):
+                for life in lives:
+                    bh.rpc_sync("driver", "backhaul.rpc.membership:departed", args=(life, proof))
+                left = tuple(Departure(life, 1, "worker", proof) for life in lives)
+                standing = pack(Standing((), tuple(lives), left))
+                bh.rpc_sync("driver", "backhaul.rpc.reunion:compare", args=(standing,))
+            with pytest.raises(TypeError):
+                bh.rpc_sync("driver", "backhaul.rpc.membership:departed", args=(lives[0], 1))
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
-            bh.rpc_sync("driver", forget)
+            bh.rpc_sync("driver", forget, args=("a lie", [worker.incarnation, 5]))
         with driver:
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker"]
             assert bh.rpc_sync("worker", echo) == ((), {})
         with worker:
-            bh.rpc_sync("worker", forget)  # itself: that is no way to leave
+            bh.rpc_sync("worker", forget, args=("", []))  # itself: that is no way to leave
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
 
 

@@ -125,3 +125,70 @@ def test_two_leaders_that_give_one_id_to_two_workers_where_not_everyone_is_belie
             with pytest.raises(bh.PeerLostError, match="refused"):
                 call(cluster, "right", f"worker{n}")
         assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+def members_of(cluster: SimCluster, name: str) -> list[str]:
+    return [peer.info.name for peer in cluster.nodes[name].peers]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("ends", [("worker0", "worker2"), ("worker2", "worker0")])
+def test_a_leader_that_was_cut_off_learns_who_left(
+    ends: tuple[str, str], known: bool, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without trust it believed nobody; and with trust not of one to which it had never had a channel."""
+    with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # which would end the split
+        call(cluster, "worker0", "worker2")
+        if known:
+            call(cluster, "worker0", "worker1")
+        split(cluster, ["worker0"], ["worker1", "worker2"])
+        cluster.sleep(5.0)
+        cluster.leave("worker1", timeout=10.0)
+        assert members_of(cluster, "worker2") == ["worker0", "worker2"]
+        cluster.network.heal_all()
+        call(cluster, *ends)
+        cluster.sleep(5.0)
+        assert members_of(cluster, "worker0") == ["worker0", "worker2"]
+        with pytest.raises(bh.UnknownWorkerError, match="has left"):
+            call(cluster, "worker0", "worker1")
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_member_that_only_the_leaver_cannot_reach_is_told_by_others(
+    noticed: bool, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loses no other channel, so that nobody compares anything with it."""
+    with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        for one, other in itertools.combinations(cluster.nodes, 2):
+            call(cluster, one, other)
+        split(cluster, ["worker0"], ["worker1"])
+        if noticed:
+            cluster.sleep(5.0)
+        cluster.leave("worker1", timeout=10.0)
+        cluster.sleep(5.0)
+        assert members_of(cluster, "worker0") == members_of(cluster, "worker2") == ["worker0", "worker2"]
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_newcomers_pass_on_who_had_left_before_they_came(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who knew are gone themselves when the leader comes back."""
+    with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        call(cluster, "worker0", "worker2")
+        call(cluster, "worker1", "worker2")
+        split(cluster, ["worker0"], ["worker1", "worker2", "late"])
+        cluster.sleep(5.0)
+        cluster.leave("worker1", timeout=10.0)
+        start_beside(cluster, "late", ["worker2"])
+        cluster.leave("worker2", timeout=10.0)
+        cluster.network.heal_all()
+        call(cluster, "late", "worker0")
+        cluster.sleep(5.0)
+        assert sorted(members_of(cluster, "worker0")) == sorted(members_of(cluster, "late")) == ["late", "worker0"]
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []

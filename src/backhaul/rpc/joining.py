@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from backhaul import interrupts
 from backhaul.cuda.placement import check
@@ -20,7 +21,7 @@ from backhaul.types import Options
 from backhaul.wire.counting import LEVELS, excess
 from backhaul.wire.frames import Frame
 from backhaul.wire.memory import Buffer
-from backhaul.wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
+from backhaul.wire.messages import Departure, Join, Kind, Refuse, Welcome, pack, unpack
 
 _PAUSE = 0.2  # seconds before asking again
 _FIRST = 10.0  # seconds for an answer at one address, the leader's included; twice as many once that was not enough
@@ -33,6 +34,14 @@ class _UnansweredError(Exception):
     """A member has not said whether we may join."""
 
 
+class Enrolled(NamedTuple):
+    """What the leader has said: our record, those of the others, and proofs of who has left."""
+
+    own: WorkerRecord
+    others: list[WorkerRecord]
+    left: tuple[Departure, ...]
+
+
 def join(
     endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], options: Options, *, runtime: Runtime | None = None
 ) -> Node:
@@ -41,13 +50,14 @@ def join(
     """
     runtime = runtime or Runtime()
     try:
-        own, others = enrol(endpoint, own, addresses, options.rendezvous_timeout, runtime)
+        own, others, left = enrol(endpoint, own, addresses, options.rendezvous_timeout, runtime)
         check(own, others)
     except BaseException:
         endpoint.close()
         raise
     node = start_node(own, others, endpoint, options, runtime=runtime)
     try:
+        node.peers.enter(left)
         node.worker.run(introduce, node, options.connect_timeout)
     except BaseException:
         node.shutdown(graceful=False, timeout=1.0)
@@ -57,8 +67,8 @@ def join(
 
 def enrol(
     endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], timeout: float, runtime: Runtime
-) -> tuple[WorkerRecord, list[WorkerRecord]]:
-    """Ask at these addresses to become a member; return our record and those of the others.
+) -> Enrolled:
+    """Ask at these addresses to become a member.
 
     Raises ``RendezvousError``, ``AuthenticationError``.
     """
@@ -74,7 +84,7 @@ def enrol(
             except _UnansweredError as error:
                 problems.setdefault(address, str(error))  # what a member has said before tells more
                 continue
-            if isinstance(answer, tuple):
+            if isinstance(answer, Enrolled):
                 return answer
             problems[address] = answer.reason
             if not answer.later:
@@ -91,7 +101,7 @@ def enrol(
 
 def _ask_around(
     endpoint: Endpoint, own: WorkerRecord, address: str, deadline: float, runtime: Runtime
-) -> tuple[WorkerRecord, list[WorkerRecord]] | Refuse:
+) -> Enrolled | Refuse:
     for _ in range(_STEPS):
         try:
             channel = endpoint.connect(address, timeout=max(deadline - runtime.now(), 0.001))
@@ -109,7 +119,8 @@ def _ask_around(
             return answer
         record = unpack(answer.record, WorkerRecord)
         if record.incarnation == own.incarnation:
-            return record, [unpack(other, WorkerRecord) for other in answer.members]
+            others = [unpack(other, WorkerRecord) for other in answer.members]
+            return Enrolled(record, others, answer.left)
         found = choose(record, own.host)
         if found is None:
             return Refuse(f"the leader '{record.name}' is on another host and listens only on its own")

@@ -13,14 +13,16 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from backhaul import limits
 from backhaul.crew import Task
 from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, ProtocolError, UnknownWorkerError
 from backhaul.rpc.agent import Agent
+from backhaul.rpc.departure import secret_of
 from backhaul.rpc.dispatch import Answer, never_dropped
 from backhaul.rpc.farewell import Farewell
+from backhaul.rpc.futures import Future
 from backhaul.rpc.peers import Peer, Peers
 from backhaul.rpc.policy import internal
 from backhaul.rpc.roster import WorkerRecord, choose
@@ -37,6 +39,8 @@ _PROBE = 2.0  # seconds in which a worker that is thought lost may show that it 
 _PAUSE = 0.2  # seconds before we show ourselves again
 _DOUBT = 5.0  # seconds until a member that has not heard of us should have
 _AGAIN = 60.0  # seconds in which one that was refused, and has been found to be a member, may show itself again
+_RELAYS = 3  # members that one that leaves asks to tell those that it cannot reach
+_MAX_UNTOLD = 1024  # of whom it may ask them that
 _MAX_JOINING = 16  # newcomers whose questions are dealt with at the same time
 _MAX_ASKING = 8  # newcomers that this worker asks the leader about at the same time
 
@@ -61,13 +65,18 @@ Callback = Callable[[MembershipEvent], None]
 
 
 class Membership:
-    """One worker's part in it. Thread-safe."""
+    """One worker's part in it. Thread-safe.
+
+    Attributes:
+        secret: What the worker tells when it leaves; see ``departure``.
+    """
 
     def __init__(self, worker: Worker, agent: Agent, farewell: Farewell) -> None:
         self._worker = worker
         self._agent = agent
         self._peers: Peers = agent.peers
         self._farewell = farewell
+        self.secret = secret_of(worker.incarnation)
         self._enrolling = worker.runtime.lock()  # held while a newcomer is enrolled: one at a time
         self._callbacks: list[Callback] = []
         self._lock = threading.Lock()  # guards _events, _telling, _asking and _joining
@@ -177,7 +186,7 @@ class Membership:
                 return enrolled
             others = [other for other in (*self._peers.records, *self._peers.expected) if _apart(other, enrolled)]
             self._worker.run(self._tell_of, enrolled, {other.id for other in others})
-            return Welcome(pack(enrolled), tuple(map(pack, others)))
+            return Welcome(pack(enrolled), tuple(map(pack, others)), self._peers.standing.proven)
 
     def _enrol(self, record: WorkerRecord, rivals: list[Peer]) -> WorkerRecord | Refuse:
         if self._farewell.started:
@@ -329,16 +338,50 @@ class Membership:
     def leave(self, deadline: float) -> None:
         """Tell everyone that this worker goes, once nothing is under way here."""
         self._rest(deadline)
-        calls = []
-        for peer in self._peers:
-            if peer is not self._peers.own and not peer.lost:
-                left = max(deadline - self._worker.runtime.now(), 0.001)
-                with contextlib.suppress(BackhaulError):  # it is gone itself
-                    calls.append(self._agent.call_async(peer.info, forget, None, None, left, mode="internal"))
-        for call in calls:
+        others = [peer for peer in self._peers if peer is not self._peers.own]
+        untold = [peer for peer in others if peer.lost]
+        told = self._say_farewell([peer for peer in others if not peer.lost], untold, deadline)
+        missed = [peer for peer in others if peer not in told and peer not in untold]
+        if missed:
+            self._say_farewell(told[:_RELAYS], missed, deadline)
+        self._rest(deadline)  # calls that came meanwhile
+
+    def _say_farewell(self, to: list[Peer], untold: list[Peer], deadline: float) -> list[Peer]:
+        """Tell members that this worker goes, and ask some of them to tell those that it cannot reach; returns who has
+        heard it.
+        """
+        proof, absent = self.secret, [peer.record.incarnation for peer in untold]
+        calls: list[tuple[Peer, Future[Any]]] = []
+        for number, peer in enumerate(to):
+            left = max(deadline - self._worker.runtime.now(), 0.001)
+            args = proof, absent if number < _RELAYS else []
+            with contextlib.suppress(BackhaulError):  # it is gone itself
+                calls.append((peer, self._agent.call_async(peer.info, forget, args, None, left, mode="internal")))
+        told = []
+        for peer, call in calls:
             with contextlib.suppress(BackhaulError):
                 call.wait()
-        self._rest(deadline)  # calls that came meanwhile
+                told.append(peer)
+        return told
+
+    def forget(self, leaver: Peer, proof: str, untold: list[str]) -> None:
+        """A member says that it goes, and that it could not tell some others."""
+        self._peers.dismiss(leaver, proof)
+        if untold and leaver.record.has_left(proof):
+            relay = functools.partial(self._relay, leaver.record.incarnation, proof, set(untold[:_MAX_UNTOLD]))
+            self._worker.crew.submit(functools.partial(self._worker.run, relay))
+
+    def take_proof(self, incarnation: str, proof: str) -> None:
+        """Somebody says that a worker has left."""
+        self._peers.take_proof(incarnation, proof)
+
+    def _relay(self, incarnation: str, proof: str, untold: set[str]) -> None:
+        """Pass on to members that this worker can reach that another has left."""
+        with self._worker.crew.blocking():
+            for peer in self._peers:
+                if peer.record.incarnation in untold and peer is not self._peers.own and not peer.lost:
+                    with contextlib.suppress(BackhaulError):
+                        self._agent.call(peer.info, departed, (incarnation, proof), None, _TOLD, mode="internal")
 
     def _rest(self, deadline: float) -> None:
         idle = self._worker.runtime.gate()
@@ -352,25 +395,21 @@ def _apart(one: WorkerRecord, other: WorkerRecord) -> bool:
     return one.name != other.name and one.id != other.id
 
 
-class _Forgetful:
-    """Attached to each worker: finds what ``forget`` acts on."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-
-
-def attach(worker: Worker, peers: Peers) -> None:
-    """Let others tell this worker that they leave."""
-    worker.attach(_Forgetful(peers))
-
-
 @never_dropped  # its caller may be gone by then
-@internal()
-def forget() -> None:
-    """Called by one that leaves. It is known by its channel: nobody can speak for another."""
-    answer, peers = limits.current.get(), current_worker().part(_Forgetful).peers
-    if isinstance(answer, Answer) and answer.peer is not peers.own:
-        peers.dismiss(answer.peer)
+@internal(str, list)
+def forget(proof: str, untold: list[str]) -> None:
+    """Called by one that leaves, with its proof and the incarnations of those that it could not tell. It is known by
+    its channel: nobody can speak for another.
+    """
+    answer = limits.current.get()
+    if isinstance(answer, Answer) and answer.peer.record.incarnation != current_worker().incarnation:
+        current_worker().part(Membership).forget(answer.peer, proof, [each for each in untold if type(each) is str])
+
+
+@internal(str, str)
+def departed(incarnation: str, proof: str) -> None:
+    """Called by any member: a worker has left, which could not tell this one. The proof says so, not the caller."""
+    current_worker().part(Membership).take_proof(incarnation, proof)
 
 
 @internal(bytes)

@@ -11,8 +11,8 @@ from backhaul import interrupts
 from backhaul.cuda import process
 from backhaul.cuda.placement import maps_of
 from backhaul.errors import BackhaulError, LeakError
-from backhaul.rpc import membership
 from backhaul.rpc.agent import Agent
+from backhaul.rpc.departure import seal_of, secret_of
 from backhaul.rpc.devices import Devices
 from backhaul.rpc.dispatch import Dispatcher
 from backhaul.rpc.farewell import Farewell
@@ -54,7 +54,6 @@ class Node:
         self.dispatcher = (GuardedDispatcher if guarded else Dispatcher)(worker, self.agent)
         self.farewell = Farewell(worker, self.agent, self.dispatcher)
         self.membership = Membership(worker, self.agent, self.farewell)
-        membership.attach(worker, self.peers)
         self.reunion = Reunion(worker, self.agent, self.farewell, self.membership)
         self.devices = None if worker.plane is None else Devices(worker, self.peers, worker.plane)
         self.audits: list[Audit] = []
@@ -126,10 +125,11 @@ def refuse_in_handlers(worker: str) -> None:
 
 def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, host: str) -> WorkerRecord:
     """What a new worker on ``endpoint`` tells the others about itself."""
+    incarnation = secrets.token_hex(8)
     return WorkerRecord(
         id=number,
         name=name,
-        incarnation=secrets.token_hex(8),
+        incarnation=incarnation,
         host=host,
         addresses=endpoint.addresses,
         main=main_identity(),
@@ -139,6 +139,7 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         devices=process.identities(),
         maps=maps_of(options.device_maps, options.devices),
         bounds=bounds_of(options),
+        seal=seal_of(secret_of(incarnation)),
     )
 
 

@@ -24,7 +24,7 @@ from backhaul.runtime import Lock
 from backhaul.transport.base import Channel, ChannelClosedError
 from backhaul.types import Tls, WorkerInfo
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Hello, Kind, Refuse, pack, unpack
+from backhaul.wire.messages import Departure, Hello, Kind, Refuse, pack, unpack
 from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
@@ -240,14 +240,35 @@ class Peers:
     def _link(self, peer: Peer) -> None:
         peer.link = link_to(self._own, peer.record, self._worker.plane, open=not peer.plain)
 
-    def dismiss(self, peer: Peer) -> None:
-        """Forget a worker that has left."""
+    def dismiss(self, peer: Peer, proof: str = "") -> None:
+        """Forget a worker that has left; ``proof``: what others can check that by."""
         with self._changing:
-            if self._roster.dismiss(peer.record):
-                with self._lock:
-                    peer.gone = "has left the cluster"
-                    self._strike(peer)
-                self._tell_change("left", peer, f"worker '{peer.info.name}' has left the cluster")
+            self._dismiss(peer, proof)
+
+    def _dismiss(self, peer: Peer, proof: str) -> None:
+        if self._roster.dismiss(peer.record, proof=proof):
+            with self._lock:
+                peer.gone = "has left the cluster"
+                self._strike(peer)
+            self._tell_change("left", peer, f"worker '{peer.info.name}' has left the cluster")
+
+    def take_proof(self, incarnation: str, proof: str) -> None:
+        """Somebody says that a worker has left. It does not matter who: only that worker can have made the proof."""
+        with self._changing:
+            record = self._roster.departed(incarnation, proof)
+            if record is not None:
+                self._dismiss(self._by_id[record.id], proof)
+
+    def take_proofs(self, departures: Iterable[Departure]) -> None:
+        """The same of several."""
+        for left in departures:
+            self.take_proof(left.incarnation, left.proof)
+
+    def enter(self, departures: Iterable[Departure]) -> None:
+        """This worker has been let in by the leader, which has told it who has left."""
+        self.take_proofs(departures)
+        with self._changing:
+            self._roster.keep(departures)
 
     def _strike(self, peer: Peer) -> None:
         """Take a worker that is gone off the tables, where no other stands in its place."""
@@ -419,9 +440,8 @@ class Peers:
             if not self.may_be(channel, name):
                 channel.close()
                 raise AuthenticationError(f"its certificate is for {_list(channel.names)}, not for '{name}'")
-            hello = Hello(name, peer.record.incarnation, pack(self._own))
             self._belongs(channel, peer)
-            channel.send(Frame(Kind.HELLO, 0, pack(hello)))
+            channel.send(self._hello_to(peer.record))
         except AuthenticationError as error:
             raise AuthenticationError(f"cannot talk to worker '{name}' at {address}: {error}", worker=name) from None
         except (ConnectionError, ChannelClosedError) as error:
@@ -436,6 +456,11 @@ class Peers:
             self._regain(peer)
             self._tell_watchers(channel)
         return channel
+
+    def _hello_to(self, record: WorkerRecord) -> Frame:
+        with self._changing:
+            predecessors = self._roster.predecessors
+        return Frame(Kind.HELLO, 0, pack(Hello(record.name, record.incarnation, pack(self._own), predecessors)))
 
     def _belongs(self, channel: Channel, peer: Peer) -> None:
         with self._lock:
@@ -469,6 +494,7 @@ class Peers:
         elif (known := self.of(channel)) is not None and known.record.incarnation != record.incarnation:
             problem = f"this channel is that of worker '{known.info.name}'"
         else:
+            self.take_proofs(hello.left)
             problem = self._admit_by_hello(channel, record)
             inquiry = self.inquire(record) if problem and not self._roster.fate_in(record.incarnation) else None
         peer = self._by_id.get(record.id)

@@ -1,7 +1,8 @@
 """Members that had lost each other, and meet again: they compare whom they know.
 
-Each lets those of whom the other has not heard show themselves to it, and forgets those that have left. Who is admitted
-and who is believed is not decided here, see ``peers`` and ``membership``.
+Each lets those of whom the other has not heard show themselves to it, and forgets those that have left, which needs no
+trust where there is a proof (``departure``). Who is admitted and who is believed is not decided here, see ``peers`` and
+``membership``.
 """
 
 from __future__ import annotations
@@ -90,12 +91,16 @@ class Reunion:
 
     def _heed(self, caller: Peer, standing: Standing) -> None:
         """Make up for what either of the two has missed, as far as this worker can."""
+        self._peers.take_proofs(standing.proven)
         self._forget(caller, set(standing.left))
-        self._let_show(caller, {*standing.members, *standing.left})
+        proven = (left.incarnation for left in standing.proven)
+        self._let_show(caller, {*standing.members, *standing.left, *proven})
 
     def _forget(self, caller: Peer, left: set[str]) -> None:
-        """A member says that these have left."""
+        """A member says that these have left, and has no proof."""
         meant = [peer for peer in self._others(caller) if peer.lost and peer.record.incarnation in left]
+        if not self._peers.credulous:
+            meant = [peer for peer in meant if not peer.record.seal]  # the others could have given a proof
         if meant and self._membership.believes(caller):
             for peer in meant:
                 self._peers.dismiss(peer)

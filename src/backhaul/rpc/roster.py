@@ -8,16 +8,18 @@ other worker is gone for good. Those that met at the start have epoch 0.
 from __future__ import annotations
 
 import collections
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
+from backhaul.rpc.departure import seal_of
 from backhaul.types import MAX_WORKERS, WorkerId, WorkerInfo, check_name
 from backhaul.wire.counting import Bounds
-from backhaul.wire.messages import prepare
+from backhaul.wire.messages import Departure, prepare
 
 _REMEMBERED = 1024  # workers that are gone
+_PROVEN = 512  # of them, those of whom it can be proven that they have left
 _AHEAD = 1024  # newcomers that a worker may have missed when another shows it its own epoch
 _LAST = 1 << 53  # of all epochs: nobody comes near it by joining
 _LONGEST = 64  # characters of an incarnation
@@ -40,11 +42,16 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     devices: tuple[str, ...] = ()  # its CUDA devices, by index: equal ones are the same piece of hardware
     maps: dict[str, dict[str, str] | str] = {}  # where its tensors arrive, see ``cuda.placement``
     bounds: Bounds | None = None  # what it takes in one message, beside ``limit``; None: anything
+    seal: str = ""  # by which it can prove that it has left, see ``departure``
 
     @property
     def info(self) -> WorkerInfo:
         """Name and id."""
         return WorkerInfo(self.name, WorkerId(self.id))
+
+    def has_left(self, proof: str) -> bool:
+        """Whether ``proof`` is the secret that this worker tells when it leaves, and that nobody else knows before."""
+        return bool(self.seal) and seal_of(proof) == self.seal
 
     def follows(self, other: WorkerRecord) -> bool:
         """Whether this one takes the other's place, where only one of them can be."""
@@ -54,10 +61,13 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, array_like=True, frozen=True):
-    """Whom a worker knows, by their incarnations: those who are members, and those who have left."""
+    """Whom a worker knows, by their incarnations: those who are members, those of whom it was only told that they have
+    left, and those who have left with the proof of it. Some of the last it may never have known.
+    """
 
     members: tuple[str, ...]
     left: tuple[str, ...]
+    proven: tuple[Departure, ...] = ()
 
 
 prepare(WorkerRecord)
@@ -104,6 +114,7 @@ class Roster:
         self._by_name = {own.name: own}
         self._lives = {own.incarnation: own}
         self._gone: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()  # -> name, why
+        self._proven: collections.OrderedDict[str, Departure] = collections.OrderedDict()  # they have left
         self.epoch = own.epoch  # the latest of all that were ever members
 
     def rivals(self, name: str, number: int) -> list[WorkerRecord]:
@@ -119,7 +130,7 @@ class Roster:
             return str(error)
         if not 0 <= record.id < MAX_WORKERS:
             return f"{record.id} is not the id of a worker"
-        if not 0 < len(record.incarnation) <= _LONGEST:
+        if not 0 < len(record.incarnation) <= _LONGEST or len(record.seal) > _LONGEST:
             return "that is not an incarnation"
         if not 0 <= record.epoch <= (_LAST if heard else min(self.epoch + _AHEAD, _LAST)):
             return f"epoch {record.epoch} is too far from the last known, {self.epoch}"
@@ -151,18 +162,42 @@ class Roster:
     @property
     def standing(self) -> Standing:
         """Whom this worker knows."""
-        left = (incarnation for incarnation, (_, why) in self._gone.items() if why == _LEFT)
-        return Standing(tuple(self._lives), tuple(left))
+        left = (life for life, (_, why) in self._gone.items() if why == _LEFT and life not in self._proven)
+        return Standing(tuple(self._lives), tuple(left), tuple(self._proven.values()))
 
-    def dismiss(self, record: WorkerRecord, why: str = _LEFT) -> bool:
-        """A member is gone for good; whether it was one."""
+    @property
+    def predecessors(self) -> tuple[Departure, ...]:
+        """Those who have left and had the name or the id that this worker has now."""
+        own = self._own
+        return tuple(left for left in self._proven.values() if left.id == own.id or left.name == own.name)
+
+    def dismiss(self, record: WorkerRecord, why: str = _LEFT, *, proof: str = "") -> bool:
+        """A member is gone for good; whether it was one. ``proof``: that it has left, for others."""
         if self._members.get(record.id) is not record:
             return False
         del self._members[record.id], self._by_name[record.name], self._lives[record.incarnation]
         self._gone[record.incarnation] = record.name, why
         while len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
+        if record.has_left(proof):
+            self._proven[record.incarnation] = Departure(record.incarnation, record.id, record.name, proof)
+            while len(self._proven) > _PROVEN:
+                self._proven.popitem(last=False)
         return True
+
+    def departed(self, incarnation: str, proof: str) -> WorkerRecord | None:
+        """The member that a proof is of: it has left, whoever says so."""
+        record = self._lives.get(incarnation)
+        return record if record is not None and record is not self._own and record.has_left(proof) else None
+
+    def keep(self, departures: Iterable[Departure]) -> None:
+        """Remember workers that had left before this one came, for members that were cut off then. These proofs cannot
+        be checked here, so none takes the place of another.
+        """
+        for left in departures:
+            short = max(map(len, (left.incarnation, left.name, left.proof))) <= 2 * _LONGEST
+            if short and left.incarnation not in self._lives and len(self._proven) < _PROVEN:
+                self._proven.setdefault(left.incarnation, left)
 
     def alive(self, incarnation: str) -> WorkerRecord | None:
         """The member of that incarnation."""

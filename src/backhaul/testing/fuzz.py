@@ -42,7 +42,7 @@ from backhaul.autograd.messages import (
 )
 from backhaul.errors import AuthenticationError, LimitError, ProtocolError
 from backhaul.rpc.quotas import over_limits
-from backhaul.rpc.roster import WorkerRecord
+from backhaul.rpc.roster import Standing, WorkerRecord
 from backhaul.transport import handshake, shm
 from backhaul.transport.handshake import ClientHandshake, ServerHandshake
 from backhaul.transport.slots import Budget
@@ -316,8 +316,9 @@ _STRICT = Options(trusted=False, max_values=_VALUES)
 _SPEC = PassSpec(ContextId(1 << 48), 1, 2, profiles=(3,))
 _NOTE = Note(ContextId(1 << 48), MessageId(7), (0, 2), (1, 2, 3))
 _PAYLOAD = Payload(plain=[1, "two", 3.0])
+_LEFT = messages.Departure("incarnation", 1, "name", "proof")
 _MESSAGES: tuple[msgspec.Struct, ...] = (
-    Hello("c", "d", b"record"),
+    Hello("c", "d", b"record", (_LEFT,)),
     Refuse("no"),
     Request("operator:add", _PAYLOAD, True, {"autograd": b"note"}),
     Reply(_PAYLOAD, {"rref": b"note"}),
@@ -331,6 +332,10 @@ _MESSAGES: tuple[msgspec.Struct, ...] = (
     Release(1 << 48),
     Know(1 << 48),
     WorkerRecord(1, "name", "incarnation", "host", ("tcp:127.0.0.1:1",), "main", 1 << 20),
+    messages.Join(b"record"),
+    messages.Welcome(b"record", (b"one", b"two"), (_LEFT,)),
+    messages.Cancel((1, 2, 3)),
+    Standing(("one", "two"), ("three",), (_LEFT,)),
 )
 
 

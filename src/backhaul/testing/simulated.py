@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from backhaul.rpc.departure import seal_of
 from backhaul.rpc.joining import join
 from backhaul.rpc.node import Node, shutdown_together, start_node
 from backhaul.rpc.quotas import bounds_of
@@ -37,6 +38,11 @@ _COUNTED = (
     "num_forks",
     "num_user_rrefs",
 )
+
+
+def _secret_of(incarnation: str) -> str:
+    """What a worker tells when it leaves: the same in every process, so that a seed is one run."""
+    return f"secret of {incarnation}"
 
 
 class WorkerDiedError(RuntimeError):
@@ -125,7 +131,8 @@ class SimCluster:
         made = [self._prepare(f"worker{number}", number) for number in range(self._size)]
         records = [record for record, _, _ in made]
         for record, endpoint, runtime in made:
-            self.nodes[record.name] = start_node(record, records, endpoint, self.options, runtime=runtime)
+            node = self.nodes[record.name] = start_node(record, records, endpoint, self.options, runtime=runtime)
+            node.membership.secret = _secret_of(record.incarnation)
         return self
 
     def __exit__(
@@ -144,10 +151,11 @@ class SimCluster:
         """What a worker has before it is one. A newcomer has no id yet."""
         home = self.scheduler.home(name)
         endpoint = self.network.endpoint(home)
+        incarnation = f"{next(self._incarnations):016x}"
         record = WorkerRecord(
             number,
             name,
-            f"{next(self._incarnations):016x}",
+            incarnation,
             "simulation",
             endpoint.addresses,
             "simulation",
@@ -155,6 +163,7 @@ class SimCluster:
             self.options.heartbeat_interval,
             trusting=self.options.trusted,
             bounds=bounds_of(self.options),
+            seal=seal_of(_secret_of(incarnation)),
         )
         return record, endpoint, SimRuntime(self.scheduler, home, clock=self.scheduler.random.uniform(0.0, 1000.0))
 
@@ -221,6 +230,7 @@ class SimCluster:
             return join(endpoint, record, members, self.options, runtime=runtime)
 
         node = self.nodes[name] = Program(self.scheduler, runtime, become_member).result()
+        node.membership.secret = _secret_of(record.incarnation)
         self.history.append((self.scheduler.now, name, True))
         return node
 

@@ -34,12 +34,22 @@ class Kind(enum.IntEnum):
     SEGMENTS = 14  # device memory is offered, accepted or withdrawn; see ``cuda.segments``
 
 
+class Departure(msgspec.Struct, array_like=True, frozen=True):
+    """A worker that has left, and the proof of it; see ``rpc.departure``."""
+
+    incarnation: str
+    id: int
+    name: str
+    proof: str
+
+
 class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """Opens a channel: who speaks, and whom it believes to speak to."""
+    """Opens a channel: who speaks, whom it believes to speak to, and who had its name or id before and has left."""
 
     to: str
     to_incarnation: str
     record: bytes  # of the one who speaks; see ``rpc.roster``
+    left: tuple[Departure, ...] = ()
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True):
@@ -56,10 +66,13 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """The newcomer's record as it is from now on, and all members'; or that of the leader, which is to be asked."""
+    """The newcomer's record as it is from now on, all members', and who has left; or the record of the leader, which is
+    to be asked.
+    """
 
     record: bytes
     members: tuple[bytes, ...] = ()
+    left: tuple[Departure, ...] = ()
 
 
 TREE = -1

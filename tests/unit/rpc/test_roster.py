@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backhaul.rpc.departure import seal_of, secret_of
 from backhaul.rpc.roster import Admit, Refuse, Roster, WorkerRecord
 from backhaul.types import MAX_WORKERS
+from backhaul.wire.messages import Departure
 
 
 def record(number: int, name: str, incarnation: str, epoch: int) -> WorkerRecord:
-    return WorkerRecord(number, name, incarnation, "here", (), "", 0, epoch=epoch)
+    seal = seal_of(secret_of(incarnation))
+    return WorkerRecord(number, name, incarnation, "here", (), "", 0, epoch=epoch, seal=seal)
 
 
 def members(roster: Roster, names: str = "abcd") -> set[str]:
@@ -102,3 +105,68 @@ def test_nobody_lives_anothers_life() -> None:
     for number, name in ((1, "evil"), (2, "b"), (3, "evil2"), (2, "evil")):
         assert isinstance(roster.admit(record(number, name, "i", 1)), Refuse)
     assert roster.admit(record(1, "b", "i", 0)) is None
+
+
+# Those who have left prove it.
+
+
+def test_only_the_one_that_leaves_can_prove_it() -> None:
+    left, other = record(1, "b", "i", 0), record(2, "c", "j", 0)
+    assert secret_of("i") != secret_of("j") != left.seal
+    assert left.has_left(secret_of("i"))
+    for wrong in ("", "i", left.seal, secret_of("j"), secret_of("i")[:-1], secret_of("i") + "0", "\ud800"):
+        assert not left.has_left(wrong)
+    assert not other.has_left(secret_of("i"))
+    assert not WorkerRecord(1, "b", "i", "here", (), "", 0).has_left("")  # it has no seal
+
+
+@given(st.lists(st.sampled_from("abcdef"), unique=True), st.lists(st.text(max_size=40), max_size=3))
+def test_a_chain_of_members_passes_proofs_on(leaving: str, lies: list[str]) -> None:
+    """Whoever tells, and whatever else it says: the last knows who has left, and drops nobody else."""
+    rosters = []
+    for name in ("first", "middle", "last"):
+        roster = Roster(record(10 + len(rosters), name, name, 0))
+        for number, other in enumerate("abcdef"):
+            roster.admit(record(number, other, other, 0))
+        rosters.append(roster)
+    first, middle, last = rosters
+    for name in leaving:
+        (found,) = first.rivals(name, -1)
+        assert first.dismiss(found, proof=secret_of(name))
+    for teller, hearer in ((first, middle), (middle, last)):
+        told = [(left.incarnation, left.proof) for left in teller.standing.proven]
+        assert {life for life, _ in told} == set(leaving)
+        for incarnation, proof in [*told, *((name, lie) for name in "abcdef" for lie in lies)]:
+            gone = hearer.departed(incarnation, proof)
+            if gone is not None:
+                assert hearer.dismiss(gone, proof=proof)
+    assert members(last, "abcdef") == set("abcdef") - set(leaving)
+    assert all(last.fate_in(name) == (name, "has left the cluster") for name in leaving)
+    assert last.standing.left == ()
+
+
+def test_nobody_can_prove_that_a_worker_itself_has_left() -> None:
+    own = record(0, "a", "first", 0)
+    assert Roster(own).departed("first", secret_of("first")) is None
+
+
+def test_a_departure_without_a_proof_is_only_said() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    roster.admit(record(1, "b", "i", 0))
+    (found,) = roster.rivals("b", -1)
+    assert roster.dismiss(found, proof="a lie")
+    assert (roster.standing.left, roster.standing.proven) == (("i",), ())
+
+
+def test_what_others_prove_is_remembered_within_bounds() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    roster.admit(record(1, "b", "i", 0))
+    roster.keep([Departure("i", 1, "b", "x"), Departure("j" * 1000, 1, "c", "x"), Departure("j", 7, "a", "x" * 10**6)])
+    assert roster.standing.proven == ()  # one of them is a member, and the others are too long
+    kept = [Departure(f"life {number}", number % 3, f"name {number}", "x") for number in range(2000)]
+    roster.keep(kept)
+    proven = roster.standing.proven
+    assert 100 < len(proven) < 1000
+    roster.keep([Departure("one more", 5, "z", "x")])
+    assert roster.standing.proven == proven == tuple(kept[: len(proven)])
+    assert {left.id for left in roster.predecessors} == {0}
