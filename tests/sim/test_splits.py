@@ -131,6 +131,14 @@ def members_of(cluster: SimCluster, name: str) -> list[str]:
     return [peer.info.name for peer in cluster.nodes[name].peers]
 
 
+def meet(cluster: SimCluster) -> None:
+    """Let everybody call everybody, and hear what comes of it."""
+    for one, other in itertools.permutations(cluster.nodes, 2):
+        with contextlib.suppress(bh.BackhaulError):
+            call(cluster, one, other)
+    cluster.sleep(10.0)
+
+
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("ends", [("worker0", "worker2"), ("worker2", "worker0")])
@@ -191,4 +199,35 @@ def test_newcomers_pass_on_who_had_left_before_they_came(trusted: bool, monkeypa
         call(cluster, "late", "worker0")
         cluster.sleep(5.0)
         assert sorted(members_of(cluster, "worker0")) == sorted(members_of(cluster, "late")) == ["late", "worker0"]
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_members_that_see_different_leaders_do_not_each_drop_the_others_newcomer(
+    trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each followed the leader that it saw just then, and what it had dropped it refused for ever."""
+    monkeypatch.setattr(Peers, "_bound", trusted)  # as if there were certificates
+    with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        left, right = ["worker0", "worker2"], ["worker1", "worker3"]
+        split(cluster, [*left, "left"], [*right, "right"])
+        start_beside(cluster, "left", left)
+        start_beside(cluster, "right", right)
+        assert [cluster.nodes[side].peers.own.record.id for side in ("left", "right")] == [4, 4]
+        cluster.network.heal_all()
+        split(cluster, ["worker0"], ["worker1", "worker2", "right"])  # worker2 sees worker1 as the leader
+        split(cluster, ["worker1"], ["worker3", "left"])  # and worker3 sees worker0
+        cluster.sleep(5.0)
+        for _ in range(2):
+            for newcomer, member in (("right", "worker2"), ("left", "worker3")):
+                with contextlib.suppress(bh.BackhaulError):
+                    call(cluster, newcomer, member)
+                cluster.sleep(5.0)
+        cluster.network.heal_all()
+        meet(cluster)
+        meet(cluster)
+        assert [cluster.nodes[f"worker{n}"].peers.find(4).info.name for n in range(4)] == ["left"] * 4
+        for n in range(4):
+            call(cluster, "left", f"worker{n}")
         assert cluster.shutdown(graceful=True, timeout=10.0) == []

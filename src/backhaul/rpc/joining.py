@@ -35,10 +35,13 @@ class _UnansweredError(Exception):
 
 
 class Enrolled(NamedTuple):
-    """What the leader has said: our record, those of the others, and proofs of who has left."""
+    """What the leader has said: our record, those of the others, its own if it is among them, and proofs of who has
+    left.
+    """
 
     own: WorkerRecord
     others: list[WorkerRecord]
+    leader: WorkerRecord | None
     left: tuple[Departure, ...]
 
 
@@ -50,14 +53,14 @@ def join(
     """
     runtime = runtime or Runtime()
     try:
-        own, others, left = enrol(endpoint, own, addresses, options.rendezvous_timeout, runtime)
+        own, others, leader, left = enrol(endpoint, own, addresses, options.rendezvous_timeout, runtime)
         check(own, others)
     except BaseException:
         endpoint.close()
         raise
     node = start_node(own, others, endpoint, options, runtime=runtime)
     try:
-        node.peers.enter(left)
+        node.peers.enter(leader, left)
         node.worker.run(introduce, node, options.connect_timeout)
     except BaseException:
         node.shutdown(graceful=False, timeout=1.0)
@@ -120,7 +123,8 @@ def _ask_around(
         record = unpack(answer.record, WorkerRecord)
         if record.incarnation == own.incarnation:
             others = [unpack(other, WorkerRecord) for other in answer.members]
-            return Enrolled(record, others, answer.left)
+            leader = next((other for other in others if address in other.addresses), None)
+            return Enrolled(record, others, leader, answer.left)
         found = choose(record, own.host)
         if found is None:
             return Refuse(f"the leader '{record.name}' is on another host and listens only on its own")

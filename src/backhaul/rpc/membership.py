@@ -220,7 +220,7 @@ class Membership:
             if not self.believes(caller):
                 log.warning("worker '%s' speaks for a newcomer, and is not the leader", caller.info.name)
                 return
-        if flaw := self._peers.expect(record):
+        if flaw := self._peers.expect(record, by=caller.record):
             log.warning("worker '%s' speaks for what cannot be a worker: %s", caller.info.name, flaw)
 
     def believes(self, caller: Peer) -> bool:
@@ -253,8 +253,9 @@ class Membership:
                 if any(self._worker.run(self._is_known, record, members) for members in asked):
                     for rival in [] if self._peers.credulous else rivals:
                         # The leader's word alone counts, and more than epochs: anybody can claim a late one.
-                        rival.overruled = record.incarnation
-                    self._peers.expect(record, seconds=_AGAIN)
+                        if self._peers.yields(rival, leader) or self._sign_of(rival) != "":
+                            rival.overruled = record.incarnation
+                    self._peers.expect(record, by=leader.record, seconds=_AGAIN)
                 elif self._peers.credulous:
                     for rival in rivals:
                         self._sign_of(rival)  # if it is gone it is known as lost then

@@ -124,7 +124,8 @@ class Peers:
         self._by_name: dict[str, Peer] = {}
         self._by_channel: dict[Channel, Peer] = {}
         self._refusals: dict[Channel, str] = {}  # why channels that are about to be lost are
-        self._expected: collections.OrderedDict[str, tuple[WorkerRecord, float]] = collections.OrderedDict()
+        # Incarnation -> record, until when, and the incarnation of the leader that has said so.
+        self._expected: collections.OrderedDict[str, tuple[WorkerRecord, float, str]] = collections.OrderedDict()
         self.inquire: Inquiry = lambda record: None  # what to do about one that was not believed; it may come again
         self.regained: Callable[[Peer], None] = lambda peer: None  # hears of one that was lost; it must not block
         self._sent_before = 0  # bytes that went over channels that are gone
@@ -151,7 +152,9 @@ class Peers:
             return verdict.reason
         if verdict is None:
             return ""
-        self._expected.pop(record.incarnation, None)
+        expected, _, leader = self._expected.pop(record.incarnation, (None, 0.0, ""))
+        if expected == record:
+            self._roster.vouch(record.incarnation, leader)
         replaced = [self._by_id[old.id] for old in verdict.instead_of]
         for old in replaced:
             old.gone = (self._roster.fate_in(old.record.incarnation) or ("", "was restarted"))[1]
@@ -178,13 +181,14 @@ class Peers:
         with self._changing:
             if self._roster.fate_in(record.incarnation) is not None:
                 return self._admit(record, heard=False)  # which says what has become of it
-            expected, until = self._expected.get(record.incarnation, (None, 0.0))
+            expected, until, leader = self._expected.get(record.incarnation, (None, 0.0, ""))
             rivals = [self._by_id[rival.id] for rival in self._roster.rivals(record.name, record.id)]
             rivals = [rival for rival in rivals if rival.record.incarnation != record.incarnation]
             # What the leader has said of others that were lost does not hold for ever.
             heard = expected == record and (self._worker.runtime.now() < until or all(rival.lost for rival in rivals))
             for rival in rivals:
-                if not heard and not self._may_follow(channel, record, rival):
+                stays = heard and not self.credulous and not self._makes_way(rival, record, leader)
+                if stays or (not heard and not self._may_follow(channel, record, rival)):
                     return f"there is a worker '{rival.info.name}' (id {rival.info.id}) already"
             decided = heard and all(rival.overruled == record.incarnation for rival in rivals)
             return self._admit(record, heard=heard, decided=decided)
@@ -196,6 +200,11 @@ class Peers:
             if not all(self._by_id[rival.id].lost for rival in rivals) or self._admit(record, heard=True):
                 return None
             return self._by_id[record.id]
+
+    def _makes_way(self, rival: Peer, record: WorkerRecord, leader: str) -> bool:
+        """Whether a member is replaced by another of which a leader has told."""
+        decided = rival.overruled == record.incarnation  # that was looked into
+        return decided or bool(rival.lost) or self._roster.yields(rival.record, leader)
 
     def _may_follow(self, channel: Channel, record: WorkerRecord, rival: Peer) -> bool:
         """Whether a worker may take the place of another on its own word."""
@@ -215,18 +224,19 @@ class Peers:
         """Whether any member's word is as good as the leader's: each could do here what it likes anyway."""
         return self._worker.options.trusted and not self._bound
 
-    def expect(self, record: WorkerRecord, *, seconds: float = 0.0) -> str:
-        """The leader has enrolled a worker, which will show itself in that time, or in ``patience`` if that is longer.
-        Returns what is wrong with that, if anything.
+    def expect(self, record: WorkerRecord, *, by: WorkerRecord, seconds: float = 0.0) -> str:
+        """The leader ``by`` has enrolled a worker, which will show itself in that time, or in ``patience`` if that is
+        longer. Returns what is wrong with that, if anything.
         """
         with self._changing:
             flaw = self._roster.flaw_in(record)
             if not flaw:
-                self._expect(record, seconds)
+                self._expect(record, by, seconds)
             return flaw
 
-    def _expect(self, record: WorkerRecord, seconds: float = 0.0) -> None:
-        self._expected[record.incarnation] = record, self._worker.runtime.now() + max(seconds, self.patience)
+    def _expect(self, record: WorkerRecord, by: WorkerRecord, seconds: float = 0.0) -> None:
+        until = self._worker.runtime.now() + max(seconds, self.patience)
+        self._expected[record.incarnation] = record, until, by.incarnation
         while len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
@@ -235,7 +245,7 @@ class Peers:
         """Those who have been enrolled of late and have not shown themselves yet."""
         with self._changing:
             now = self._worker.runtime.now()
-            return tuple(record for record, until in self._expected.values() if now < until)
+            return tuple(record for record, until, _ in self._expected.values() if now < until)
 
     def _link(self, peer: Peer) -> None:
         peer.link = link_to(self._own, peer.record, self._worker.plane, open=not peer.plain)
@@ -264,11 +274,19 @@ class Peers:
         for left in departures:
             self.take_proof(left.incarnation, left.proof)
 
-    def enter(self, departures: Iterable[Departure]) -> None:
-        """This worker has been let in by the leader, which has told it who has left."""
+    def enter(self, leader: WorkerRecord | None, departures: Iterable[Departure]) -> None:
+        """This worker has been let in by ``leader``, which has told it who the members are, and who has left."""
         self.take_proofs(departures)
         with self._changing:
             self._roster.keep(departures)
+            for record in self.records:
+                if leader is not None and record.epoch:  # else it was there from the start
+                    self._roster.vouch(record.incarnation, leader.incarnation)
+
+    def yields(self, rival: Peer, leader: Peer) -> bool:
+        """Whether a member makes way for another on the word of a leader."""
+        with self._changing:
+            return bool(rival.lost) or self._roster.yields(rival.record, leader.record.incarnation)
 
     def _strike(self, peer: Peer) -> None:
         """Take a worker that is gone off the tables, where no other stands in its place."""
@@ -309,7 +327,7 @@ class Peers:
         """The record of a worker that is a member, or has been enrolled."""
         with self._changing:
             alive = self._roster.alive(incarnation)
-            record, _ = self._expected.get(incarnation, (None, 0.0))
+            record, _, _ = self._expected.get(incarnation, (None, 0.0, ""))
             if alive is not None or record is None:
                 return alive
             rivals = self._roster.rivals(record.name, record.id)
@@ -319,14 +337,14 @@ class Peers:
         """The record of a newcomer with its id and epoch, which is expected from now on; or why there is none."""
         with self._changing:
             # Also of those who take longer than they should: they may yet come.
-            taken = {other.id for other, _ in self._expected.values() if other.name != record.name}
+            taken = {other.id for other, _, _ in self._expected.values() if other.name != record.name}
             place = self._roster.enrol(record.name, record.id, taken)
             if place is None:
                 return "all ids are taken" if record.id < 0 else f"{record.id} is not the id of a worker"
             enrolled = msgspec.structs.replace(record, id=place[0], epoch=place[1])
             flaw = self._roster.flaw_in(enrolled)
             if not flaw:
-                self._expect(enrolled)
+                self._expect(enrolled, self._own)
             return flaw or enrolled
 
     @property

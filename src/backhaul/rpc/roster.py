@@ -115,6 +115,7 @@ class Roster:
         self._lives = {own.incarnation: own}
         self._gone: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()  # -> name, why
         self._proven: collections.OrderedDict[str, Departure] = collections.OrderedDict()  # they have left
+        self._vouchers: dict[str, str] = {}  # member -> the leader that has let it in, both by their incarnations
         self.epoch = own.epoch  # the latest of all that were ever members
 
     def rivals(self, name: str, number: int) -> list[WorkerRecord]:
@@ -176,6 +177,7 @@ class Roster:
         if self._members.get(record.id) is not record:
             return False
         del self._members[record.id], self._by_name[record.name], self._lives[record.incarnation]
+        self._vouchers.pop(record.incarnation, None)
         self._gone[record.incarnation] = record.name, why
         while len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
@@ -198,6 +200,19 @@ class Roster:
             short = max(map(len, (left.incarnation, left.name, left.proof))) <= 2 * _LONGEST
             if short and left.incarnation not in self._lives and len(self._proven) < _PROVEN:
                 self._proven.setdefault(left.incarnation, left)
+
+    def vouch(self, incarnation: str, leader: str) -> None:
+        """A leader has let a member in."""
+        if incarnation in self._lives:
+            self._vouchers[incarnation] = leader
+
+    def yields(self, rival: WorkerRecord, leader: str) -> bool:
+        """Whether a member that can be reached makes way for another on the word of a leader. Not if a leader with a
+        lower id has let it in, unless that one is gone for good: it may be cut off, and decides when it comes back. If
+        members followed whichever leader they see just now, each of two newcomers could be dropped by some of them.
+        """
+        senior, junior = self._lives.get(self._vouchers.get(rival.incarnation, "")), self._lives.get(leader)
+        return senior is None or (junior is not None and junior.id <= senior.id)
 
     def alive(self, incarnation: str) -> WorkerRecord | None:
         """The member of that incarnation."""

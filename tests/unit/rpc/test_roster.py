@@ -170,3 +170,41 @@ def test_what_others_prove_is_remembered_within_bounds() -> None:
     roster.keep([Departure("one more", 5, "z", "x")])
     assert roster.standing.proven == proven == tuple(kept[: len(proven)])
     assert {left.id for left in roster.predecessors} == {0}
+
+
+# Leaders that let two newcomers in under one id.
+
+
+@given(st.data(), st.integers(2, 4), st.permutations(range(4)))
+def test_the_newcomer_of_the_lowest_leader_stays_whatever_is_heard_later(
+    data: st.DataObject, leaders: int, order: list[int]
+) -> None:
+    """Members hear the words of leaders in any order, and follow whichever they see. A member that has let in the
+    newcomer of the lowest leader never drops it, and all that hear of it have it in the end.
+    """
+    newcomers = {leader: record(9, f"new{order[leader]}", f"life{order[leader]}", 5) for leader in range(leaders)}
+    for _ in range(3):
+        roster = Roster(record(50, "z", "own", 0))
+        for leader in range(leaders):
+            roster.admit(record(leader, f"leader{leader}", f"leader{leader}", 0))
+        words = data.draw(st.lists(st.sampled_from(range(leaders)), max_size=6))
+        for leader in [*words, 0, *data.draw(st.lists(st.sampled_from(range(leaders)), max_size=6))]:
+            rivals = roster.rivals(newcomers[leader].name, 9)
+            if all(roster.yields(rival, f"leader{leader}") for rival in rivals):
+                roster.admit(newcomers[leader], decided=True)
+                roster.vouch(newcomers[leader].incarnation, f"leader{leader}")
+        assert roster.alive(newcomers[0].incarnation) == newcomers[0]
+
+
+def test_a_leader_that_is_gone_for_good_decides_nothing_any_more() -> None:
+    roster = Roster(record(5, "z", "own", 0))
+    old = record(0, "a", "first", 0)
+    for each in (old, record(1, "b", "second", 0), record(4, "new", "i", 1)):
+        roster.admit(each)
+    roster.vouch("i", "first")
+    (new,) = roster.rivals("new", -1)
+    assert not roster.yields(new, "second")
+    assert not roster.yields(new, "nobody")
+    assert roster.yields(new, "first")
+    roster.dismiss(roster.rivals("a", -1)[0])
+    assert roster.yields(new, "second")
