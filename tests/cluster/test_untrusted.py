@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -15,7 +16,7 @@ from torch.distributed import TCPStore
 import backhaul as bh
 from backhaul.autograd.engine import Engine
 from backhaul.rpc.departure import seal_of
-from backhaul.rpc.node import Node
+from backhaul.rpc.node import Node, describe, start_node
 from backhaul.rpc.roster import Standing
 from backhaul.transport.sockets import SocketEndpoint
 from backhaul.wire.messages import Departure, pack
@@ -291,6 +292,30 @@ def test_nobody_can_dismiss_another() -> None:
         with worker:
             bh.rpc_sync("worker", forget, args=("", []))  # itself: that is no way to leave
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
+
+
+def test_a_worker_of_which_anybody_tells_shows_itself() -> None:
+    """What others say of it is not believed: it is asked itself, and becomes known by its own record."""
+    nodes = []
+    for number, name in enumerate(("one", "other")):
+        endpoint = SocketEndpoint(secret=b"s", unix=True, bind="127.0.0.1")
+        own = describe(name, number, endpoint, STRICT, host="here")
+        nodes.append(start_node(own, [own], endpoint, STRICT))
+    one, other = nodes
+    try:
+        record = other.peers.own.record
+        for false in ({"incarnation": "another"}, {"name": "evil"}, {"addresses": ("unix:@nobody",)}, {"id": -5}):
+            one.worker.run(one.peers.approach, msgspec.structs.replace(record, **false))
+            assert [peer.info.name for peer in one.peers] == ["one"]
+            assert [peer.info.name for peer in other.peers] == ["other"]
+        one.worker.run(one.peers.approach, msgspec.structs.replace(record, id=7, seal="a lie", trusting=True))
+        for node in nodes:
+            assert node.peers.records == (one.peers.own.record, record)
+            with node.worker:
+                assert [bh.rpc_sync(name, echo) for name in ("one", "other")] == [((), {})] * 2
+    finally:
+        for node in nodes:
+            node.shutdown(graceful=False, timeout=5.0)
 
 
 def come_and_go(rank: int, port: int) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import random
 
 import pytest
 import torch
@@ -231,3 +232,66 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_others_newcomer
         for n in range(4):
             call(cluster, "left", f"worker{n}")
         assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_leader_that_was_cut_off_lets_in_one_that_was_restarted(
+    trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had never had a channel to the one before, had not noticed its loss, and had nobody to ask."""
+    with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        call(cluster, "worker0", "worker2")
+        call(cluster, "worker1", "worker2")
+        split(cluster, ["worker0"], ["worker1", "worker2"])
+        cluster.sleep(5.0)
+        cluster.crash("worker1")
+        start_beside(cluster, "worker1", ["worker2"])
+        cluster.network.heal_all()
+        with contextlib.suppress(bh.PeerLostError):
+            call(cluster, "worker1", "worker0")
+        cluster.sleep(5.0)
+        call(cluster, "worker1", "worker0")
+        lives = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
+        for node in cluster.nodes.values():
+            assert {peer.info.name: peer.record.incarnation for peer in node.peers} == lives
+        assert cluster.shutdown(graceful=True, timeout=10.0) == []
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_all_know_who_is_there_once_they_have_met_again(
+    seed: int, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster is split in ways drawn from the seed. Meanwhile some leave, others come, some of them under the name
+    or the id of one that has left, and others are restarted, on one side or the other.
+    """
+    draw = random.Random(seed)
+    with SimCluster(5, seed=seed, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        for _ in range(3):
+            for one, other in itertools.combinations(cluster.nodes, 2):
+                if draw.random() < 0.5:
+                    call(cluster, one, other)
+            names = draw.sample(sorted(cluster.nodes), len(cluster.nodes))
+            cut = draw.randrange(1, len(names))
+            sides = [names[:cut], names[cut:]]
+            comes = draw.choice([f"worker{n}" for n in range(9) if f"worker{n}" not in names])
+            split(cluster, [*sides[0], comes], sides[1])
+            if draw.random() < 0.5:
+                cluster.sleep(5.0)
+            for side in sides:
+                if len(side) > 1 and draw.random() < 0.7:
+                    cluster.leave(side.pop(), timeout=10.0)
+            start_beside(cluster, comes, sides[0])
+            for side in sides:
+                if len(side) > 1 and draw.random() < 0.5:
+                    cluster.crash(side[0])
+                    start_beside(cluster, side[0], side[1:])
+            cluster.network.heal_all()
+            for _ in range(3):
+                meet(cluster)
+            lives = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
+            for node in cluster.nodes.values():
+                assert {peer.info.name: peer.record.incarnation for peer in node.peers} == lives
+        assert cluster.shutdown(graceful=True, timeout=30.0) == []

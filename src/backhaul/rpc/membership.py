@@ -256,7 +256,7 @@ class Membership:
                         if self._peers.yields(rival, leader) or self._sign_of(rival) != "":
                             rival.overruled = record.incarnation
                     self._peers.expect(record, by=leader.record, seconds=_AGAIN)
-                elif self._peers.credulous:
+                else:
                     for rival in rivals:
                         self._sign_of(rival)  # if it is gone it is known as lost then
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import logging
 import os
@@ -29,6 +30,8 @@ from backhaul.worker import Worker
 
 log = logging.getLogger("backhaul")
 
+_APPROACH = 3.0  # seconds that a worker has to say hello if one that is not believed has told of it
+_MOMENT = 0.1  # seconds after which it is looked whether a worker has said hello
 _MAX_EXPECTED = 64  # newcomers that have not shown themselves
 _PROCESS = secrets.token_hex(8)  # and the id of the process, which a fork changes
 
@@ -475,10 +478,32 @@ class Peers:
             self._tell_watchers(channel)
         return channel
 
-    def _hello_to(self, record: WorkerRecord) -> Frame:
+    def _hello_to(self, record: WorkerRecord, *, answer: bool = False) -> Frame:
         with self._changing:
             predecessors = self._roster.predecessors
-        return Frame(Kind.HELLO, 0, pack(Hello(record.name, record.incarnation, pack(self._own), predecessors)))
+        return Frame(Kind.HELLO, 0, pack(Hello(record.name, record.incarnation, pack(self._own), predecessors, answer)))
+
+    def approach(self, record: WorkerRecord) -> None:
+        """Somebody who is not believed has told of a worker that is not known here. Say hello to it, and let it do the
+        same: it is admitted then, or not, as any that shows itself. May take some seconds.
+        """
+        address = choose(record, self._own.host)
+        if address is None or self._roster.flaw_in(record):
+            return
+        now, timeout = self._worker.runtime.now, min(self.patience, _APPROACH)
+        deadline = now() + timeout
+        try:
+            channel = self._worker.endpoint.connect(address, timeout=timeout)
+        except (ConnectionError, AuthenticationError, ValueError) as error:
+            log.debug("worker '%.130s' is not met: %s", record.name, error)
+            return
+        with contextlib.suppress(ChannelClosedError):
+            if self.may_be(channel, record.name):
+                channel.send(self._hello_to(record, answer=True))
+                while self.of(channel) is None and not self._worker.closed and now() < deadline:
+                    self._worker.runtime.gate().wait(_MOMENT)
+        if self.of(channel) is None:
+            channel.close()
 
     def _belongs(self, channel: Channel, peer: Peer) -> None:
         with self._lock:
@@ -528,6 +553,9 @@ class Peers:
         peer.incoming = channel
         self._regain(peer)
         self._tell_watchers(channel)
+        if hello.answer:
+            with contextlib.suppress(ChannelClosedError):
+                channel.send(self._hello_to(record), timeout=0)
         return None
 
     def may_be(self, channel: Channel, name: str) -> bool:

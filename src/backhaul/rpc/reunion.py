@@ -29,6 +29,7 @@ from backhaul.worker import Worker, current_worker
 log = logging.getLogger("backhaul")
 
 _MAX_TASKS = 1024  # that wait
+_MAX_SHOWN = 64  # of them, to how many workers one member wants this one to show itself
 _TOLD = 3.0  # seconds that the other, and those who are to show themselves to it, have to hear of it
 
 
@@ -47,9 +48,10 @@ class Reunion:
         self._peers.regained = self._on_regained
         worker.attach(self)
 
-    def _soon(self, what: str, about: WorkerRecord, task: Task) -> None:
+    def _soon(self, what: str, about: WorkerRecord, task: Task, most: int = _MAX_TASKS) -> None:
+        """Do something, unless ``most`` things of that kind wait, or too many of all kinds."""
         with self._lock:
-            if len(self._tasks) < _MAX_TASKS:
+            if len(self._tasks) < _MAX_TASKS and sum(kind == what for kind, _ in self._tasks) < most:
                 self._tasks[what, about.incarnation] = task
             start, self._working = not self._working, True
         if start:
@@ -106,13 +108,18 @@ class Reunion:
                 self._peers.dismiss(peer)
 
     def _let_show(self, to: Peer, known: set[str]) -> None:
-        """Let those of whom a member has not heard show themselves to it."""
+        """Let those of whom a member has not heard show themselves to it, and it to them: one of the two may believe us
+        where the other does not.
+        """
         calls, now = [], self._worker.runtime.now
-        deadline, told = now() + _TOLD, (pack(to.record),)
+        deadline = now() + _TOLD
         for peer in self._others(to):
-            if peer.record.incarnation not in known and not peer.lost and (left := deadline - now()) > 0:
+            if peer.record.incarnation in known or peer.lost:
+                continue
+            for asked, shown in ((peer, to), (to, peer)):
                 with contextlib.suppress(BackhaulError):
-                    calls.append(self._agent.call_async(peer.info, show, told, None, left, mode="internal"))
+                    left, told = max(deadline - now(), 0.001), (pack(shown.record),)
+                    calls.append(self._agent.call_async(asked.info, show, told, None, left, mode="internal"))
         for call in calls:
             with contextlib.suppress(BackhaulError):
                 call.wait()
@@ -122,11 +129,15 @@ class Reunion:
 
     def show(self, caller: Peer, record: WorkerRecord) -> None:
         """A member says that the worker of that record has not heard of this one."""
-        self._soon("show", record, functools.partial(self._show, caller, record))
+        what = f"show, as {caller.record.incarnation} says"
+        self._soon(what, record, functools.partial(self._show, caller, record), _MAX_SHOWN)
 
     def _show(self, caller: Peer, record: WorkerRecord) -> None:
         found = self._peers.in_life(record.id, record.incarnation)
-        if found is None and self._membership.believes(caller):
+        if found is None and not self._membership.believes(caller):
+            self._peers.approach(record)
+            return
+        if found is None:
             found = self._peers.learn(record)
         if isinstance(found, Peer) and found.channel is None:
             self._membership.show_to(found, self._peers.patience)

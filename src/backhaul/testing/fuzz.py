@@ -318,7 +318,7 @@ _NOTE = Note(ContextId(1 << 48), MessageId(7), (0, 2), (1, 2, 3))
 _PAYLOAD = Payload(plain=[1, "two", 3.0])
 _LEFT = messages.Departure("incarnation", 1, "name", "proof")
 _MESSAGES: tuple[msgspec.Struct, ...] = (
-    Hello("c", "d", b"record", (_LEFT,)),
+    Hello("c", "d", b"record", (_LEFT,), True),
     Refuse("no"),
     Request("operator:add", _PAYLOAD, True, {"autograd": b"note"}),
     Reply(_PAYLOAD, {"rref": b"note"}),

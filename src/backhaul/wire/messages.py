@@ -50,6 +50,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     to_incarnation: str
     record: bytes  # of the one who speaks; see ``rpc.roster``
     left: tuple[Departure, ...] = ()
+    answer: bool = False  # the other is to say hello, too, over the same channel
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True):
