@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import signal
 import time
@@ -17,7 +16,7 @@ import torch
 import backhaul as bh
 from tests.cluster.processes import DIED, run_processes
 
-from . import programs, races
+from . import fresh, programs, races
 
 pytestmark = [
     pytest.mark.cuda,
@@ -59,29 +58,8 @@ def test_two_processes(name: str, way: str) -> None:
         assert not said, said
 
 
-def use_a_device() -> None:
-    assert torch.ones(2, device="cuda").sum().item() == 2
-
-
-def begin_without_a_device() -> dict[str, Any] | None:
-    """Who has started CUDA, before and after a tensor of a device was sent; and whether a forked child can use it."""
-    if bh.get_worker_info().id:
-        return None
-    workers = [info.name for info in bh.get_worker_infos()]
-    x = torch.ones(3, requires_grad=True)
-    with bh.context() as ctx:
-        ctx.backward(bh.rpc_sync("worker1", torch.mul, args=(x, 2)).sum())
-    before = [bh.rpc_sync(name, torch.cuda.is_initialized) for name in workers]
-    child = multiprocessing.get_context("fork").Process(target=use_a_device)
-    child.start()
-    child.join()
-    back = bh.rpc_sync("worker1", torch.neg, args=(torch.ones(programs.WIDE, device="cuda"),))
-    after = [bh.rpc_sync(name, torch.cuda.is_initialized) for name in workers]
-    return {"before": before, "child": child.exitcode, "back": (str(back.device), back.sum().item()), "after": after}
-
-
 def test_cuda_starts_with_the_first_tensor_of_a_device() -> None:
-    found, _ = bh.launch(begin_without_a_device, 2)
+    found, _ = bh.launch(fresh.begin_without_a_device, 2)
     assert found == {
         "before": [False, False],
         "child": 0,
