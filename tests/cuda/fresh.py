@@ -25,11 +25,13 @@ def begin_without_a_device() -> dict[str, Any] | None:
     workers = [info.name for info in bh.get_worker_infos()]
     x = torch.ones(3, requires_grad=True)
     with bh.context() as ctx:
-        ctx.backward(bh.rpc_sync("worker1", torch.mul, args=(x, 2)).sum())
+        loss = bh.rpc_sync("worker1", torch.mul, args=(x, 2)).sum()
+        # Before a pass: torch's engine asks the driver for devices, in a plain ``loss.backward()`` too.
+        child = multiprocessing.get_context("fork").Process(target=use_a_device)
+        child.start()
+        child.join()
+        ctx.backward(loss)
     before = [bh.rpc_sync(name, torch.cuda.is_initialized) for name in workers]
-    child = multiprocessing.get_context("fork").Process(target=use_a_device)
-    child.start()
-    child.join()
     back = bh.rpc_sync("worker1", torch.neg, args=(torch.ones(WIDE, device="cuda"),))
     after = [bh.rpc_sync(name, torch.cuda.is_initialized) for name in workers]
     return {"before": before, "child": child.exitcode, "back": (str(back.device), back.sum().item()), "after": after}
