@@ -60,6 +60,21 @@ def end_forked(error: BaseException | None) -> None:
     os._exit(code & 0xFF if isinstance(code, int) else 1)
 
 
+class UserCode:
+    """While inside, this thread runs code of the user's. If that forks, the child ends here; see [Note: forks]."""
+
+    __slots__ = ("_forks",)
+
+    def __enter__(self) -> None:
+        self._forks = forks
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if forks != self._forks:
+            end_forked(error)
+
+
 class Thread(threading.Thread):
     """A thread of Backhaul's own. It does not keep the process alive."""
 

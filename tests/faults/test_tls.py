@@ -192,7 +192,7 @@ def test_files_that_are_no_certificates_are_named(folder: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match="cannot use"):
             Credentials(bh.Tls(**given))
     with pytest.raises(ValueError, match=r"backhaul\.launch"):
-        bh.init("alone", rank=0, world_size=1, options=bh.Options(tls="auto", init_method="file:///tmp/x"))
+        bh.init("alone", rank=0, world_size=1, options=bh.Options(tls="auto", init_method=f"file://{tmp_path}/store"))
 
 
 # Workers.

@@ -100,16 +100,8 @@ def answers_later(function: Any, result: Any) -> bool:
 
 def run_here(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function of the user's for a handler. If it forks, the child ends with it."""
-    forks = runtime.forks
-    try:
-        result = function(*args, **kwargs)
-    except BaseException as error:
-        if runtime.forks != forks:
-            runtime.end_forked(error)
-        raise
-    if runtime.forks != forks:
-        runtime.end_forked(None)
-    return result
+    with runtime.UserCode():
+        return function(*args, **kwargs)
 
 
 def _nothing() -> None:

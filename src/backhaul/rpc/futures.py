@@ -335,20 +335,12 @@ def _clone(error: BaseException) -> BaseException:
 
 @interrupts.calls_out
 def _go_on(callback: Callable[[Future[T]], S], done: Future[T]) -> S:
-    observer, forks = observer_here(), runtime.forks
-    try:
+    observer = observer_here()
+    with runtime.UserCode():
         if observer is None:
-            result = callback(done)
-        else:
-            with observer.going_on():
-                result = callback(done)
-    except BaseException as error:
-        if runtime.forks != forks:
-            runtime.end_forked(error)
-        raise
-    if runtime.forks != forks:
-        runtime.end_forked(None)
-    return result
+            return callback(done)
+        with observer.going_on():
+            return callback(done)
 
 
 def _check(callback: Any) -> None:
