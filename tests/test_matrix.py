@@ -105,7 +105,10 @@ def test_pins_of_what_torch_needs_are_for_one_torch_only() -> None:
 
 def test_the_suites_of_the_reference_are_run_with_the_torch_they_are_known_for() -> None:
     assert "tests/reference" not in matrix.selection(Pair("2.13", "3.13"), None)
-    assert matrix.selection(Pair("2.15", "3.13"), None)[-2:] == ["--ignore", "tests/reference"]
+    assert "--ignore=tests/reference" in matrix.selection(Pair("2.15", "3.13"), None, everything=True)
+    assert "--ignore=tests/sim" not in matrix.selection(Pair("2.15", "3.13"), None, everything=True)
+    assert {"--ignore=tests/reference", "--ignore=tests/sim"} <= {*matrix.selection(Pair("2.15", "3.13"), None)}
+    assert all((matrix.ROOT / path).exists() for path in matrix.ONCE)
     assert matrix.selection(Pair("2.15", "3.13"), "tests/jit -k 'a or b'") == ["tests/jit", "-k", "a or b"]
 
 

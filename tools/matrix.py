@@ -3,7 +3,8 @@
 Each pair has an environment of its own in .matrix/, which is removed after its tests unless --keep is given: with CUDA
 libraries it takes up to 6 GB. A pair that cannot be built is a row of the table too, and a failure.
 
-    make matrix                                           all pairs, all tests; writes the table
+    make matrix                                           all pairs; writes the table
+    make matrix ARGS=--all                                also the tests that use little of torch, with every pair
     make matrix ARGS="2.15/3.12 2.12/3.11"                some pairs
     make matrix ARGS="2.15/3.12 --keep --tests 'tests/jit -x'"    some tests, which only prints the table
 """
@@ -30,6 +31,8 @@ FOLDER = ROOT / ".matrix"
 MARKS = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 TITLES = "| torch | Python | passed | failed | skipped | on | note |\n|---|---|---|---|---|---|---|"
 BUILD_SECONDS = 3600
+ONCE = ("tests/conformance", "tests/faults", "tests/fuzz", "tests/sim")
+"""Tests of transports, faults and protocols: they use little of torch, and are run with the pinned torch only."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped)")
 
 
@@ -104,6 +107,9 @@ def _parse(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", type=_pair, metavar="TORCH/PYTHON", help="such as 2.15/3.12; default: all")
     parser.add_argument("--tests", help="arguments for pytest in the place of all tests, as one string")
+    parser.add_argument(
+        "--all", action="store_true", help="also run the tests that use little of torch with every pair"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the environments in .matrix/ for the next run")
     parser.add_argument(
         "--python",
@@ -224,7 +230,16 @@ def _environment() -> Mapping[str, str]:
 def test(row: Row, python: str, options: argparse.Namespace) -> Row:
     """Run the tests with an interpreter. Raises ``BuildError`` if they do not come to an end."""
     pair = row.pair
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", *selection(pair, options.tests)]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+        *selection(pair, options.tests, everything=options.all),
+    ]
     log = FOLDER / f"{pair.folder.name}.log"
     print(f"{pair}: {shlex.join(command[1:])} > {log.relative_to(ROOT)}", flush=True)
     with log.open("w") as file:
@@ -249,16 +264,20 @@ def test(row: Row, python: str, options: argparse.Namespace) -> Row:
     return row._replace(passed=found["passed"], failed=found["failed"] + found["error"], skipped=found["skipped"])
 
 
-def selection(pair: Pair, tests: str | None) -> list[str]:
-    """What pytest is to run: what was asked for, or all as ``make test`` does. The reference's suites are part of torch
-    and differ between versions; the list of those that pass is that of one version.
+def selection(pair: Pair, tests: str | None, *, everything: bool = False) -> list[str]:
+    """What pytest is to run: what was asked for, or all as ``make test`` does with the pinned torch, and less with
+    another one. The reference's suites are part of torch and differ between versions; the list of those that pass is
+    that of one version.
     """
     if tests is not None:
         return shlex.split(tests)
-    everything = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"]
+    found = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"]
     pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
     assert pinned is not None
-    return everything if _minor(pinned.group(1)) == pair.torch else [*everything, "--ignore", "tests/reference"]
+    if _minor(pinned.group(1)) == pair.torch:
+        return found
+    left_out = ("tests/reference",) if everything else ("tests/reference", *ONCE)
+    return [*found, *(f"--ignore={path}" for path in left_out)]
 
 
 def counts(line: str) -> dict[str, int]:
