@@ -407,8 +407,8 @@ class Run:
 
     def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> Stepper:
         """The stepper does not refer to the run, which refers to it. Graphs in a cycle are freed by the garbage
-        collector alone; up to torch 2.12 it could also take their nodes from a pass on another thread that had just
-        come to them.
+        collector alone. Up to torch 2.12, second-order passes failed now and then with ``KeyError: <AccumulateGrad>``
+        if the collector ran while another thread walked over the same nodes.
         """
         sources = sorted(active, key=self._place)
         if self.spec.deterministic:

@@ -221,7 +221,7 @@ def test_the_summary_is_what_the_graph_says(seed: int) -> None:
 
 @pytest.mark.parametrize("over", [True, False])
 def test_a_group_in_a_circle_is_freed_without_the_garbage_collector(over: bool) -> None:
-    """Up to torch 2.12 the collector may take nodes from a pass that has just come to them on another thread."""
+    """Up to torch 2.12, passes of other threads failed now and then when the collector freed such graphs."""
     leaf = torch.ones(2, requires_grad=True)
     shared = leaf * 2
     context = Context(ContextId(1))
