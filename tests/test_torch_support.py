@@ -84,14 +84,17 @@ def test_a_feature_is_checked_when_it_is_used(name: str, use: str) -> None:
 
 
 def test_devices_are_checked_when_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backhaul.cuda import process
+    from backhaul.cuda import driver, process
 
     torch_support._check.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(driver, "identities", lambda: ("a device",))
     monkeypatch.delattr(torch.cuda, "_is_in_bad_fork")
     with pytest.raises(UnsupportedTorchError) as caught:
         process.identities()
     assert "torch.cuda._is_in_bad_fork" in caught.value.missing
+    monkeypatch.setattr(driver, "identities", lambda: ())
+    assert process.identities() == ()
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

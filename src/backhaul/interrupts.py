@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from signal import default_int_handler
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
@@ -38,6 +38,7 @@ _TESTING = _HERE + "testing" + os.sep  # programs of their own
 SIGINT = int(signal.SIGINT)
 getsignal: Callable[[int], Any] = _signal.getsignal  # what ``signal`` puts around it costs a hundred times as much
 _OFTEN, _SELDOM = 0.001, 0.02  # seconds until the signal is repeated, at first and after a while
+_PIECE = 0.5  # seconds that the main thread waits at a time, see ``_pieces``
 _INSIST = 1.0  # seconds; after that another interrupt is raised wherever the thread is
 
 _waits: set[CodeType] = set()
@@ -104,14 +105,38 @@ def acquire(lock: _Lock, timeout: float) -> bool:
 
 @waits
 def _acquire(lock: _Lock, timeout: float, taken: list[bool]) -> None:
-    # No handler runs between the two calls, and so none while the lock is held and nobody knows.
-    taken.extend(map(lock.acquire, (True,), (min(timeout, threading.TIMEOUT_MAX),)))
+    for piece in _pieces(None if timeout < 0 else timeout):
+        # No handler runs between the two calls, and so none while the lock is held and nobody knows.
+        taken[:] = map(lock.acquire, (True,), (-1.0 if piece is None else min(piece, threading.TIMEOUT_MAX),))
+        if taken[0]:
+            return
 
 
 @waits
 def poll(poller: select.poll, timeout: float | None) -> list[tuple[int, int]]:
     """As ``poller.poll``, in seconds; may be interrupted."""
-    return poller.poll(timeout if timeout is None else timeout * 1000)
+    found: list[tuple[int, int]] = []
+    for piece in _pieces(timeout):
+        found = poller.poll(None if piece is None else piece * 1000)
+        if found:
+            break
+    return found
+
+
+@waits
+def _pieces(timeout: float | None) -> Iterator[float | None]:
+    """How long to wait, one time after the other. A signal that comes just before the main thread blocks does not end
+    the wait, and Python runs its handler only afterwards: so the main thread waits for ``_PIECE`` at most at a time.
+    """
+    if not _in_main_thread() or (timeout is not None and timeout <= _PIECE):
+        yield timeout
+        return
+    deadline = None if timeout is None else time.monotonic() + timeout
+    left: float | None = timeout
+    while left is None or left > _PIECE:
+        yield _PIECE
+        left = None if deadline is None else deadline - time.monotonic()
+    yield max(left, 0.0)
 
 
 def check() -> None:

@@ -358,6 +358,38 @@ def test_passes_of_other_drivers_are_not_in_it(request: pytest.FixtureRequest) -
     assert found == [[True], None, [True, False]]
 
 
+def wait_at(gate: str, x: torch.Tensor) -> torch.Tensor:
+    gates[f"{gate} reached"].set()
+    gates[gate].wait(PATIENCE)
+    return x
+
+
+def drive_at_the_handler(gate: str) -> list[bool]:
+    """Run by worker 1, where a handler of a caller in anomaly mode waits."""
+    assert await_gate(gate)
+    a = torch.zeros(2, requires_grad=True)
+    with bh.context() as ctx:
+        ctx.backward(bh.rpc_sync(2, root_of_zero, args=(a,)).sum(), timeout=PATIENCE)
+        return [torch.is_anomaly_enabled(), bool(ctx.grads[a].isnan().all()), bh.rpc_sync(2, sees)]
+
+
+def drive_while_a_handler_is_in_it(gate: str) -> list[bool] | None:
+    if bh.get_worker_info().id:
+        return None
+    with torch.autograd.detect_anomaly(), bh.context():
+        waiting = bh.rpc_async(1, wait_at, args=(gate, torch.ones(1, requires_grad=True)))
+    found = bh.rpc_sync(1, drive_at_the_handler, args=(gate,))
+    bh.rpc_sync(1, open_gate, args=(gate,))
+    waiting.wait()
+    return found
+
+
+def test_a_pass_driven_where_a_handler_is_in_it_is_not(request: pytest.FixtureRequest) -> None:
+    """torch's switch is on there, for the handler alone."""
+    found = bh.launch(drive_while_a_handler_is_in_it, 3, args=(request.node.name,), start_method="forkserver")
+    assert found[0] == [True, True, False]
+
+
 def test_threads_that_share_a_graph() -> None:
     """A thread that is not in anomaly mode runs nodes which another thread watches."""
     a, barrier, done = torch.zeros(2, requires_grad=True), threading.Barrier(2), []

@@ -487,3 +487,78 @@ def test_a_result_of_launch_refuses_its_gradient() -> None:
     for value in (tensor, wrapper):
         with pytest.raises(RuntimeError, match="a result of"):
             total(value).backward()
+
+
+# Wrappers that share something.
+
+
+def inner_of(wrapper: TwoTensor, other: torch.Tensor) -> torch.Tensor:
+    return wrapper.a * 5 + wrapper.a * other
+
+
+def wrap(w: torch.Tensor) -> TwoTensor:
+    return TwoTensor(w * 2, w * 3)
+
+
+def test_inner_tensors_keep_a_graph_of_their_own() -> None:
+    """A wrapper may be a leaf that requires grad while its inner tensors were computed from something else."""
+
+    def program(call: Callable[..., Any], w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        there = call(inner_of, wrap(w), v)
+        back = call(wrap, w)
+        return (there + back.a * v).sum()
+
+    w, v = MAKE["plain"](), MAKE["plain"]()
+    with bh.cluster(2), bh.context() as ctx:
+        ctx.backward(program(lambda function, *args: bh.rpc_sync("worker1", function, args=args), w, v))
+        found = [ctx.grads[w], ctx.grads[v]]
+    torch.testing.assert_close(
+        found, list(torch.autograd.grad(program(lambda function, *args: function(*args), w, v), [w, v]))
+    )
+
+
+def double_in_place(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    first.mul_(2)
+    return first * 1 + second * second
+
+
+def view_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(x.values(), x.offsets()) if x.layout is torch.jagged else x.view_as(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["plain", "wrapper", "jagged"])
+def test_recorded_wrappers_do_not_share_memory(kind: str) -> None:
+    """As plain tensors do not: the graph would not know of a change in place."""
+    leaf, plain = MAKE[kind](), MAKE[kind]()
+    with bh.cluster(2), bh.context() as ctx:
+        x = leaf * 1
+        y = bh.rpc_sync("worker1", double_in_place, args=(x, view_of(x)))
+        ctx.backward(total(y))
+        found = numbers(ctx.grads[leaf])
+    expected = plain * 2 + plain * plain
+    torch.testing.assert_close(numbers(y), numbers(expected))
+    torch.testing.assert_close(found, numbers(torch.autograd.grad(total(expected), [plain])[0]))
+
+
+def add_plainly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a * 3).as_subclass(torch.Tensor) + b
+
+
+def test_a_tensor_computed_from_a_lost_value_does_not_stand_for_it() -> None:
+    lost = (MAKE["plain"]() * 2).as_subclass(OwnPickle)
+    derived = lost.as_subclass(torch.Tensor) * 5
+    with bh.cluster(2), bh.context(), pytest.raises(bh.SerializationError, match="no_grad") as caught:
+        bh.rpc_sync("worker1", add_plainly, args=(lost, derived))
+    assert caught.value.path == "args[0]"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own use of it
+def test_views_before_the_culprit_do_not_confuse_the_error() -> None:
+    matrix = torch.ones(2, 2)
+    with bh.cluster(2), forward_ad.dual_level():
+        dual = forward_ad.make_dual(DATA.clone(), torch.ones_like(DATA))
+        for value in (dual[:2], dual.as_subclass(Marked)):
+            with pytest.raises(bh.SerializationError, match="forward-mode tangent") as caught:
+                bh.rpc_sync("worker1", losing, args=([matrix[0], value],))
+            assert caught.value.path == "args[0][1]"

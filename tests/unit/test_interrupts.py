@@ -244,3 +244,21 @@ def test_an_interrupt_is_told_from_what_code_raises(deferred: bool) -> None:
     other.start()
     other.join()
     assert found == [False]  # there it has only travelled
+
+
+def test_the_main_thread_waits_in_pieces() -> None:
+    """Python does not notice a signal that comes just before a wait begins until that wait is over."""
+    asked: list[float] = []
+
+    class Lock:
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            asked.append(timeout)
+            return len(asked) == 3
+
+        def release(self) -> None: ...
+
+    assert interrupts.acquire(Lock(), -1.0)
+    assert asked == [interrupts._PIECE] * 3
+    asked.clear()
+    assert not interrupts.acquire(Lock(), 0.01)
+    assert asked == [0.01]

@@ -8,6 +8,7 @@ torch's own switched on, since nothing else makes it note where nodes come from.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +26,19 @@ _TRACE, _PARENT = "traceback_", "parent_"  # under which torch keeps, with a nod
 
 
 def level() -> int:
-    """That of this process."""
-    return _switch.level() if torch.is_anomaly_enabled() or _switch.moved else OFF
+    """The level of what runs here: that of the caller in a handler that holds torch's switch, else the program's."""
+    if not (torch.is_anomaly_enabled() or _switch.moved):
+        return OFF
+    return _switch.level() if not _switch.held_only else _handled.get()
+
+
+def hold_for_handler(level: int) -> Hold:
+    """Switch anomaly mode on for a handler that is about to run in this context of execution."""
+    _handled.set(level)
+    return _switch.hold(level)
+
+
+_handled: contextvars.ContextVar[int] = contextvars.ContextVar("backhaul_anomaly", default=OFF)
 
 
 def watching(nodes: Iterable[Node], level: int) -> contextlib.AbstractContextManager[object]:
@@ -111,6 +123,11 @@ class _Switch:
         self._stopping = 0
         self._before = OFF  # while stopping: where it was, and will be
 
+    @property
+    def held_only(self) -> bool:
+        """Whether it is on for handlers alone, and the program has not switched it on."""
+        return self._ours
+
     def level(self) -> int:
         """Where it is, but for being stopped."""
         with self._lock:
@@ -149,7 +166,7 @@ class _Switch:
 
     def begin_stop(self) -> bool:
         """A hook is about to raise ``StopEngine``. Returns whether ``end_stop`` must follow once the engine is over."""
-        if level() == OFF:
+        if not (torch.is_anomaly_enabled() or self.moved) or self.level() == OFF:
             return False
         self.moved = True
         with self._lock:
@@ -183,4 +200,4 @@ class Hold:
 
 
 _switch = _Switch()
-hold, begin_stop, end_stop = _switch.hold, _switch.begin_stop, _switch.end_stop
+begin_stop, end_stop = _switch.begin_stop, _switch.end_stop

@@ -132,7 +132,7 @@ recv_of: Callable[[Node], tuple[Recv, int] | None] = Fence.mark_of
 """Which received tensor a node stands for; None for all other nodes."""
 
 
-def _apart(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def apart(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Give each tensor memory of its own: the graph does not know which of them share it, so a change of one in place,
     or of another that came with it, would spoil gradients without a word.
     """
@@ -167,8 +167,7 @@ def receive(recv: Recv, tensors: Sequence[torch.Tensor], others: Sequence[torch.
         others: What else came with it.
     """
     recv.count = len(tensors)
-    apart = _apart(tensors, others)
-    return [_fence.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart)]
+    return [_fence.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart(tensors, others))]
 
 
 def receive_wrapper(recv: Recv, first: int, number: int, wrapper: torch.Tensor) -> torch.Tensor:

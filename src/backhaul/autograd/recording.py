@@ -28,6 +28,7 @@ from backhaul.autograd.functions import (
     MessageId,
     Recv,
     SendRecord,
+    apart,
     receive,
     receive_one,
     receive_outside,
@@ -148,9 +149,13 @@ def record_recv(
     if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
         return receive_one(recv, tensors[0])
     positions = [position for position in note.positions if position < len(tensors)]
-    others = [tensor for place, tensor in enumerate(tensors) if place not in positions]
-    made = receive(recv, [tensors[p] for p in positions], others)
-    recorded = Tensors(tensors, 0) if isinstance(tensors, Tensors) else list(tensors)
+    others = [place for place in range(len(tensors)) if place not in positions]
+    recorded = list(tensors)
+    if isinstance(tensors, Tensors):  # wrappers are made of some of the others, and are not to share memory either
+        recorded = Tensors(tensors, 0)
+        for place, tensor in zip(others, apart([tensors[place] for place in others], ()), strict=True):
+            recorded[place] = tensor
+    made = receive(recv, [tensors[place] for place in positions], [recorded[place] for place in others])
     for position, tensor in zip(positions, made, strict=True):
         recorded[position] = tensor
     if isinstance(recorded, Tensors):
@@ -222,7 +227,7 @@ class Recorder:
             scope = ReplayedScope(self._worker, context, read.order, MessageId(read.replay))
         _scope.set(scope)
         if read.anomaly and (limit := limits.current.get()) is not None:
-            limit.at_end = anomaly.hold(read.anomaly).release
+            limit.at_end = anomaly.hold_for_handler(read.anomaly).release
         return record_recv(context, peer.record.id, read, tensors), scope
 
     def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:

@@ -34,10 +34,12 @@ def identities() -> tuple[str, ...]:
     """What the visible devices are, by index. Does not start CUDA, where that can be avoided."""
     if not torch.cuda._is_compiled():
         return ()
-    require("backhaul.cuda")
     from backhaul.cuda import driver
 
-    return driver.identities()
+    found = driver.identities()
+    if found:
+        require("backhaul.cuda")
+    return found
 
 
 def judge(error: BaseException, worker: str) -> None:

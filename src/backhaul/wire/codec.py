@@ -243,7 +243,7 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
     wrapped = pickler.subclasses.wrapped
     form = Payload(table, pickle=body, loose=len(loose), wrapped=len(wrapped))
     encoded = Encoded(form, buffers, [keep, loose], [*writer.tensors, *wrapped], parcels, writer.lease)
-    if lost := pickler.unrecorded(encoded.tensors):
+    if lost := [*pickler.subclasses.lost, *pickler.scripted]:
         encoded.unrecorded = [f"{path_to(value, values, names)} (a {type(value).__name__})" for value in lost]
     return encoded
 
@@ -315,11 +315,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._main_shared = main_shared
         self._parcels = parcels
         self.subclasses = SubclassReducer()
-        self._scripted: list[Any] = []  # values of script modules that require grad and cannot be recorded
-
-    def unrecorded(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The values that require grad although none of ``tensors`` stands for them."""
-        return [*self.subclasses.unrecorded(tensors), *self._scripted]
+        self.scripted: list[Any] = []  # script modules with a value that requires grad and cannot be recorded
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
@@ -359,7 +355,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     if value.requires_grad:
                         recorded[path, name] = plain_alias(value)
                 elif any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(value)):
-                    self._scripted.append(module)
+                    self.scripted.append(module)
         return _script_module, (module.save_to_buffer(), recorded)
 
 
@@ -387,7 +383,7 @@ class _Unpickler(pickle.Unpickler):
         if name == "_tensor" and module == __name__:
             return self._tensors.__getitem__
         if name == make_wrapper.__name__ and module == make_wrapper.__module__:
-            return functools.partial(make_wrapper, getattr(self._tensors, "attach", None))
+            return functools.partial(make_wrapper, self._tensors)
         if (builder := builders.get((module, name))) is not None:
             return functools.partial(builder, self._home)
         return super().find_class(module, name)
@@ -426,7 +422,8 @@ def path_to(part: Any, values: Sequence[Any], names: Sequence[str]) -> str:
 
 def _aliases(value: torch.Tensor, part: Any) -> bool:
     """Whether ``part`` is the plain alias that travels for ``value``."""
-    return isinstance(part, torch.Tensor) and part._base is not None and part._base is (value._base or value)
+    base = value if value._base is None else value._base
+    return isinstance(part, torch.Tensor) and part._base is base
 
 
 def _in_main(value: Any) -> bool:

@@ -10,6 +10,8 @@ This module knows no message and no autograd engine.
 
 from __future__ import annotations
 
+import copyreg
+import pickle
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from backhaul.errors import SerializationError
@@ -79,12 +82,24 @@ class Tensors(list[torch.Tensor]):
         attach: Takes the number of a wrapper and the wrapper as it was built. Returns the wrapper to use.
     """
 
-    __slots__ = ("attach", "wrapped")
+    __slots__ = ("_used", "attach", "wrapped")
 
     def __init__(self, tensors: Iterable[torch.Tensor], wrapped: int, attach: Attach | None = None) -> None:
         super().__init__(tensors)
         self.wrapped = wrapped
         self.attach = attach
+        self._used: dict[int, torch.Tensor] = {}  # by id: inner tensors of wrappers
+
+    def own(self, inner: dict[str, Any]) -> dict[str, Any]:
+        """The inner tensors of a wrapper. One that another wrapper has already is copied: the graph does not know that
+        they share memory, so a change of one wrapper in place would spoil gradients of the other.
+        """
+        found = {}
+        for name, part in inner.items():
+            copied = isinstance(part, torch.Tensor) and part.is_floating_point() and id(part) in self._used
+            found[name] = part.clone() if copied else part
+            self._used.setdefault(id(part), part)
+        return found
 
 
 def may_require_grad(tensors: Sequence[torch.Tensor]) -> bool:
@@ -107,16 +122,17 @@ class SubclassReducer:
 
     Attributes:
         wrapped: The wrappers that require grad, in the order of their numbers.
+        lost: The values that require grad and that their classes pickle without their graph.
     """
 
-    __slots__ = ("_pickled_by_class", "wrapped")
+    __slots__ = ("lost", "wrapped")
 
     def __init__(self) -> None:
         self.wrapped: list[torch.Tensor] = []
-        self._pickled_by_class: list[torch.Tensor] = []
+        self.lost: list[torch.Tensor] = []
 
     def reduce(self, value: torch.Tensor) -> Any:
-        """Return what ``__reduce__`` would, or NotImplemented if the class pickles itself."""
+        """Return what ``__reduce__`` would."""
         kind = type(value)
         if kind is torch.nn.Parameter:
             return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad)
@@ -132,9 +148,11 @@ class SubclassReducer:
             if isinstance(value, torch.nn.Parameter):  # by a mark, see torch.nn.Parameter
                 return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad, kind)
             return _with_attributes(value, make_subclass, plain_alias(value), kind)
-        if value.requires_grad and not is_lazy(value):
-            self._pickled_by_class.append(value)
-        return NotImplemented
+        registered = copyreg.dispatch_table.get(kind)
+        made: Any = registered(value) if registered is not None else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if value.requires_grad and not is_lazy(value) and not _carries(made, value):
+            self.lost.append(value)
+        return made
 
     def _reduce_wrapper(self, value: torch.Tensor) -> Any:
         kind: Any = type(value)
@@ -159,18 +177,6 @@ class SubclassReducer:
         is_parameter = bool(attributes.pop(_PARAMETER_MARK, False))
         arguments = made_of, value.requires_grad, is_parameter, number
         return make_wrapper, arguments, attributes, None, None, set_attributes
-
-    def unrecorded(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The values that require grad and whose gradient would be lost.
-
-        Args:
-            tensors: The tensors that the message records if they require grad.
-        """
-        if not self._pickled_by_class:
-            return []
-        with torch._C.DisableTorchFunctionSubclass():
-            reached = {node for tensor in tensors if tensor.requires_grad for node in _near_nodes(tensor)}
-            return [value for value in self._pickled_by_class if (value.grad_fn or value) not in reached]
 
 
 def plain_alias(value: torch.Tensor) -> torch.Tensor:
@@ -207,16 +213,20 @@ def make_subclass(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
 
 
 def make_wrapper(
-    attach: Attach | None, made_of: tuple[Any, ...], requires_grad: bool, is_parameter: bool, number: int
+    tensors: Sequence[torch.Tensor], made_of: tuple[Any, ...], requires_grad: bool, is_parameter: bool, number: int
 ) -> torch.Tensor:
-    """Build a wrapper, and attach it to the graph if it has a number."""
+    """Build a wrapper of the tensors of a message, and attach it to the graph if it has a number."""
     kind, inner, context, shape, stride, dimension = made_of
+    attached = number >= 0 and isinstance(tensors, Tensors) and tensors.attach is not None
+    if attached:
+        inner = tensors.own(inner)  # type: ignore[attr-defined]
     if dimension is not None:
         source = _ragged_source(inner)
         inner = {**inner, source: ragged_dimensions.adopt(dimension, inner[source])}
     made: torch.Tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
-    if number >= 0 and attach is not None:
-        made = attach(number, made)
+    if attached:
+        made = tensors.attach(number, made)  # type: ignore[attr-defined]
+        _keep_inner_graph(made, inner)
         if is_recorded(made) or not is_parameter:
             return made
     if is_parameter:
@@ -224,20 +234,36 @@ def make_wrapper(
     return made.requires_grad_() if requires_grad and made.is_leaf else made
 
 
+def _keep_inner_graph(wrapper: torch.Tensor, inner: dict[str, Any]) -> None:
+    """Give a wrapper its inner tensors again that are part of a graph of their own: to attach it detached them."""
+    for name, part in inner.items():
+        if isinstance(part, torch.Tensor) and part.requires_grad:
+            setattr(wrapper, name, part)
+            if getattr(wrapper, name) is not part:
+                raise SerializationError(
+                    f"a {type(wrapper).__name__} requires grad, and so does its inner tensor {name!r}, which cannot be "
+                    "set again on arrival; send one of the two detached"
+                )
+
+
 def _with_attributes(value: torch.Tensor, build: Callable[..., Any], *args: Any) -> Any:
     attributes = {name: item for name, item in value.__dict__.items() if name != _PARAMETER_MARK}
     return build, args, attributes, None, None, set_attributes
 
 
-def _near_nodes(tensor: torch.Tensor) -> set[Any]:
-    """The nodes of the graph that lie at most two edges behind a tensor. A leaf stands for its own node."""
-    found: set[Any] = {tensor.grad_fn or tensor}
-    ahead = found
-    for _ in range(2):
-        behind = {edge[0] for node in ahead for edge in getattr(node, "next_functions", ())} - {None}
-        ahead = {getattr(node, "variable", node) for node in behind}
-        found |= ahead
-    return found
+def _carries(reduced: Any, value: torch.Tensor) -> bool:
+    """Whether what a class makes of a value for pickling has a tensor that is an alias of the value in the graph."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node: Any = value.grad_fn or value
+        for part in tree_leaves(list(reduced[1:3])) if isinstance(reduced, tuple) else ():
+            if not isinstance(part, torch.Tensor) or not part.requires_grad:
+                continue
+            if (part.grad_fn or part) is node:
+                return True
+            behind: Any = getattr(part.grad_fn, "next_functions", ())
+            if len(behind) == 1 and getattr(behind[0][0], "variable", behind[0][0]) is node:
+                return True
+    return False
 
 
 def _ragged_source(inner: dict[str, Any]) -> str:

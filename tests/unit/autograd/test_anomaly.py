@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from backhaul.autograd.anomaly import CHECK_NAN, OFF, ON, begin_stop, end_stop, hold, level
+from backhaul.autograd.anomaly import CHECK_NAN, OFF, ON, begin_stop, end_stop, level
+from backhaul.autograd.anomaly import hold_for_handler as hold
 
 
 @pytest.fixture(autouse=True)
