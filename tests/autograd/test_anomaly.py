@@ -358,12 +358,6 @@ def test_passes_of_other_drivers_are_not_in_it(request: pytest.FixtureRequest) -
     assert found == [[True], None, [True, False]]
 
 
-def wait_at(gate: str, x: torch.Tensor) -> torch.Tensor:
-    gates[f"{gate} reached"].set()
-    gates[gate].wait(PATIENCE)
-    return x
-
-
 def drive_at_the_handler(gate: str) -> list[bool]:
     """Run by worker 1, where a handler of a caller in anomaly mode waits."""
     assert await_gate(gate)
@@ -377,7 +371,7 @@ def drive_while_a_handler_is_in_it(gate: str) -> list[bool] | None:
     if bh.get_worker_info().id:
         return None
     with torch.autograd.detect_anomaly(), bh.context():
-        waiting = bh.rpc_async(1, wait_at, args=(gate, torch.ones(1, requires_grad=True)))
+        waiting = bh.rpc_async(1, wait_at, args=(gate,))
     found = bh.rpc_sync(1, drive_at_the_handler, args=(gate,))
     bh.rpc_sync(1, open_gate, args=(gate,))
     waiting.wait()
