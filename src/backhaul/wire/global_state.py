@@ -6,6 +6,7 @@ module is another one with each call. What counts as state of a function and of 
 - A global that it assigns or deletes: ``global count; count += 1``.
 - A container, an object, or a class or function that travels by value too, if the code changes its content, as in
   ``seen.append(x)``, ``table[key] = x``, ``config.rate = x``, ``Total.sum += x``; also through a local name.
+- An object of a class that travels by value too, if the code calls a method that changes an attribute of the object.
 - An optimizer, an iterator, or a generator of random numbers that it reads.
 - A tensor or a module that it reads, also inside a container or an object, if the function stands at the top level of
   its module or in a class there. In a script such a function goes by name and uses the callee's own tensor. A lambda or
@@ -27,6 +28,7 @@ import functools
 import inspect
 import io
 import itertools
+import logging
 import random
 import sys
 import types
@@ -41,6 +43,7 @@ from backhaul.errors import SerializationError
 from backhaul.wire.callables import label_of
 
 _MOST = 1000  # parts of a value that are looked at
+_DEEPEST = 3  # methods that call each other
 _PICKLED = ("__reduce__", "__reduce_ex__", "__getstate__")  # of objects that have their own, nobody knows what travels
 _CHANGING = frozenset(
     (
@@ -58,6 +61,7 @@ Way = tuple[str, ...]
 """How code gets to something: the name of a global, then attributes, and ``[]`` for an item of a container."""
 
 _ITEM = "[]"
+_SELF = "<self>"  # in the place of a global: the object that a method is called on
 _SLICE: Way = ()  # what leads to a slice object, which is no global's
 
 
@@ -107,8 +111,10 @@ def refuse_state(function: types.FunctionType, *, by_value: Callable[[Any], bool
         raise _refusal(function, f"assigns the global '{name}'", _CHANGED, name)
     for name in sorted(uses.reads & space.keys()):
         value = space[name]
+        if type(value) in references:
+            continue
         changed = name in uses.changes or any(
-            way[0] == name and _changes(value, way[1:], method) for way, method in uses.calls
+            way[0] == name and _changes(value, way[1:], method, by_value) for way, method in uses.calls
         )
         if changed and _goes_along(value, by_value):
             raise _refusal(function, f"changes the global '{name}'", _CHANGED, name)
@@ -151,10 +157,10 @@ def _goes_along(value: Any, by_value: Callable[[Any], bool]) -> bool:
     """Whether a copy of ``value`` travels with a function, and not only its name."""
     if isinstance(value, (type, types.FunctionType)):
         return by_value(value)
-    return not isinstance(value, types.ModuleType)
+    return not isinstance(value, (types.ModuleType, logging.Logger))
 
 
-def _changes(value: Any, way: Way, method: str) -> bool:
+def _changes(value: Any, way: Way, method: str, by_value: Callable[[Any], bool], depth: int = 0) -> bool:
     """Whether a call of ``method`` on what is found that way from ``value`` changes it."""
     for step in way:
         if step == _ITEM:
@@ -162,7 +168,22 @@ def _changes(value: Any, way: Way, method: str) -> bool:
         value = inspect.getattr_static(value, step, None)
     if isinstance(value, torch.Tensor):
         return method.endswith("_")
-    return method in _CHANGING and isinstance(value, _MUTABLE)
+    if method in _CHANGING and isinstance(value, _MUTABLE):
+        return True
+    function = inspect.getattr_static(type(value), method, None)
+    if depth > _DEEPEST or not (isinstance(function, types.FunctionType) and by_value(type(value))):
+        return False
+    changed, calls = _done_to_self(function.__code__)
+    return changed or any(_changes(value, inner, name, by_value, depth + 1) for inner, name in calls)
+
+
+@functools.lru_cache(1024)
+def _done_to_self(code: types.CodeType) -> tuple[bool, Set[tuple[Way, str]]]:
+    """Whether a method changes an attribute of its first argument, and which methods it calls from there."""
+    trail = _Trail(code)
+    trail.begin_at_self()
+    trail.follow()
+    return _SELF in trail.changes, {(way[1:], method) for way, method in trail.calls if way[0] == _SELF}
 
 
 def _state_in(value: Any, by_value: Callable[[Any], bool], references: Container[type]) -> _Found | None:
@@ -192,11 +213,16 @@ def _state_of(value: Any, references: Container[type]) -> _Found | None:
         return None
     if isinstance(value, torch.Tensor):
         return _Found("a tensor", copied=True)
-    if isinstance(value, torch.nn.Module):
+    if isinstance(value, torch.nn.Module) and _has_tensors(value):
         return _Found(f"a module ({kind.__name__})", copied=True)
     if isinstance(value, torch.optim.Optimizer):
         return _Found(f"an optimizer ({kind.__name__})", copied=False)
     return None
+
+
+def _has_tensors(module: torch.nn.Module) -> bool:
+    """Whether a module has anything that can be lost; an activation or a loss has not."""
+    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -259,6 +285,11 @@ class _Trail:
         self.assigns: set[str] = set()
         self.changes: set[str] = set()
         self.calls: set[tuple[Way, str]] = set()
+
+    def begin_at_self(self) -> None:
+        """Take the first argument for a global called ``_SELF``."""
+        if self._code.co_argcount:
+            self._locals[self._code.co_varnames[0]] = (_SELF,)
 
     def follow(self) -> None:
         """Look at all instructions."""
@@ -325,9 +356,9 @@ class _Trail:
 
     def _load_attr(self, instruction: dis.Instruction) -> None:
         way, name = self._pop(), instruction.argval
-        if way and (name in _CHANGING or name.endswith("_")):
-            self.calls.add((way, name))
         to_call = _effect(instruction) > 0  # a method, and what it is called on
+        if way and (to_call or name in _CHANGING or name.endswith("_")):
+            self.calls.add((way, name))
         if to_call:
             self._stack += [None, None]
         else:

@@ -54,6 +54,22 @@ class Config:
 
 config = Config()
 
+class Stats:
+    def __init__(self):
+        self.n, self.seen = 0, []
+    def inc(self):
+        self.n += 1
+        return self.n
+    def note(self, x):
+        self.seen.append(x)
+    def through(self):
+        return self.inc()
+    def read(self):
+        return self.n + len(self.seen)
+
+stats = Stats()
+criterion, act = nn.CrossEntropyLoss(), nn.ReLU()
+
 def helper(x):
     return x + rate
 
@@ -85,6 +101,9 @@ def refusal(function: Any) -> str | None:
 
 
 CONSTANTS = [
+    "return stats.read()",
+    "return criterion(act(x), x)",
+    "log.propagate = False",
     "return x",
     "return count + rate, name, flags, nothing",
     "return [row[0] for row in rows], 'a' in names, table['k'], queue[0], raw[0], array.sum(), counts['x']",
@@ -119,6 +138,9 @@ def test_constants_go_along(space: dict[str, Any], body: str) -> None:
 
 
 STATE = {
+    "return stats.inc()": "stats",
+    "stats.note(x)": "stats",
+    "return stats.through()": "stats",
     "global count\ncount += 1": "count",
     "global fresh\nfresh = x": "fresh",
     "global count\ndel count": "count",
