@@ -80,6 +80,15 @@ def test_a_cluster_may_be_started_again(pair: Cluster) -> None:
     assert bh.rpc_sync("bob", remote.whoami) == "bob"
 
 
+def test_a_cluster_that_lost_a_worker_starts_anew(pair: Cluster) -> None:
+    """``bh.shutdown`` ends the current worker alone."""
+    pair.start()
+    bh.shutdown(graceful=False)
+    assert pair.start().running
+    assert whoami() == "alice"
+    assert bh.rpc_sync("bob", remote.whoami) == "bob"
+
+
 def test_a_cell_that_is_run_again_starts_anew(endpoints: EndpointFactory) -> None:
     """``c = bh.cluster(2); c.start()``: nobody can shut the first one down any more."""
     made = []

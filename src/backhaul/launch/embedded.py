@@ -85,6 +85,8 @@ class Cluster(contextlib.ContextDecorator):
         """
         global _started
         with _starting, self._changing:
+            if self.running and any(node.worker.closed for node in self._nodes):  # by ``bh.shutdown``, one by one
+                self.shutdown(graceful=False, timeout=_CLOSING)
             if not self.running:
                 if _started is not None and _started.running:
                     log.info("closing %r: another cluster is started", _started)
