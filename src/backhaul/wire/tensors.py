@@ -461,8 +461,8 @@ def _memory_at(tensor: torch.Tensor, ahead: int, nbytes: int) -> memoryview:
         address = tensor.data_ptr()
     except RuntimeError as error:  # fake tensors, functorch wrappers
         raise SerializationError(
-            f"a {type(tensor).__name__} has no memory to send: it is fake, or belongs to a transform of torch.func such "
-            f"as grad or vmap, inside which backhaul.remote_op works ({error})"
+            f"a {type(tensor).__name__} has no memory to send: it is fake, or belongs to a transform of torch.func "
+            f"such as grad or vmap, inside which backhaul.remote_op works ({error})"
         ) from error
     if not address:
         raise SerializationError("a tensor whose storage was freed has no memory to send")
