@@ -31,8 +31,19 @@ FOLDER = ROOT / ".matrix"
 MARKS = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 TITLES = "| torch | Python | passed | failed | skipped | on | note |\n|---|---|---|---|---|---|---|"
 BUILD_SECONDS = 3600
-ONCE = ("tests/conformance", "tests/faults", "tests/fuzz", "tests/sim")
-"""Tests of transports, faults and protocols: they use little of torch, and are run with the pinned torch only."""
+ONCE = (
+    "tests/cluster",
+    "tests/conformance",
+    "tests/faults",
+    "tests/fuzz",
+    "tests/sim",
+    "tests/test_benchmarks.py",
+    "tests/test_documentation.py",
+    "tests/test_examples.py",
+)
+"""Tests that take long and depend little on versions: of processes, transports, faults and protocols, and programs.
+They are run with the pinned pair only.
+"""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped)")
 
 
@@ -265,7 +276,7 @@ def test(row: Row, python: str, options: argparse.Namespace) -> Row:
 
 
 def selection(pair: Pair, tests: str | None, *, everything: bool = False) -> list[str]:
-    """What pytest is to run: what was asked for, or all as ``make test`` does with the pinned torch, and less with
+    """What pytest is to run: what was asked for, or all as ``make test`` does with the pinned pair, and less with
     another one. The reference's suites are part of torch and differ between versions; the list of those that pass is
     that of one version.
     """
@@ -274,7 +285,7 @@ def selection(pair: Pair, tests: str | None, *, everything: bool = False) -> lis
     found = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"]
     pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
     assert pinned is not None
-    if _minor(pinned.group(1)) == pair.torch:
+    if pair == Pair(_minor(pinned.group(1)), PINNED_PYTHON):
         return found
     left_out = ("tests/reference",) if everything else ("tests/reference", *ONCE)
     return [*found, *(f"--ignore={path}" for path in left_out)]
