@@ -6,7 +6,6 @@ Each kind runs the same programs twice: with calls between workers, and with pla
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import backhaul as bh
 from backhaul.wire.subclasses import ragged_dimensions
+from tests.jit.functions import script
 
 PATIENCE = 60.0
 DATA = torch.tensor([0.5, -1.0, 2.0, 3.0, -0.25, 1.5], dtype=torch.float64)
@@ -285,12 +285,6 @@ class ScriptedList(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.factors[0]
-
-
-def script(module: torch.nn.Module) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as such
-        return torch.jit.script(module)
 
 
 def run_module(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ def load_and_run(saved: bytes) -> Tensor:
     return made
 
 
-deprecated = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+deprecated = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 @deprecated
