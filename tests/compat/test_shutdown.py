@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,3 +71,32 @@ def test_of_a_group_of_known_size(store_port: int, tmp_path: Any, victim: int, w
 def test_of_a_group_that_changes(store_port: int, tmp_path: Any, victim: int) -> None:
     found = run_processes(end_without, WORKERS, store_port, f"{tmp_path}/store", victim, "before", False)
     assert found == [DIED if rank == victim else ("ended", False) for rank in range(WORKERS)]
+
+
+def fail_to_end(rank: int, path: str) -> str:
+    """The follower's shutdown fails while its handler of the leader's last call is running."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=PATIENCE)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    take_values, failed = api._broadcast_to_followers, threading.Event()
+
+    def take_values_slowly(*args: Any) -> None:
+        take_values(*args)
+        failed.wait(PATIENCE)
+        time.sleep(0.2)  # a worker that does not wait for its handlers has ended by then
+        raise RuntimeError("failed at the follower")
+
+    def fail() -> None:
+        failed.set()
+        raise RuntimeError("failed at its end")
+
+    if rank == 1:
+        api._broadcast_to_followers, api._delete_all_user_and_unforked_owner_rrefs = take_values_slowly, fail
+    with pytest.raises(RuntimeError) as error:
+        rpc.shutdown()
+    return str(error.value)
+
+
+def test_a_worker_whose_shutdown_failed_answers_first(tmp_path: Any) -> None:
+    leader, follower = run_processes(fail_to_end, 2, f"{tmp_path}/store")
+    assert "failed at the follower" in leader
+    assert follower == "failed at its end"

@@ -79,6 +79,15 @@ class TensorPipeAgent(RpcAgent):
         with self.worker, errors.rewording():
             shutdown(graceful=True, timeout=timeout or _FOREVER)
 
+    def finish_calls(self, timeout: float) -> None:
+        """Wait until this worker has no call under way, made or served, for at most ``timeout`` seconds."""
+        if self.worker.closed:
+            return
+        idle = self.worker.runtime.gate()
+        self.node.agent.when_idle(idle.open)
+        with self.worker.blocking():
+            idle.wait(timeout)
+
     def shutdown(self) -> None:
         """End at once."""
         with self.worker:

@@ -43,6 +43,7 @@ logger = logging.getLogger("backhaul")
 _ignore_rref_leak = True
 """Whether ``shutdown`` is silent about remote references that are still held."""
 
+_LAST_REPLY_SECONDS = 1.0  # how long a worker whose graceful shutdown failed waits for its handlers
 _LOOK = 0.2  # seconds between looks at whether those who are waited for are lost
 
 _default_pickler: Any = internal._internal_rpc_pickler
@@ -371,6 +372,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             _delete_all_user_and_unforked_owner_rrefs()
             # One that hangs is lost too, and may never answer the others.
             agent.join(timeout=timeout or (agent.worker.options.shutdown_timeout if lost else 0))
+    except BaseException:
+        # A handler that woke this thread may still be running. Its caller gets the reply, not a lost worker.
+        agent.finish_calls(_LAST_REPLY_SECONDS)
+        raise
     finally:
         agent.shutdown()
         agents.reset()
