@@ -98,17 +98,17 @@ STEPS := 20
 WORKERS := 8
 
 sim: env ## Run random steps under random faults in simulation; SEEDS, STEPS, WORKERS, ARGS
-	@$(BIN)/python -W ignore -m backhaul.testing.simulation --seeds $(SEEDS) --steps $(STEPS) --workers $(WORKERS) $(ARGS)
+	@$(BIN)/python -W ignore -m tools.simulation --seeds $(SEEDS) --steps $(STEPS) --workers $(WORKERS) $(ARGS)
 
 # Of these, too, a part runs with the tests.
 kills: env ## Kill worker processes at every stage of a step; ARGS such as --count 200, --stop
-	@$(BIN)/python -u -W ignore -m backhaul.testing.kills $(ARGS)
+	@$(BIN)/python -u -W ignore -m tools.kill_tests $(ARGS)
 
 fuzz: env ## Feed broken input to all that reads bytes of others; ARGS such as --inputs 10000000, --minutes 5
-	@$(BIN)/python -u -W ignore -m backhaul.testing.fuzz $(ARGS)
+	@$(BIN)/python -u -W ignore -m tools.fuzz $(ARGS)
 
 soak: env ## Mixed traffic with a kill every few seconds, and what it costs over time; ARGS such as --minutes 10
-	@$(BIN)/python -u -W ignore -m backhaul.testing.soak $(ARGS)
+	@$(BIN)/python -u -W ignore -m tools.soak $(ARGS)
 
 format: env ## Fix what can be fixed, and format
 	$(BIN)/ruff check --fix .

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 import backhaul as bh
-from backhaul.rpc.node import Node
-from backhaul.wire.frames import Frame
-from backhaul.wire.messages import TREE, Kind, Payload, Request, pack
-from backhaul.wire.tensors import Part, TensorSpec, TensorTable
-from backhaul.worker import current_worker
+from backhaul._rpc.node import Node
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import TREE, Kind, Payload, Request, pack
+from backhaul._wire.tensors.tensors import Part, TensorSpec, TensorTable
+from backhaul._worker.worker import current_worker
 
 TICK = 0.0005  # seconds between two looks of the thread that notices pauses
 NUMBER = 1 << 40  # of the first hostile call: no other has it

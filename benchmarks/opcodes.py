@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import backhaul as bh
-from backhaul.autograd import engine
+from backhaul._autograd.backward import engine
 
 Function = tuple[str, str]
 """Its file and its name."""

@@ -23,32 +23,33 @@ from typing import Any
 import torch
 
 import backhaul as bh
-from backhaul import crew
-from backhaul.autograd import engine, leaves, outbox, runs
-from backhaul.rpc import agent, calls, dispatch, futures
-from backhaul.transport import socket_channel, sockets
+from backhaul._autograd.backward import engine, leaves, local_pass, outbox
+from backhaul._rpc import futures
+from backhaul._rpc.calls import client, pending, server
+from backhaul._transport.sockets import channel, endpoint
+from backhaul._worker import thread_pool
 
 STAGES: list[tuple[type, str]] = [
-    (agent.Agent, "call"),
-    (agent.Agent, "_encode"),
-    (calls.Pending, "read"),
-    (calls.SyncCall, "settle"),
+    (client.Agent, "call"),
+    (client.Agent, "_encode"),
+    (pending.Pending, "read"),
+    (pending.SyncCall, "settle"),
     (futures.Future, "wait"),
-    (dispatch.Dispatcher, "_run"),
-    (dispatch.Dispatcher, "_decode"),
-    (dispatch.Dispatcher, "_reply"),
-    (socket_channel.SocketChannel, "send"),
-    (socket_channel.SocketChannel, "flush"),
-    (socket_channel.SocketChannel, "_read"),
-    (sockets.SocketEndpoint, "wake"),
-    (crew.Crew, "submit"),
+    (server.Dispatcher, "_run"),
+    (server.Dispatcher, "_decode"),
+    (server.Dispatcher, "_reply"),
+    (channel.SocketChannel, "send"),
+    (channel.SocketChannel, "flush"),
+    (channel.SocketChannel, "_read"),
+    (endpoint.SocketEndpoint, "wake"),
+    (thread_pool.Crew, "submit"),
     (engine.Engine, "backward"),
     (engine.Engine, "_take_gradients"),
     (engine.Engine, "run_of"),
     (outbox.Outbox, "put"),
     (engine.Engine, "_account"),
     (engine.Engine, "release"),
-    (runs.Run, "arrive"),
+    (local_pass.Run, "arrive"),
     (leaves.Leaves, "compute"),
 ]
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from backhaul import errors
-from backhaul.autograd.messages import AutogradKind
+from backhaul._autograd.messages import AutogradKind
+from backhaul._wire.messages import Kind
 from backhaul.errors import BackhaulError
-from backhaul.wire.messages import Kind
 
 from .cluster.processes import run_processes
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from backhaul.torch_support import NEWEST, OLDEST
+from backhaul._torch_support import NEWEST, OLDEST
 
 ROOT = Path(__file__).parent.parent
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from backhaul import torch_support
+from backhaul import _torch_support
+from backhaul._torch_support import CORE, NAMES, NEWEST, OLDEST, UNCHECKED, require
 from backhaul.errors import UnsupportedTorchError
-from backhaul.torch_support import CORE, NAMES, NEWEST, OLDEST, UNCHECKED, require
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "backhaul"
 FEATURES = {
     "compat": "backhaul.compat",
-    "cuda": "backhaul.cuda",
+    "_devices": "backhaul.cuda",
     "jit": "backhaul.jit",
-    "ops": "backhaul.remote_op",
+    "_ops": "backhaul.remote_op",
     "profiler": "backhaul.profile",
 }
 """By folder; all other files are of the core."""
@@ -84,9 +84,9 @@ def test_a_feature_is_checked_when_it_is_used(name: str, use: str) -> None:
 
 
 def test_devices_are_checked_when_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backhaul.cuda import driver, process
+    from backhaul._devices.cuda import driver, process
 
-    torch_support._check.cache_clear()
+    _torch_support._check.cache_clear()
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(driver, "identities", lambda: ("a device",))
     monkeypatch.delattr(torch.cuda, "_is_in_bad_fork")
@@ -112,15 +112,15 @@ def test_a_torch_newer_than_the_tested_ones_may_do(monkeypatch: pytest.MonkeyPat
 
 def test_names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     require(CORE)
-    monkeypatch.setattr(torch_support, "_exists", None)
+    monkeypatch.setattr(_torch_support, "_exists", None)
     require(CORE)
 
 
 @pytest.mark.parametrize("feature", [feature for feature in NAMES if feature != "backhaul.cuda"])
 def test_every_name_is_really_looked_for(feature: str) -> None:
     """What answers to any name would hide that one is missing."""
-    assert [name for name in NAMES[feature] if not torch_support._exists(name)] == []
-    assert [name for name in NAMES[feature] if torch_support._exists(f"{name}_nonesuch")] == []
+    assert [name for name in NAMES[feature] if not _torch_support._exists(name)] == []
+    assert [name for name in NAMES[feature] if _torch_support._exists(f"{name}_nonesuch")] == []
 
 
 def test_pyproject_says_the_same() -> None:

@@ -150,8 +150,8 @@ def run(pair: Pair, options: argparse.Namespace) -> Row:
         versions = _output(
             [python, "-c", "import platform, torch; print(torch.__version__, platform.python_version())"]
         )
-        row = Row(*versions.split(), on=today)
-        return test(row, python, options)
+        torch_version, python_version = versions.split()
+        return test(Row(torch_version, python_version, on=today), python, options)
     except BuildError as error:
         return Row(pair.torch, pair.python, on=today, note=f"**{error}**")
     finally:
@@ -310,7 +310,8 @@ def read(page: str) -> Iterator[Row]:
     for line in page.partition(MARKS[0])[2].partition(MARKS[1])[0].splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == len(Row._fields) and cells[0][:1].isdigit():
-            yield Row(cells[0], cells[1], *map(int, cells[2:5]), *cells[5:])
+            passed, failed, skipped = map(int, cells[2:5])
+            yield Row(cells[0], cells[1], passed, failed, skipped, *cells[5:])
 
 
 def merged(page: str, rows: Iterable[Row]) -> str:

@@ -4,12 +4,37 @@ Workers call each other's functions with tensors; see ``init``, ``launch`` and `
 ``rpc_sync`` and ``rpc_async`` for calls.
 """
 
-from backhaul import torch_support  # noqa: F401  (first, since it checks the torch that all others use)
+from backhaul import _torch_support  # noqa: F401  (first, since it checks the torch that all others use)
 
 # isort: split
 from backhaul import nn, optim, profiler
-from backhaul.autograd.api import ContextHandle, backward, context, get_gradients
-from backhaul.autograd.replay import Replay
+from backhaul._autograd.api import ContextHandle, backward, context, get_gradients
+from backhaul._autograd.failure.replay import Replay
+from backhaul._launch.embedded import cluster
+from backhaul._launch.processes import launch
+from backhaul._ops.api import remote_op
+from backhaul._rpc.api import (
+    get_address,
+    get_debug_info,
+    get_worker_info,
+    get_worker_infos,
+    init,
+    leave,
+    on_membership,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from backhaul._rpc.calls.retry import Retry
+from backhaul._rpc.calls.server import async_execution
+from backhaul._rpc.cluster.membership import MembershipEvent
+from backhaul._rpc.futures import Future, collect_all, wait_all
+from backhaul._rpc.security.policy import expose
+from backhaul._rref.handle import RRef
+from backhaul._rref.remote import remote
+from backhaul._types import Options, Tls, WorkerInfo
+from backhaul._worker.deadlines import cancelled, deadline, time_left
+from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
@@ -36,32 +61,7 @@ from backhaul.errors import (
     UnknownWorkerError,
     WorkerFailedError,
 )
-from backhaul.launch.embedded import cluster
-from backhaul.launch.local import launch
-from backhaul.limits import cancelled, deadline, time_left
-from backhaul.ops.api import remote_op
 from backhaul.profiler.session import profile
-from backhaul.rpc.api import (
-    get_address,
-    get_debug_info,
-    get_worker_info,
-    get_worker_infos,
-    init,
-    leave,
-    on_membership,
-    rpc_async,
-    rpc_sync,
-    shutdown,
-)
-from backhaul.rpc.dispatch import async_execution
-from backhaul.rpc.futures import Future, collect_all, wait_all
-from backhaul.rpc.membership import MembershipEvent
-from backhaul.rpc.policy import expose
-from backhaul.rpc.retry import Retry
-from backhaul.rref.handle import RRef
-from backhaul.rref.remote import remote
-from backhaul.types import Options, Tls, WorkerInfo
-from backhaul.worker import Worker, current_worker
 
 __all__ = [
     "AuthenticationError",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.autograd import anomaly
+from backhaul._autograd.torch_engine import anomaly
 
 from .worlds import PATIENCE, vector
 

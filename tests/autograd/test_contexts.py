@@ -18,15 +18,15 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.autograd.container import Container
-from backhaul.autograd.engine import Engine
-from backhaul.autograd.functions import ContextId, MessageId
-from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, Release
-from backhaul.autograd.recording import Recorder, current_scope
-from backhaul.transport.inproc import InprocChannel
-from backhaul.wire.codec import encode
-from backhaul.wire.frames import Frame
-from backhaul.wire.messages import pack
+from backhaul._autograd.backward.engine import Engine
+from backhaul._autograd.container import Container
+from backhaul._autograd.forward.functions import ContextId, MessageId
+from backhaul._autograd.forward.recording import Recorder, current_scope
+from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, Release
+from backhaul._transport.inproc import InprocChannel
+from backhaul._wire.codec import encode
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import pack
 
 from .worlds import PATIENCE, await_counts, contexts_on, engine_of, expect_no_contexts, vector
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.autograd import outbox
-from backhaul.autograd.engine import Engine
+from backhaul._autograd.backward import outbox
+from backhaul._autograd.backward.engine import Engine
 
 from .worlds import PATIENCE, gradients_on
 

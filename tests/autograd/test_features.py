@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.autograd.describe import describe
+from backhaul._autograd.graph_description import describe
 
 from .worlds import Distributed, Plain, World, contexts_on, engine_of, gradients_on, vector
 from .worlds import check as check_once

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import backhaul as bh
-from backhaul.autograd.leaves import reducers
+from backhaul._autograd.backward.leaves import reducers
 
 from .worlds import PATIENCE, World, vector
 from .worlds import check as check_once

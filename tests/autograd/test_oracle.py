@@ -18,10 +18,13 @@ import torch
 from hypothesis import strategies as st
 
 import backhaul as bh
-from backhaul.autograd import engine, functions, leaves, outbox, runs
-from backhaul.autograd.context import Context
-from backhaul.autograd.engine import Engine
-from backhaul.autograd.messages import AutogradKind
+from backhaul._autograd.backward import engine, leaves, local_pass, outbox
+from backhaul._autograd.backward.engine import Engine
+from backhaul._autograd.context import Context
+from backhaul._autograd.forward import functions
+from backhaul._autograd.messages import AutogradKind
+from backhaul._transport.inproc import InprocChannel
+from backhaul._wire.frames import Frame
 from backhaul.testing.oracle import (
     Program,
     compare,
@@ -29,8 +32,6 @@ from backhaul.testing.oracle import (
     run_distributed,
     run_locally,
 )
-from backhaul.transport.inproc import InprocChannel
-from backhaul.wire.frames import Frame
 
 from .worlds import PATIENCE, expect_no_contexts
 
@@ -123,7 +124,7 @@ def test_fast_mode(workers: int, first: int) -> None:
 @pytest.mark.parametrize("order", [1, 2])
 def test_gradients_that_are_sent_as_soon_as_they_are_there(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
     """As in large groups."""
-    monkeypatch.setattr(runs, "LARGE", -1)
+    monkeypatch.setattr(local_pass, "LARGE", -1)
     sweep(range(9200, 9260 - 20 * order), workers=3, order=order)
 
 
@@ -270,13 +271,13 @@ def test_a_contribution_that_is_added_twice_is_noticed(monkeypatch: pytest.Monke
 
 def test_a_gradient_that_is_lost_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth message arrives, but without its gradients."""
-    arrive, calls = runs.Run.arrive, iter(range(1 << 30))
+    arrive, calls = local_pass.Run.arrive, iter(range(1 << 30))
 
-    def lose(self: runs.Run, source: Any, grads: Any) -> Any:
+    def lose(self: local_pass.Run, source: Any, grads: Any) -> Any:
         keep = source == functions.ROOTS or next(calls) % 4
         return arrive(self, source, grads if keep else [None] * len(grads))
 
-    monkeypatch.setattr(runs.Run, "arrive", lose)
+    monkeypatch.setattr(local_pass.Run, "arrive", lose)
     assert count_differences() > 5
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import backhaul as bh
-from backhaul.wire.subclasses import ragged_dimensions
+from backhaul._wire.tensors.subclasses import ragged_dimensions
 from tests.jit.functions import script
 
 PATIENCE = 60.0

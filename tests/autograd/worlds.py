@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import backhaul as bh
-from backhaul.autograd.engine import Engine
+from backhaul._autograd.backward.engine import Engine
 
 PATIENCE = 30.0  # seconds after which what must come is taken not to come
 

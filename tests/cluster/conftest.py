@@ -11,11 +11,11 @@ import pytest
 import torch.distributed
 
 import backhaul as bh
-from backhaul.transport.base import Channel, EndpointFactory
-from backhaul.transport.inproc import InprocChannel, InprocEndpoint
-from backhaul.transport.sockets import SocketChannel, SocketEndpoint
-from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Kind
+from backhaul._transport.base import Channel, EndpointFactory
+from backhaul._transport.inproc import InprocChannel, InprocEndpoint
+from backhaul._transport.sockets.endpoint import SocketChannel, SocketEndpoint
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import Kind
 
 from .remote_functions import open_gates
 

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import backhaul as bh
-from backhaul.rpc.node import describe, shutdown_together, start_node
-from backhaul.transport.base import EndpointFactory
-from backhaul.transport.inproc import InprocEndpoint
+from backhaul._rpc.node import describe, shutdown_together, start_node
+from backhaul._transport.base import EndpointFactory
+from backhaul._transport.inproc import InprocEndpoint
 
 
 @contextlib.contextmanager

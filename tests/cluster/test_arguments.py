@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.wire.messages import Kind
+from backhaul._wire.messages import Kind
 
 from . import remote_functions as remote
 from .values import assert_same

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.transport.base import Channel, Endpoint, EndpointFactory
+from backhaul._transport.base import Channel, Endpoint, EndpointFactory
 
 from . import remote_functions as remote
 from .remote_functions import PATIENCE, Counter, LaterCounter, Network, PlainError, gate

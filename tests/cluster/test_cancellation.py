@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.node import Node
+from backhaul._rpc.node import Node
+from backhaul._wire.messages import Kind
 from backhaul.testing.faults import Faults
-from backhaul.wire.messages import Kind
 
 from . import remote_functions as remote
 from .remote_functions import PATIENCE, gate, open_gate, wait_at

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.launch.embedded import Cluster
-from backhaul.transport.base import Endpoint, EndpointFactory
-from backhaul.transport.inproc import InprocEndpoint
-from backhaul.worker import running_workers
+from backhaul._launch.embedded import Cluster
+from backhaul._transport.base import Endpoint, EndpointFactory
+from backhaul._transport.inproc import InprocEndpoint
+from backhaul._worker.worker import running_workers
 
 from . import remote_functions as remote
 from .remote_functions import PATIENCE
@@ -201,7 +201,7 @@ def test_a_handler_does_not_wait_for_itself(pair: Cluster) -> None:
 
 
 def shut_down_all() -> None:
-    from backhaul.launch import embedded
+    from backhaul._launch import embedded
 
     assert embedded._started is not None
     embedded._started.shutdown()

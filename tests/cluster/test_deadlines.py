@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.node import Node
+from backhaul._rpc.node import Node
 
 from . import remote_functions as remote
 from .remote_functions import PATIENCE, wait_at

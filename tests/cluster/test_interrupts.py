@@ -23,9 +23,9 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
-from backhaul.launch.local import _uninterrupted
-from backhaul.transport.inproc import InprocEndpoint
-from backhaul.transport.sockets import SocketEndpoint
+from backhaul._launch.processes import _uninterrupted
+from backhaul._transport.inproc import InprocEndpoint
+from backhaul._transport.sockets.endpoint import SocketEndpoint
 
 from . import remote_functions as remote
 from .processes import run_processes

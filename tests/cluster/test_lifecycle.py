@@ -19,12 +19,12 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 import backhaul as bh
+from backhaul._transport.base import EndpointFactory
+from backhaul._transport.sockets.addresses import parse
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._wire.messages import Kind
 from backhaul.compat import rpc
 from backhaul.compat.rpc import constants
-from backhaul.transport.addresses import parse
-from backhaul.transport.base import EndpointFactory
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.messages import Kind
 
 from . import remote_functions as remote
 from .processes import DIED, run_processes

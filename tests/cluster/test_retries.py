@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.calls import Pending
-from backhaul.rpc.node import Node, describe, start_node
+from backhaul._rpc.calls.pending import Pending
+from backhaul._rpc.node import Node, describe, start_node
+from backhaul._transport.inproc import InprocEndpoint
 from backhaul.testing.faults import Faults
-from backhaul.transport.inproc import InprocEndpoint
 
 from . import remote_functions as remote
 from .remote_functions import PATIENCE

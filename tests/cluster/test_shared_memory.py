@@ -22,8 +22,8 @@ import torch
 from torch.distributed import FileStore
 
 import backhaul as bh
-from backhaul.transport.shm import THRESHOLD
-from backhaul.transport.sockets import SocketEndpoint
+from backhaul._transport.shm.shared_memory import THRESHOLD
+from backhaul._transport.sockets.endpoint import SocketEndpoint
 
 from .processes import DIED, run_processes
 from .remote_functions import PATIENCE, identity
@@ -228,8 +228,8 @@ def test_memory_stays_flat() -> None:
 
 def test_memory_that_is_not_used_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though nobody sends anything any more."""
-    monkeypatch.setattr("backhaul.transport.sockets._TRIM", 0.01)
-    monkeypatch.setattr("backhaul.transport.slots._LINGER", 0.05)
+    monkeypatch.setattr("backhaul._transport.sockets.endpoint._TRIM", 0.01)
+    monkeypatch.setattr("backhaul._transport.shm.slots._LINGER", 0.05)
     with bh.cluster(2, endpoints=functools.partial(SocketEndpoint, secret=b"the tests' own")) as workers:
         warm(32 * MIB)
         held = bh.rpc_sync("worker1", identity, args=(content(32 * MIB),))

@@ -14,12 +14,12 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
-from backhaul.autograd.engine import Engine
-from backhaul.rpc.departure import seal_of
-from backhaul.rpc.node import Node, describe, start_node
-from backhaul.rpc.roster import Standing
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.messages import Departure, pack
+from backhaul._autograd.backward.engine import Engine
+from backhaul._rpc.cluster.departure import seal_of
+from backhaul._rpc.cluster.membership_table import Standing
+from backhaul._rpc.node import Node, describe, start_node
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._wire.messages import Departure, pack
 
 from .mixed import mixed_cluster
 from .processes import run_processes
@@ -138,7 +138,7 @@ def test_what_is_not_exposed_is_refused() -> None:
             "torch:load",
             "builtins:eval",
             for_chiefs,
-            "backhaul.rref.remote:create",
+            "backhaul._rref.remote:create",
         ):
             with pytest.raises(bh.PermissionDeniedError) as caught:
                 bh.rpc_sync("worker", name, args=("true",))
@@ -269,7 +269,7 @@ def test_leaving(of_others: bh.Options) -> None:
 
 
 def test_nobody_can_dismiss_another() -> None:
-    forget = "backhaul.rpc.membership:forget"
+    forget = "backhaul._rpc.cluster.membership:forget"
     with mixed_cluster({"driver": STRICT, "worker": STRICT, "hostile": TRUSTING}) as (driver, worker, hostile):
         with hostile:
             for wrong in ({"args": (1,)}, {"args": ("worker",)}, {"kwargs": {"worker": 1}}):
@@ -278,12 +278,12 @@ def test_nobody_can_dismiss_another() -> None:
             lives = [worker.incarnation, driver.incarnation]
             for proof in ("", "a lie", *lives, seal_of("a lie"), worker.part(Node).peers.own.record.seal):
                 for life in lives:
-                    bh.rpc_sync("driver", "backhaul.rpc.membership:departed", args=(life, proof))
+                    bh.rpc_sync("driver", "backhaul._rpc.cluster.membership:departed", args=(life, proof))
                 left = tuple(Departure(life, 1, "worker", proof) for life in lives)
                 standing = pack(Standing((), tuple(lives), left))
-                bh.rpc_sync("driver", "backhaul.rpc.reunion:compare", args=(standing,))
+                bh.rpc_sync("driver", "backhaul._rpc.cluster.partition_healing:compare", args=(standing,))
             with pytest.raises(TypeError):
-                bh.rpc_sync("driver", "backhaul.rpc.membership:departed", args=(lives[0], 1))
+                bh.rpc_sync("driver", "backhaul._rpc.cluster.membership:departed", args=(lives[0], 1))
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
             bh.rpc_sync("driver", forget, args=("a lie", [worker.incarnation, 5]))
         with driver:

@@ -1,5 +1,5 @@
 """Devices as the reference has them: maps that all workers check, and no tensor without one. CPU memory stands for a
-device, as in tests/unit/cuda.
+device, as in tests/unit/devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from backhaul.compat import autograd, nn, rpc
 from backhaul.compat.rpc.devices import Said, check
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions
-from tests.unit.cuda.test_workers import World
+from tests.unit.devices.test_workers import World
 
 Start = Callable[..., None]
 

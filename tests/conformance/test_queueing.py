@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from backhaul.transport.base import Received
-from backhaul.transport.socket_channel import SocketChannel
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.frames import Frame
+from backhaul._transport.base import Received
+from backhaul._transport.sockets.channel import SocketChannel
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._wire.frames import Frame
 
 PATIENCE = 5.0
 SECRET = b"q" * 32

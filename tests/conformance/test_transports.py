@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from backhaul.testing.transport_kit import TransportConformance
-from backhaul.transport.base import EndpointFactory
-from backhaul.transport.certificates import files_of, make_certificates
-from backhaul.transport.inproc import InprocEndpoint
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.transport.tls import Credentials
+from backhaul._transport.base import EndpointFactory
+from backhaul._transport.inproc import InprocEndpoint
+from backhaul._transport.sockets.certificates import files_of, make_certificates
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.tls import Credentials
+from backhaul.testing.transport_conformance import TransportConformance
 
 SECRET = b"the conformance tests' own"
 
@@ -71,16 +71,16 @@ class TestUnixWithAllInSharedMemory(TransportConformance):
 
     @pytest.fixture
     def endpoints(self, monkeypatch: pytest.MonkeyPatch) -> EndpointFactory:
-        monkeypatch.setattr("backhaul.transport.shm.THRESHOLD", 1)
+        monkeypatch.setattr("backhaul._transport.shm.shared_memory.THRESHOLD", 1)
         return functools.partial(SocketEndpoint, secret=SECRET)
 
 
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that poll stop in the middle of nearly every frame."""
-    monkeypatch.setattr("backhaul.transport.socket_channel._TURN", 5000)
-    monkeypatch.setattr("backhaul.wire.frames._AT_ONCE", 3000)
-    monkeypatch.setattr("backhaul.transport.tls._WRITE", 5000)
+    monkeypatch.setattr("backhaul._transport.sockets.channel._TURN", 5000)
+    monkeypatch.setattr("backhaul._wire.frames._AT_ONCE", 3000)
+    monkeypatch.setattr("backhaul._transport.sockets.tls._WRITE", 5000)
 
 
 class TestUnixInShortTurns(TransportConformance):

@@ -17,8 +17,8 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 import backhaul as bh
-from backhaul.rpc.node import Node
-from backhaul.worker import current_worker
+from backhaul._rpc.node import Node
+from backhaul._worker.worker import current_worker
 
 LONG = 20_000_000  # cycles, about ten milliseconds
 WIDE = 1 << 16  # elements; too large for slots in host memory

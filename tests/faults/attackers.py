@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.node import Node
-from backhaul.testing.transport_kit import PATIENCE, Pollers
-from backhaul.transport.addresses import parse
-from backhaul.transport.base import Channel, Endpoint, Received
-from backhaul.transport.handshake import ClientHandshake
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.frames import Frame
-from backhaul.wire.memory import Buffer
-from backhaul.wire.messages import Hello, Kind, Payload, Request, pack
+from backhaul._rpc.node import Node
+from backhaul._transport.base import Channel, Endpoint, Received
+from backhaul._transport.sockets.addresses import parse
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.handshake import ClientHandshake
+from backhaul._wire.frames import Frame
+from backhaul._wire.memory import Buffer
+from backhaul._wire.messages import Hello, Kind, Payload, Request, pack
+from backhaul.testing.transport_conformance import PATIENCE, Pollers
 
 SECRET = b"what the attackers do not know"
 LIMIT = 1 << 20

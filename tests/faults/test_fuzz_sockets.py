@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backhaul._rpc.node import Node
+from backhaul._transport.shm.shared_memory import ANSWER, OFFER, RETIRE
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.handshake import MAGIC, VERSION, ClientHandshake, ServerHandshake
+from backhaul._wire.frames import HEADER, Frame, control_frame
+from backhaul._wire.frames import MAGIC as FRAME_MAGIC
+from backhaul._wire.messages import Count, Hello, Kind, Payload, Refuse, Request, Tally, pack
 from backhaul.errors import AuthenticationError
-from backhaul.rpc.node import Node
-from backhaul.testing.transport_kit import PATIENCE, Aside, Pollers
-from backhaul.transport.handshake import MAGIC, VERSION, ClientHandshake, ServerHandshake
-from backhaul.transport.shm import ANSWER, OFFER, RETIRE
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.frames import HEADER, Frame, control_frame
-from backhaul.wire.frames import MAGIC as FRAME_MAGIC
-from backhaul.wire.messages import Count, Hello, Kind, Payload, Refuse, Request, Tally, pack
+from backhaul.testing.transport_conformance import PATIENCE, Aside, Pollers
 
 from .attackers import (
     LIMIT,

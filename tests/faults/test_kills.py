@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from backhaul.autograd.drives import Drive
-from backhaul.autograd.journal import Journal
-from backhaul.autograd.messages import PassSpec, Tally
-from backhaul.runtime import Runtime
-from backhaul.testing.kills import RANDOM, Outcome, Setting, run, table
+from backhaul._autograd.backward.driver import Drive
+from backhaul._autograd.backward.report_buffer import Journal
+from backhaul._autograd.messages import PassSpec, Tally
+from backhaul._runtime.runtime import Runtime
+from tools.kill_tests import RANDOM, Outcome, Setting, run, table
 
 SAMPLE = (
     "request half read",

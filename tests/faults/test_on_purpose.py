@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.calls import Pending
-from backhaul.rpc.node import Node
+from backhaul._rpc.calls.pending import Pending
+from backhaul._rpc.node import Node
 from backhaul.testing.faults import Faults
 
 

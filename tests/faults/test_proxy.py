@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.node import Node, describe, shutdown_together, start_node
+from backhaul._rpc.node import Node, describe, shutdown_together, start_node
+from backhaul._transport.sockets.addresses import parse
+from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul.testing.proxy import Proxy, flip
-from backhaul.transport.addresses import parse
-from backhaul.transport.sockets import SocketEndpoint
 
 SECRET = b"of the tests of the proxy"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.testing.fleet import Fleet, die
+from tools.fleet import Fleet, die
 
 PATIENCE = 60.0
 

@@ -17,8 +17,8 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
-from backhaul.transport.base import ConnectTimeoutError
-from backhaul.transport.sockets import SocketEndpoint
+from backhaul._transport.base import ConnectTimeoutError
+from backhaul._transport.sockets.endpoint import SocketEndpoint
 
 from ..cluster import remote_functions as remote
 from ..cluster.processes import DIED, run_processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backhaul.testing.soak import Setting, plot, run, table
+from tools.soak import Setting, plot, run, table
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 

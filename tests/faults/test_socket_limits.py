@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from backhaul.testing.transport_kit import Aside, Pollers, join, next_frames, send_all
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.frames import Frame
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._wire.frames import Frame
+from backhaul.testing.transport_conformance import Aside, Pollers, join, next_frames, send_all
 
 from .attackers import SECRET, dial, prove, request, wire
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.node import Node, describe, shutdown_together, start_node
-from backhaul.testing.transport_kit import PATIENCE, Pollers
-from backhaul.transport.base import Received
-from backhaul.transport.certificates import files_of, make_certificates
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.transport.tls import Credentials
-from backhaul.wire.frames import Frame
+from backhaul._rpc.node import Node, describe, shutdown_together, start_node
+from backhaul._transport.base import Received
+from backhaul._transport.sockets.certificates import files_of, make_certificates
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.tls import Credentials
+from backhaul._wire.frames import Frame
+from backhaul.testing.transport_conformance import PATIENCE, Pollers
 
 from .attackers import SECRET, dial, prove, read_to_end, say
 

@@ -17,17 +17,17 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.autograd.engine import Engine
-from backhaul.autograd.messages import Abort, AutogradKind, Gradient, Gradients, Know, Note, PassSpec, Release, Report
-from backhaul.rpc.membership import expect
-from backhaul.rpc.node import Node
-from backhaul.rpc.roster import WorkerRecord
-from backhaul.testing.transport_kit import PATIENCE
-from backhaul.transport.shm import OFFER
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.frames import Frame, FrameReader, control_frame
-from backhaul.wire.messages import TREE, Cancel, Fault, Hello, Join, Kind, Payload, Reply, Request, pack, unpack
-from backhaul.wire.tensors import Ordinary, Part, TensorSpec, TensorTable
+from backhaul._autograd.backward.engine import Engine
+from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, Know, Note, PassSpec, Release, Report
+from backhaul._rpc.cluster.membership import expect
+from backhaul._rpc.cluster.membership_table import WorkerRecord
+from backhaul._rpc.node import Node
+from backhaul._transport.shm.shared_memory import OFFER
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._wire.frames import Frame, FrameReader, control_frame
+from backhaul._wire.messages import TREE, Cancel, Fault, Hello, Join, Kind, Payload, Reply, Request, pack, unpack
+from backhaul._wire.tensors.tensors import Ordinary, Part, TensorSpec, TensorTable
+from backhaul.testing.transport_conformance import PATIENCE
 
 from .attackers import (
     LIMIT,
@@ -226,7 +226,7 @@ def test_shared_memory_is_not_taken(workers: list[bh.Worker], caplog: pytest.Log
 
 REFUSED = {
     "a function that is not exposed": (call("os:system", Payload(plain=["true"])), "PermissionDeniedError"),
-    "one of our own for references": (call("backhaul.rref.remote:create", PLAIN), "PermissionDeniedError"),
+    "one of our own for references": (call("backhaul._rref.remote:create", PLAIN), "PermissionDeniedError"),
     "deep nesting": (
         Frame(Kind.REQUEST, 1, pack(Request("attacked.add", Payload(plain=[_deep], loose=TREE))))
         if (_deep := [1, [1, [1, [1, [1, [1]]]]]])
@@ -239,11 +239,11 @@ REFUSED = {
         "LimitError",
     ),
     "arguments of the wrong types for one of our own": (
-        call("backhaul.autograd.planning:orders_for", Payload(plain=[1, 2, "x"])),
+        call("backhaul._autograd.plan.planner:orders_for", Payload(plain=[1, 2, "x"])),
         "TypeError",
     ),
     "records of another form": (
-        call("backhaul.autograd.planning:summary_of", Payload(plain=[[12, "PassSpec", b"\x90"]], loose=TREE)),
+        call("backhaul._autograd.plan.planner:summary_of", Payload(plain=[[12, "PassSpec", b"\x90"]], loose=TREE)),
         "SerializationError",
     ),
     "a message of another worker": (call("attacked.add", PLAIN, notes={"autograd": NOTE}), "SerializationError"),
@@ -288,7 +288,7 @@ MANY = {
     "notes": (call("attacked.add", PLAIN, notes={"autograd": message(1, 1, NUMBERS)}), "LimitError"),
     "records": (call("attacked.add", RECORDS), "LimitError"),
     "arguments of our own": (
-        call("backhaul.rpc.reunion:compare", Payload(plain=[message(many(b"\xa2ab"), [])])),
+        call("backhaul._rpc.cluster.partition_healing:compare", Payload(plain=[message(many(b"\xa2ab"), [])])),
         "LimitError",
     ),
     "tensors": (Frame(Kind.REQUEST, 1, message("attacked.add", [[many(b"\x91\x90")], [1]])), "LimitError"),
@@ -420,8 +420,8 @@ def test_floods_are_refused_and_honest_peers_served() -> None:
 
 
 def test_replies_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul.rpc.guard._PATIENCE", 0.05)
-    monkeypatch.setattr("backhaul.rpc.guard._MAX_ASIDE", 1 << 20)
+    monkeypatch.setattr("backhaul._rpc.security.untrusted._PATIENCE", 0.05)
+    monkeypatch.setattr("backhaul._rpc.security.untrusted._MAX_ASIDE", 1 << 20)
     with strict_worker() as workers, member(workers) as sock:
         request = Request("attacked.large", Payload(plain=[]))
         with contextlib.suppress(ConnectionError):
@@ -496,7 +496,7 @@ def test_floods_of_joins() -> None:
 
 
 def test_connections_that_prove_nothing_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul.transport.sockets._HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr("backhaul._transport.sockets.endpoint._HANDSHAKE_TIMEOUT", 0.2)
     with (
         contextlib.closing(SocketEndpoint(secret=SECRET, bind="127.0.0.1")) as endpoint,
         contextlib.ExitStack() as stack,

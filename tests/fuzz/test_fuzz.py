@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from backhaul.testing.fuzz import FindingError, Mutator, Target, corpus_of, feed, main, run, targets
-from backhaul.testing.transport_kit import Pollers
-from backhaul.transport.addresses import parse
-from backhaul.transport.handshake import ClientHandshake
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.wire.frames import FrameReader
+from backhaul._transport.sockets.addresses import parse
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.handshake import ClientHandshake
+from backhaul._wire.frames import FrameReader
+from backhaul.testing.transport_conformance import Pollers
+from tools.fuzz import FindingError, Mutator, Target, corpus_of, feed, main, run, targets
 
 CORPUS = Path(__file__).parent / "corpus"
 TARGETS = targets()
@@ -59,7 +59,7 @@ class Careless(Target):
 
 
 def test_what_must_not_come_out_is_found_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul.testing.fuzz.targets", lambda: [Careless()])
+    monkeypatch.setattr("tools.fuzz.targets", lambda: [Careless()])
     lines: list[str] = []
     assert main(["--inputs", "4000", "--corpus", str(tmp_path)], lines.append) == 1
     kinds = {word for line in lines for word in ("IndexError", "too few zeros") if word in line}

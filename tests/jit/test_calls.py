@@ -10,7 +10,7 @@ from torch.futures import Future
 
 import backhaul as bh
 from backhaul import rpc_async as start
-from backhaul.rpc import api as inner
+from backhaul._rpc import api as inner
 
 from . import functions
 from .conftest import PATIENCE

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import backhaul as bh
-from backhaul.autograd.recording import enter, leave
+from backhaul._autograd.forward.recording import enter, leave
 
 from . import functions
 from .functions import blend, script
@@ -41,7 +41,7 @@ def recorded() -> int:
 
 
 def contexts_of(worker: bh.Worker) -> list[Any]:
-    from backhaul.autograd.engine import Engine
+    from backhaul._autograd.backward.engine import Engine
 
     return worker.part(Engine).container.select(lambda _: True)
 

@@ -16,7 +16,7 @@ import torch.distributed.rpc
 
 import backhaul as bh
 import backhaul.jit
-from backhaul.jit.stash import stashed
+from backhaul.jit.thread_state import stashed
 
 from . import functions
 from .functions import blend, script
@@ -129,7 +129,7 @@ def test_names_are_shown_to_the_compiler_alone() -> None:
 
     script(ours)
     assert torch.distributed.rpc.rpc_sync is reference
-    assert bh.rpc_sync is backhaul.rpc.api.rpc_sync
+    assert bh.rpc_sync is backhaul._rpc.api.rpc_sync
     assert ours.__globals__["bh"] is bh
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 
+from backhaul.profiler.critical_path import find_path
 from backhaul.profiler.merge import Clock, Raw, merge
 from backhaul.profiler.model import Arrow, Slice, Timeline, Track, WorkerRow
-from backhaul.profiler.path import find_path
 from backhaul.profiler.records import (
     CallRecord,
     GradientRecord,
@@ -21,7 +21,7 @@ from backhaul.profiler.records import (
     WaitRecord,
 )
 from backhaul.profiler.session import compare_clocks
-from backhaul.profiler.sheet import nest
+from backhaul.profiler.tracks import nest
 
 BEGIN = 1_000_000
 AHEAD = 5_000_000_000  # of worker 1's clock

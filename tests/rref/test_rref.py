@@ -19,13 +19,13 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc import dispatch
-from backhaul.rpc.node import Node
-from backhaul.rref import registry
-from backhaul.rref.registry import RRefs
+from backhaul._rpc.calls import server
+from backhaul._rpc.node import Node
+from backhaul._rref import registry
+from backhaul._rref.registry import RRefs
+from backhaul._transport.inproc import InprocEndpoint
+from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul.testing.faults import Faults
-from backhaul.transport.inproc import InprocEndpoint
-from backhaul.transport.sockets import SocketEndpoint
 
 from ..cluster.processes import DIED, run_processes
 
@@ -503,7 +503,7 @@ def test_a_cluster_that_is_never_left() -> None:
 def test_what_goes_to_a_function_that_is_not_there_is_let_go(
     workers: Sequence[bh.Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = dispatch.resolve
+    found = server.resolve
 
     def resolve(name: str) -> Any:
         if name.endswith("add"):
@@ -513,7 +513,7 @@ def test_what_goes_to_a_function_that_is_not_there_is_let_go(
     reference = bh.remote(1, torch.ones, args=(2,))
     reference.to_here()
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "resolve", resolve)
+        patch.setattr(server, "resolve", resolve)
         with pytest.raises(bh.FunctionNotFoundError, match="'worker2' has no function"):
             bh.rpc_sync(2, torch.add, args=(reference, 1))
     del reference

@@ -6,5 +6,5 @@ import sys
 
 import pytest
 
-if "backhaul.testing.transport_kit" not in sys.modules:  # too late if another test module has imported it
-    pytest.register_assert_rewrite("backhaul.testing.transport_kit")
+if "backhaul.testing.transport_conformance" not in sys.modules:  # too late if another test module has imported it
+    pytest.register_assert_rewrite("backhaul.testing.transport_conformance")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from backhaul.testing import transport_kit
-from backhaul.testing.transport_kit import TransportConformance
-from backhaul.transport.base import EndpointFactory
-from backhaul.transport.sim import SimNetwork, Weather
-from backhaul.transport.sim_runtime import SimGate
-from backhaul.transport.strands import Scheduler, Strand
+from backhaul._sim.network import SimNetwork, Weather
+from backhaul._sim.runtime import SimGate
+from backhaul._sim.scheduler import Scheduler, Strand
+from backhaul._transport.base import EndpointFactory
+from backhaul.testing import transport_conformance
+from backhaul.testing.transport_conformance import TransportConformance
 
 
 class Threading:
@@ -84,7 +84,7 @@ class TestSim(TransportConformance):
     def endpoints(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[EndpointFactory]:
         with Scheduler(7, eagerness=0.3) as scheduler:
             shim: Any = Threading(scheduler)
-            monkeypatch.setattr(transport_kit, "threading", shim)
+            monkeypatch.setattr(transport_conformance, "threading", shim)
             # The kit takes what has been sent to be there; on a real machine it is.
             network = SimNetwork(scheduler, Weather(delay=0.0, capacity=1e6))
             yield lambda: network.endpoint(scheduler.home("here"))

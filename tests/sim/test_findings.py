@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.autograd.messages import AutogradKind
-from backhaul.rpc.agent import Pending
-from backhaul.rpc.joining import join
-from backhaul.testing.simulated import Program, SimCluster
-from backhaul.transport.base import Channel, ChannelBrokenError
-from backhaul.transport.sim import Weather
-from backhaul.transport.sim_ends import SimChannel
-from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Hello, Kind, pack
+from backhaul._autograd.messages import AutogradKind
+from backhaul._rpc.calls.client import Pending
+from backhaul._rpc.cluster.joining import join
+from backhaul._sim.cluster import Program, SimCluster
+from backhaul._sim.endpoints import SimChannel
+from backhaul._sim.network import Weather
+from backhaul._transport.base import Channel, ChannelBrokenError
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import Hello, Kind, pack
 
 
 def test_a_release_that_is_lost_with_its_channel() -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.testing.simulated import SimCluster
-from backhaul.transport.base import ChannelClosedError, ConnectTimeoutError, Lost, Received
-from backhaul.transport.sim import SimNetwork, Weather
-from backhaul.transport.sim_ends import SimEndpoint
-from backhaul.transport.strands import Scheduler
-from backhaul.types import Options
-from backhaul.wire.frames import Frame
+from backhaul._sim.cluster import SimCluster
+from backhaul._sim.endpoints import SimEndpoint
+from backhaul._sim.network import SimNetwork, Weather
+from backhaul._sim.scheduler import Scheduler
+from backhaul._transport.base import ChannelClosedError, ConnectTimeoutError, Lost, Received
+from backhaul._types import Options
+from backhaul._wire.frames import Frame
 
 OPTIONS = Options(timeout=5.0, connect_timeout=2.0, backward_timeout=10.0)
 

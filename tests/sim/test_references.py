@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import backhaul as bh
-from backhaul.testing.simulated import SimCluster
-from backhaul.transport.sim_ends import SimChannel
-from backhaul.types import Options
-from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Kind
+from backhaul._sim.cluster import SimCluster
+from backhaul._sim.endpoints import SimChannel
+from backhaul._types import Options
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import Kind
 
 OPTIONS = Options(timeout=3.0, connect_timeout=1.5, heartbeat_interval=1.0, suspect_after=2.0, lost_after=5.0)
 SETTLED = 40.0  # seconds of virtual time

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.autograd import recovery
-from backhaul.autograd.messages import AutogradKind
+from backhaul._autograd.failure import recovery
+from backhaul._autograd.messages import AutogradKind
+from backhaul._sim.cluster import SimCluster
+from backhaul._sim.endpoints import SimChannel
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import Kind
 from backhaul.testing import oracle
-from backhaul.testing.simulated import SimCluster
-from backhaul.transport.sim_ends import SimChannel
-from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Kind
 
 OPTIONS = bh.Options(timeout=20.0, connect_timeout=2.0, backward_timeout=30.0)
 NAMES = ("worker0", "worker1", "worker2", "worker3")

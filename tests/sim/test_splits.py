@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.rpc.peers import Peers
-from backhaul.testing.simulated import SimCluster
+from backhaul._rpc.cluster.peers import Peers
+from backhaul._sim.cluster import SimCluster
 
 OPTIONS = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from backhaul.types import Options, WorkerId, WorkerInfo, check_name, first_number
+from backhaul._types import Options, WorkerId, WorkerInfo, check_name, first_number
 
 SECRET = "hunter2 is the secret"
 

@@ -5,6 +5,6 @@ For programs that move over, and for the reference's own test suites. New progra
 here is said better by ``backhaul`` itself, and nothing in the rest of the package knows of it.
 """
 
-from backhaul.torch_support import require
+from backhaul._torch_support import require
 
 require("backhaul.compat")

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from backhaul.autograd import api
-from backhaul.autograd.context import Context
-from backhaul.autograd.engine import Engine
-from backhaul.autograd.functions import Recv, SendRecord, edge_of, recv_of
-from backhaul.autograd.recording import Scope, current_scope, enter
+from backhaul._autograd import api
+from backhaul._autograd.backward.engine import Engine
+from backhaul._autograd.context import Context
+from backhaul._autograd.forward.functions import Recv, SendRecord, edge_of, recv_of
+from backhaul._autograd.forward.recording import Scope, current_scope, enter
+from backhaul._rpc.api import get_worker_info
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._worker.worker import Worker, current_worker
 from backhaul.compat import errors
-from backhaul.compiler import graph_break
 from backhaul.errors import BackhaulError, ContextError, RemoteTraceback
-from backhaul.rpc.api import get_worker_info
-from backhaul.worker import Worker, current_worker
 
 _COUNTER_BITS = 48
 

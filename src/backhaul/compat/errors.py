@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from backhaul._wire.callables import SCRIPT
 from backhaul.errors import (
     BackhaulError,
     CallTimeoutError,
@@ -22,7 +23,6 @@ from backhaul.errors import (
     UnknownContextError,
     UnknownWorkerError,
 )
-from backhaul.wire.callables import SCRIPT
 
 NOT_INITIALIZED = "RPC has not been initialized. Call backhaul.compat.rpc.init_rpc first."
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (by calling `rpc.init_rpc`)?"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from backhaul._torch_support import require
 from backhaul.errors import UnsupportedTorchError
-from backhaul.torch_support import require
 
 _ADVICE = "backhaul.jit is for calls inside TorchScript; the rest of backhaul works without it"
 

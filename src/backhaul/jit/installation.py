@@ -6,17 +6,17 @@ import atexit
 import functools
 import threading
 
-from backhaul.autograd.api import backward, context, get_gradients
-from backhaul.jit import compiler, threads
+from backhaul._autograd.api import backward, context, get_gradients
+from backhaul._rpc.api import rpc_async, rpc_sync
+from backhaul._rref.remote import remote
+from backhaul.jit import current_worker, torch_compiler
 from backhaul.jit.names import Api
 from backhaul.jit.operators import names
 from backhaul.jit.references import classes
 from backhaul.jit.rewriting import rewrite
-from backhaul.rpc.api import rpc_async, rpc_sync
-from backhaul.rref.remote import remote
 
 _lock = threading.Lock()  # guards _patches and _apis
-_patches: compiler.Patches | None = None
+_patches: torch_compiler.Patches | None = None
 
 NATIVE = Api(
     "backhaul",
@@ -35,8 +35,8 @@ def install() -> None:
     with _lock:
         if _patches is None:
             rewritten = functools.partial(rewrite, names=names)
-            _patches = compiler.Patches(names.captured, classes.annotated, classes.inferred, rewritten)
-            threads.install()
+            _patches = torch_compiler.Patches(names.captured, classes.annotated, classes.inferred, rewritten)
+            current_worker.install()
             for api in names.apis.values():
                 _set_operators(api, True)
 
@@ -65,7 +65,7 @@ def add(api: Api) -> None:
 
 def _set_operators(api: Api, present: bool) -> None:
     for function, operator in api.operators:
-        compiler.set_operator(function, operator if present else None)
+        torch_compiler.set_operator(function, operator if present else None)
 
 
 names.add(NATIVE)

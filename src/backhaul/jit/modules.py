@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from backhaul.jit import compiler
-from backhaul.rpc.api import rpc_async, rpc_sync
-from backhaul.rref.handle import RRef
+from backhaul._rpc.api import rpc_async, rpc_sync
+from backhaul._rref.handle import RRef
+from backhaul.jit import torch_compiler
 
 _CALLER = """
 def {name}_async(self, {parameters}) -> Future_{name}:
@@ -59,7 +59,7 @@ def remote_module(module: RRef[Any], interface: type) -> torch.nn.Module:
     Raises:
         TypeError: That is none.
     """
-    if not compiler.is_interface(interface):
+    if not torch_compiler.is_interface(interface):
         raise TypeError(f"{interface!r} is not a torch.jit.interface")
     made = _class_for(interface)()
     rpc_sync(module.owner(), prepare, (interface,))
@@ -95,7 +95,7 @@ def _write(interface: type) -> type[torch.nn.Module]:
         callees.append(_CALLEE.format(**parts))
     _run("".join(callees), space)
     for name in names:
-        space[f"{name}_there"] = compiler.script(space[f"{name}_there"])
+        space[f"{name}_there"] = torch_compiler.script(space[f"{name}_there"])
     _run("".join(callers), space)
     methods = {made: space[made] for name in names for made in (name, f"{name}_async")}
     methods |= {name: space[name] for name in ("__getstate__", "__setstate__")}

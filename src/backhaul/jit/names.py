@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from backhaul.jit import compiler
+from backhaul.jit import torch_compiler
 
 FORMS = ("rpc_sync", "rpc_async", "remote")
 
@@ -97,7 +97,7 @@ class Names:
         found = self._forms.get(id(value))
         if found is not None:
             used.add(found[0].name)
-            return compiler.special_form(found[1])
+            return torch_compiler.special_form(found[1])
         if id(value) in self._contexts:
             return _context  # not refused yet: it may be in a branch that is not compiled
         if not isinstance(value, types.ModuleType):
@@ -123,7 +123,7 @@ class Names:
                 around = [item for item in self._places.get(match[1], {}).items() if item[0][0] <= line <= item[0][1]]
             if around:
                 return max(around, key=lambda item: item[0][0])[1]
-        stands_in = self._forms.get(id(compiler.special_form("rpc_async")))
+        stands_in = self._forms.get(id(torch_compiler.special_form("rpc_async")))
         return None if stands_in is None else stands_in[0]
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from backhaul.autograd import api as autograd
-from backhaul.jit import compiler, references
+from backhaul._autograd import api as autograd
+from backhaul._rpc.futures import Future
+from backhaul._worker.worker import current_worker
+from backhaul.jit import references, torch_compiler
 from backhaul.jit.names import Names
 from backhaul.jit.references import itself
 from backhaul.jit.results import key_of, settled, take_as, typed
-from backhaul.rpc.futures import Future
-from backhaul.worker import current_worker
 
 names = Names()
 
@@ -29,9 +29,9 @@ def _define(schema: str, kernel: Any) -> None:
 
 def _call(  # noqa: PLR0917 (in the order of the operators)
     make: Callable[..., Any], to: Any, function: str, args: Any, kwargs: Any, timeout: float
-) -> tuple[Any, compiler.Type]:
+) -> tuple[Any, torch_compiler.Type]:
     """Make a call; returns what came of it and the type of its result."""
-    found = compiler.find_function(function)
+    found = torch_compiler.find_function(function)
     if found is None:
         raise RuntimeError(f"there is no scripted function {function} here any more")
     schema = found.schema

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.futures
 
-from backhaul.jit import compiler
-from backhaul.jit.compiler import types_of
+from backhaul._rref.handle import RRef
+from backhaul._wire.codec import reducers
+from backhaul._worker.worker import current_worker
+from backhaul.jit import torch_compiler
 from backhaul.jit.results import settled, take, taking, taking_loosely
-from backhaul.rref.handle import RRef
-from backhaul.wire.codec import reducers
-from backhaul.worker import current_worker
+from backhaul.jit.torch_compiler import types_of
 
 Kind: TypeAlias = Any  # stands for a type of the compiler's
 Held: TypeAlias = Any
@@ -183,10 +183,10 @@ class References:
         """The type for an annotation ``RRef[T]``; None if it is something else."""
         origin = typing.get_origin(annotation)
         if isinstance(annotation, type) and issubclass(annotation, RRef):
-            raise compiler.error(loc, f"write {annotation.__name__}[T], where T is the type of the value")
+            raise torch_compiler.error(loc, f"write {annotation.__name__}[T], where T is the type of the value")
         if not (isinstance(origin, type) and issubclass(origin, RRef)):
             return None
-        return self.class_of(compiler.type_of(typing.get_args(annotation)[0], loc), loose=origin in self.loose)
+        return self.class_of(torch_compiler.type_of(typing.get_args(annotation)[0], loc), loose=origin in self.loose)
 
     def inferred(self, value: Any) -> Any:
         """The type of a reference, or of a list, dict or tuple of references; None if it is something else.
@@ -198,7 +198,7 @@ class References:
         if isinstance(value, RRef):
             return self._inferred(value)
         if isinstance(value, tuple):
-            kinds = [compiler.infer(item) for item in value]
+            kinds = [torch_compiler.infer(item) for item in value]
             return None if None in kinds else types_of.TupleType(kinds)
         if not (isinstance(value, (list, dict)) and value):
             return None
@@ -208,17 +208,17 @@ class References:
             return None
         if isinstance(value, list):
             return types_of.ListType(kinds[0])
-        key = compiler.infer(next(iter(value)))
+        key = torch_compiler.infer(next(iter(value)))
         return None if key is None else types_of.DictType(key, kinds[0])
 
     def _inferred(self, reference: RRef[Any]) -> Any:
         try:
-            kind = compiler.type_of_values(reference._get_type())
+            kind = torch_compiler.type_of_values(reference._get_type())
         except Exception:  # whatever ends a call, and whatever the function raised that was to make the value
             return None
         return None if kind is None else self.class_of(kind, loose=type(reference) in self.loose)
 
-    def class_of(self, kind: compiler.Type, *, loose: bool = False) -> Any:
+    def class_of(self, kind: torch_compiler.Type, *, loose: bool = False) -> Any:
         """The class for references to values of a type."""
         key = kind.annotation_str, loose
         with self._lock:
@@ -229,7 +229,7 @@ class References:
             return found
 
 
-def _compile(kind: compiler.Type, name: str, taken: Any) -> Any:
+def _compile(kind: torch_compiler.Type, name: str, taken: Any) -> Any:
     operators = torch.ops.backhaul
     meanings = {
         "Held": types_of.FutureType(types_of.AnyType.get()),
@@ -245,8 +245,8 @@ def _compile(kind: compiler.Type, name: str, taken: Any) -> Any:
         "save": operators.save_reference,
         "load": operators.load_reference,
     }
-    made = compiler.instantiate_class(Reference, name, meanings)
-    compiler.set_python_class(made.qualified_name(), _Shown)
+    made = torch_compiler.instantiate_class(Reference, name, meanings)
+    torch_compiler.set_python_class(made.qualified_name(), _Shown)
     return made
 
 

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.futures
 
-from backhaul.jit import compiler, threads
-from backhaul.rpc.futures import Future
+from backhaul._rpc.futures import Future
+from backhaul.jit import current_worker, torch_compiler
 
 Kind: TypeAlias = Any  # stands for a type of the compiler's
 
@@ -86,12 +86,12 @@ def start(gate: torch.futures.Future[Any]) -> torch.futures.Future[Kind]:
 
 
 _lock = threading.RLock()  # guards the tables, while something is compiled too
-_kinds: dict[str, compiler.Type] = {}
+_kinds: dict[str, torch_compiler.Type] = {}
 _starters: dict[str, Any] = {}
 _converters: dict[str, Any] = {}
 
 
-def key_of(kind: compiler.Type) -> str:
+def key_of(kind: torch_compiler.Type) -> str:
     """The name of a type, by which ``typed`` knows it."""
     with _lock:
         _kinds[kind.annotation_str] = kind
@@ -106,38 +106,38 @@ def _starter(key: str) -> Any:
         return found
 
 
-def taking(kind: compiler.Type) -> Any:
+def taking(kind: torch_compiler.Type) -> Any:
     """What ``take`` is in scripts, for one kind of value: an operator, or a Python function where there is none."""
     operator = getattr(torch.ops.backhaul, f"take_{kind.annotation_str}", None)
-    return operator or compiler.ignored(take, **{"outcome": Any, "return": kind})
+    return operator or torch_compiler.ignored(take, **{"outcome": Any, "return": kind})
 
 
-def taking_loosely(kind: compiler.Type) -> Any:
+def taking_loosely(kind: torch_compiler.Type) -> Any:
     """Likewise, where annotations are not to be relied on. That is for tensors alone: other values are converted."""
-    if not isinstance(kind, compiler.types_of.TensorType):
+    if not isinstance(kind, torch_compiler.types_of.TensorType):
         return taking(kind)
-    standing = compiler.ignored(as_it_is, **{"value": Any, "return": kind})
+    standing = torch_compiler.ignored(as_it_is, **{"value": Any, "return": kind})
     meanings = {"Kind": kind, "take": torch.ops.backhaul.take_Any, "as_it_is": standing}
-    made = compiler.instantiate(convert_loosely, meanings)  # type: ignore[arg-type]
-    compiler.set_unchecked(made, as_it_is.__name__)
+    made = torch_compiler.instantiate(convert_loosely, meanings)  # type: ignore[arg-type]
+    torch_compiler.set_unchecked(made, as_it_is.__name__)
     return made
 
 
-def converter(kind: compiler.Type) -> compiler.Graph:
+def converter(kind: torch_compiler.Type) -> torch_compiler.Graph:
     """A graph that makes a value of what ``settled`` gives."""
     key = key_of(kind)
     with _lock:
         found = _converters.get(key)
         if found is None:
-            made = compiler.instantiate(convert, {"Kind": kind, "take": taking(kind)})  # type: ignore[arg-type]
+            made = torch_compiler.instantiate(convert, {"Kind": kind, "take": taking(kind)})  # type: ignore[arg-type]
             found = _converters[key] = made
         return found.graph
 
 
-def _compile(kind: compiler.Type) -> Any:
+def _compile(kind: torch_compiler.Type) -> Any:
     meanings = {"Kind": kind, "take": taking(kind)}
-    delivering = compiler.instantiate(deliver, meanings)  # type: ignore[arg-type]
-    return compiler.instantiate(start, {**meanings, "deliver": delivering})  # type: ignore[arg-type]
+    delivering = torch_compiler.instantiate(deliver, meanings)  # type: ignore[arg-type]
+    return torch_compiler.instantiate(start, {**meanings, "deliver": delivering})  # type: ignore[arg-type]
 
 
 def typed(future: torch.futures.Future[Any], key: str) -> torch.futures.Future[Any]:
@@ -149,7 +149,7 @@ def typed(future: torch.futures.Future[Any], key: str) -> torch.futures.Future[A
 def settled(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
     """A future for a script that waits for it at once, of what ``take`` takes. It is done, where a thread may wait."""
     gate = _gate(future)
-    if threads.called_here():
+    if current_worker.called_here():
         gate.wait()
     return gate
 

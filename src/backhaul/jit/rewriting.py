@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from backhaul.jit import compiler, results
-from backhaul.jit.compiler import types_of
+from backhaul.jit import results, torch_compiler
 from backhaul.jit.names import FORMS, Names
 from backhaul.jit.references import classes
+from backhaul.jit.torch_compiler import types_of
 
 _METHODS = ("to_here", "local_value", "is_owner", "owner", "owner_name", "confirmed_by_owner")
 _ANY = types_of.AnyType.get()
 _KEYWORDS = types_of.DictType(types_of.StringType.get(), _ANY)
 
 
-def rewrite(graph: compiler.Graph, names: Names) -> None:
+def rewrite(graph: torch_compiler.Graph, names: Names) -> None:
     """Make a graph's calls Backhaul's, where they are. Graphs without any stay as they are."""
     ours = False
     for form in FORMS:
@@ -28,9 +28,9 @@ def rewrite(graph: compiler.Graph, names: Names) -> None:
                     _replace_method(graph, node, method)
 
 
-def _replace_call(graph: compiler.Graph, node: compiler.Node, form: str, api: str) -> None:
+def _replace_call(graph: torch_compiler.Graph, node: torch_compiler.Node, form: str, api: str) -> None:
     """to, function[, args[, kwargs[, timeout]]] -> ours."""
-    with compiler.inserting(graph, node):
+    with torch_compiler.inserting(graph, node):
         to, function, *rest = node.inputs()
         if not rest:
             rest.append(_insert(graph, node, "prim::TupleConstruct", [], types_of.TupleType([])))
@@ -48,9 +48,9 @@ def _replace_call(graph: compiler.Graph, node: compiler.Node, form: str, api: st
     node.destroy()
 
 
-def _replace_method(graph: compiler.Graph, node: compiler.Node, method: str) -> None:
+def _replace_method(graph: torch_compiler.Graph, node: torch_compiler.Node, method: str) -> None:
     """A method of a reference that was made in script."""
-    with compiler.inserting(graph, node):
+    with torch_compiler.inserting(graph, node):
         reference, *rest = node.inputs()  # to_here has its timeout always
         kind = node.output().type()
         if method in ("to_here", "local_value"):
@@ -63,8 +63,12 @@ def _replace_method(graph: compiler.Graph, node: compiler.Node, method: str) -> 
 
 
 def _insert_settled(
-    graph: compiler.Graph, place: compiler.Node, operator: str, inputs: list[compiler.Value], made: compiler.Type
-) -> compiler.Value:
+    graph: torch_compiler.Graph,
+    place: torch_compiler.Node,
+    operator: str,
+    inputs: list[torch_compiler.Value],
+    made: torch_compiler.Type,
+) -> torch_compiler.Value:
     """An operator, the wait for its future, and what makes a value of what comes; see ``results``."""
     future = _insert(graph, place, f"backhaul::{operator}", inputs, types_of.FutureType(_ANY))
     outcome = _insert(graph, place, "aten::wait", [future], _ANY)
@@ -76,8 +80,12 @@ def _insert_settled(
 
 
 def _insert(
-    graph: compiler.Graph, place: compiler.Node, kind: str, inputs: list[compiler.Value], made: compiler.Type
-) -> compiler.Value:
+    graph: torch_compiler.Graph,
+    place: torch_compiler.Node,
+    kind: str,
+    inputs: list[torch_compiler.Value],
+    made: torch_compiler.Type,
+) -> torch_compiler.Value:
     node = graph.create(kind, inputs)
     node.copyMetadata(place)
     node.output().setType(made)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from backhaul.rref.handle import RRef
+from backhaul._rref.handle import RRef
 
 State = dict[str, Any]
 

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from backhaul.compiler import graph_break
+from backhaul._rpc.api import rpc_sync
+from backhaul._rpc.arguments import keywords, positional
+from backhaul._rpc.futures import Future
+from backhaul._rref.handle import RRef
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._wire.codec import reducers
 from backhaul.errors import SerializationError
 from backhaul.nn import owner
-from backhaul.nn.places import parse_place
-from backhaul.rpc.api import rpc_sync
-from backhaul.rpc.arguments import keywords, positional
-from backhaul.rpc.futures import Future
-from backhaul.rref.handle import RRef
-from backhaul.wire.codec import reducers
+from backhaul.nn.remote_device import parse_place
 
 Self = TypeVar("Self", bound="RemoteModule")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from backhaul.compiler import graph_break
+from backhaul._rref.handle import RRef
+from backhaul._runtime.compile_marks import graph_break
 from backhaul.optim import gradients
 from backhaul.optim.optimizer import DistributedOptimizer
 from backhaul.optim.owners import Listed, Owners, check_context
-from backhaul.rref.handle import RRef
 
 
 @graph_break

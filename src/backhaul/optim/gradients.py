@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from backhaul.autograd.api import find_gradients, replace_gradients
-from backhaul.worker import Worker, current_worker
+from backhaul._autograd.api import find_gradients, replace_gradients
+from backhaul._worker.worker import Worker, current_worker
 
 Parameters = Sequence[torch.Tensor]
 Gradients = list[torch.Tensor | None]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from backhaul._rref.handle import RRef
 from backhaul.optim.gradients import one_at_a_time, read
-from backhaul.rref.handle import RRef
 
 Options = dict[str, Any]
 """What a group of parameters is optimized with: learning rate, betas, ..."""

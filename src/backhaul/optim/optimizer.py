@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from backhaul.autograd.api import find_gradients
-from backhaul.compiler import graph_break
+from backhaul._autograd.api import find_gradients
+from backhaul._rpc.api import rpc_async
+from backhaul._rpc.futures import Future
+from backhaul._rref.handle import RRef
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._types import WorkerInfo
 from backhaul.optim.local import Group, Local, Made, Options, add, make
 from backhaul.optim.owners import Answers, ask_all, by_owner, check_context, check_rrefs
-from backhaul.rpc.api import rpc_async
-from backhaul.rpc.futures import Future
-from backhaul.rref.handle import RRef
-from backhaul.types import WorkerInfo
 
 
 @dataclasses.dataclass(slots=True)

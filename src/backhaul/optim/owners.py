@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from backhaul.autograd.api import find_gradients
+from backhaul._autograd.api import find_gradients
+from backhaul._rpc.api import rpc_async
+from backhaul._rpc.futures import Future
+from backhaul._rref.handle import RRef
+from backhaul._types import WorkerInfo
 from backhaul.errors import UnknownContextError
-from backhaul.rpc.api import rpc_async
-from backhaul.rpc.futures import Future
-from backhaul.rref.handle import RRef
-from backhaul.types import WorkerInfo
 
 T = TypeVar("T")
 

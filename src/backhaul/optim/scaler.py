@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from backhaul.compiler import graph_break
+from backhaul._runtime.compile_marks import graph_break
 from backhaul.optim import gradients
 from backhaul.optim.optimizer import DistributedOptimizer
 from backhaul.optim.owners import check_context

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from backhaul.autograd.container import split
-from backhaul.observe import GradientKey
+from backhaul._autograd.container import split
+from backhaul._runtime.observer import GradientKey
+from backhaul.profiler.critical_path import find_path
 from backhaul.profiler.model import Arrow, Call, Segment, Slice, Timeline, WorkerRow
-from backhaul.profiler.path import find_path
 from backhaul.profiler.records import CallRecord, GradientRecord, GroupRecord, OpRecord, Records, ServeRecord, Share
-from backhaul.profiler.sheet import Sheet, Span
+from backhaul.profiler.tracks import Sheet, Span
 
 _AT_ONCE = 50_000  # nanoseconds between a function's return and its reply, if it returned the result itself
 

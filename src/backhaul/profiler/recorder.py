@@ -22,8 +22,12 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from backhaul.limits import deadline
-from backhaul.observe import CallTrace, GradientKey, ServeTrace, Sessions
+from backhaul._rpc.cluster.peers import Peer
+from backhaul._rpc.node import Node
+from backhaul._runtime.observer import CallTrace, GradientKey, ServeTrace, Sessions
+from backhaul._transport.base import Channel
+from backhaul._worker.deadlines import deadline
+from backhaul._worker.worker import current_worker
 from backhaul.profiler import kineto
 from backhaul.profiler.records import (
     CallRecord,
@@ -39,10 +43,6 @@ from backhaul.profiler.records import (
     encode,
 )
 from backhaul.profiler.spans import during, threads_of
-from backhaul.rpc.node import Node
-from backhaul.rpc.peers import Peer
-from backhaul.transport.base import Channel
-from backhaul.worker import current_worker
 
 log = logging.getLogger("backhaul")
 

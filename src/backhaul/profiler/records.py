@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from backhaul.observe import GradientKey
+from backhaul._runtime.observer import GradientKey
 
 
 class CallRecord(msgspec.Struct, array_like=True):

@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from torch.autograd.profiler_util import EventList
 
+from backhaul._rpc.calls.client import Agent
+from backhaul._rpc.node import Node
+from backhaul._torch_support import require
+from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import BackhaulError
 from backhaul.profiler import kineto
 from backhaul.profiler.chrome import to_chrome
@@ -25,10 +29,6 @@ from backhaul.profiler.model import Timeline
 from backhaul.profiler.recorder import Recorder, Settings, clock, collect, unseen
 from backhaul.profiler.records import OpRecord, Share, decode
 from backhaul.profiler.table import to_table
-from backhaul.rpc.agent import Agent
-from backhaul.rpc.node import Node
-from backhaul.torch_support import require
-from backhaul.worker import Worker, current_worker
 
 log = logging.getLogger("backhaul")
 

@@ -6,9 +6,9 @@ import collections
 import threading
 from collections.abc import Callable, Collection, Mapping
 
-from backhaul.rpc.agent import Agent
-from backhaul.rpc.calls import Pending
-from backhaul.transport.base import ChannelClosedError
+from backhaul._rpc.calls.client import Agent
+from backhaul._rpc.calls.pending import Pending
+from backhaul._transport.base import ChannelClosedError
 
 
 class Faults:

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from backhaul.autograd.api import Mode, backward, context, get_gradients
-from backhaul.rpc.api import get_worker_info, rpc_async, rpc_sync
-from backhaul.worker import current_worker
+from backhaul._autograd.api import Mode, backward, context, get_gradients
+from backhaul._rpc.api import get_worker_info, rpc_async, rpc_sync
+from backhaul._worker.worker import current_worker
 
 Choose = Callable[[int], int]
 """Draws a number from 0 to below its argument: ``random.Random(seed).randrange``, or Hypothesis."""

@@ -12,8 +12,8 @@ import networkx
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from backhaul.autograd.functions import ContextId, MessageId, Recv, receive, recv_of
-from backhaul.autograd.native import LeafNode
+from backhaul._autograd.forward.functions import ContextId, MessageId, Recv, receive, recv_of
+from backhaul._autograd.torch_engine.run import LeafNode
 
 CONTEXT = ContextId(1)
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.ops.levels import Level, unpack
-from backhaul.ops.signature import Signature, Template, values_of
-from backhaul.ops.ticket import Ticket, blank, checksum
+from backhaul._ops.gradient_levels import Level, unpack
+from backhaul._ops.replay_token import Ticket, blank, checksum
+from backhaul._ops.signature import Signature, Template, values_of
 
 places = st.lists(st.integers(0, 99)).map(tuple)
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from backhaul._rpc.futures import Future, Kept, collect_all, wait_all
 from backhaul.errors import RemoteError
-from backhaul.rpc.futures import Future, Kept, collect_all, wait_all
 
 FAILSAFE = 60.0
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul.rref.ownership import Entry, ForkId, Inbox, Life, News, Outbox, Owned, RRefId, is_of, maker_of
-from backhaul.types import first_number
+from backhaul._rref.ownership import Entry, ForkId, Inbox, Life, News, Outbox, Owned, RRefId, is_of, maker_of
+from backhaul._types import first_number
 
 OWNER, ASKER, WORKERS = 0, 1, (1, 2, 3)
 OWN: Life = (OWNER, "owner")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from backhaul._wire.device_link import Form, Slot
 from backhaul.errors import ProtocolError, SerializationError
-from backhaul.wire.devices import Form, Slot
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from backhaul._wire import callables
+from backhaul._wire.callables import label_of, name_of, resolve
 from backhaul.errors import FunctionNotFoundError
-from backhaul.wire import callables
-from backhaul.wire.callables import label_of, name_of, resolve
 
 
 def plain(x: int) -> int:

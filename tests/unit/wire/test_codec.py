@@ -26,9 +26,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
+from backhaul._wire.codec import decode, encode
+from backhaul._wire.messages import Reply, pack, unpack
 from backhaul.errors import ProtocolError, SerializationError
-from backhaul.wire.codec import decode, encode
-from backhaul.wire.messages import Reply, pack, unpack
 
 from .trip import arrive, carry, carry_all, depart, frame_of, wire_of
 

@@ -13,11 +13,11 @@ import cloudpickle.cloudpickle
 import pytest
 import torch
 
+from backhaul._wire.codec import Encoded
+from backhaul._wire.faults import decode_fault, encode_fault
+from backhaul._wire.frames import Frame, FrameReader
+from backhaul._wire.messages import Fault, Kind, pack, unpack
 from backhaul.errors import BackhaulError, CallTimeoutError, RemoteError, RemoteTraceback
-from backhaul.wire.codec import Encoded
-from backhaul.wire.faults import decode_fault, encode_fault
-from backhaul.wire.frames import Frame, FrameReader
-from backhaul.wire.messages import Fault, Kind, pack, unpack
 
 from .trip import LIMIT, feed, wire_of
 

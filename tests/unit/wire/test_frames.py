@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from backhaul._wire.frames import MAX_BUFFERS, Frame, FrameReader
+from backhaul._wire.memory import Buffer, Recycler
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import MAX_BUFFERS, Frame, FrameReader
-from backhaul.wire.memory import Buffer, Recycler
 
 from .trip import LIMIT, feed, wire_of
 

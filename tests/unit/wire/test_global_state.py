@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul._wire.codec import encode, reducers
+from backhaul._wire.global_state import refuse_state, uses_of
 from backhaul.errors import SerializationError
-from backhaul.wire.codec import encode, reducers
-from backhaul.wire.global_state import refuse_state, uses_of
 
 from .trip import carry
 

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from backhaul.wire.memory import Buffer, Recycler
+from backhaul._wire.memory import Buffer, Recycler
 
 LARGE = 1 << 20
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from backhaul._wire.codec import encode
+from backhaul._wire.messages import Cancel, Count, Fault, Hello, Refuse, Reply, Request, Tally, pack, unpack
 from backhaul.errors import ProtocolError
-from backhaul.wire.codec import encode
-from backhaul.wire.messages import Cancel, Count, Fault, Hello, Refuse, Reply, Request, Tally, pack, unpack
 
 KINDS = [Hello, Refuse, Request, Reply, Fault, Cancel, Tally, Count]
 payload = encode([torch.ones(2), "x", 3], names="abc").payload

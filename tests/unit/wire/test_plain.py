@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.autograd.messages import PassSpec, Tally
+from backhaul._autograd.messages import PassSpec, Tally
+from backhaul._wire.codec import decode, encode
+from backhaul._wire.messages import TREE, Payload, pack, unpack
+from backhaul._wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Tag, restore
+from backhaul._wire.strict import check_payload
+from backhaul._wire.tensors.tensors import Part, TensorSpec, TensorTable
+from backhaul._wire.value_count import count
 from backhaul.errors import BackhaulError, LimitError, ProtocolError, SerializationError
-from backhaul.wire.codec import decode, encode
-from backhaul.wire.counting import count
-from backhaul.wire.messages import TREE, Payload, pack, unpack
-from backhaul.wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Tag, restore
-from backhaul.wire.strict import check_payload
-from backhaul.wire.tensors import Part, TensorSpec, TensorTable
 
 LIMIT = 1 << 20
 

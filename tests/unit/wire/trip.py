@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from backhaul.wire.codec import Encoded, decode, encode
-from backhaul.wire.frames import Frame, FrameReader
-from backhaul.wire.messages import Kind, Reply, pack, unpack
+from backhaul._wire.codec import Encoded, decode, encode
+from backhaul._wire.frames import Frame, FrameReader
+from backhaul._wire.messages import Kind, Reply, pack, unpack
 
 LIMIT = 1 << 30
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, _create_store_from_options, rendezvous  # type: ignore[attr-defined]
 
+from backhaul._rpc.cluster.rendezvous import store_at
 from backhaul.compat import autograd as _autograd
 from backhaul.compat import errors
 from backhaul.compat.rpc import api, backend_registry, constants, functions, internal, options, rref
@@ -24,7 +25,6 @@ from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from backhaul.compat.rpc.profiling import _server_process_global_profile  # noqa: F401 (for its tests)
 from backhaul.compat.rpc.rref import RRef
-from backhaul.rpc.rendezvous import store_at
 
 __all__ = [
     "BackendType",

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from backhaul._rpc.api import init, shutdown
+from backhaul._rpc.node import Node
+from backhaul._rref.registry import RRefs
+from backhaul._worker.worker import Worker
 from backhaul.compat import errors
 from backhaul.compat.rpc import devices
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
 from backhaul.errors import BackhaulError
-from backhaul.rpc.api import init, shutdown
-from backhaul.rpc.node import Node
-from backhaul.rref.registry import RRefs
-from backhaul.worker import Worker
 
 _FOREVER = 7 * 86400.0
 _PATIENCE = 30.0  # seconds that a call may be here before there is an agent

@@ -12,6 +12,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from backhaul._rpc.node import Node
+from backhaul._rref.registry import RRefs
+from backhaul._rref.remote import remote as create
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._wire.callables import label_of
+from backhaul._worker.deadlines import FOREVER
 from backhaul.compat import errors
 from backhaul.compat.rpc import agent as agents
 from backhaul.compat.rpc import internal, kinds, membership, profiling, serving
@@ -24,13 +30,7 @@ from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.compat.rpc.rref import RRef, adopt
-from backhaul.compiler import graph_break
 from backhaul.errors import PeerLostError, UnknownWorkerError
-from backhaul.limits import FOREVER
-from backhaul.rpc.node import Node
-from backhaul.rref.registry import RRefs
-from backhaul.rref.remote import remote as create
-from backhaul.wire.callables import label_of
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 

@@ -9,13 +9,13 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from backhaul._devices.cuda import process
+from backhaul._devices.placement import CPU, EVERYONE, index_of
+from backhaul._rpc.cluster.membership_table import WorkerRecord
+from backhaul._rpc.cluster.rendezvous import values_of
+from backhaul._types import device_name
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions
-from backhaul.cuda import process
-from backhaul.cuda.placement import CPU, EVERYONE, index_of
 from backhaul.errors import RendezvousError
-from backhaul.rpc.rendezvous import values_of
-from backhaul.rpc.roster import WorkerRecord
-from backhaul.types import device_name
 
 
 class Said(msgspec.Struct, frozen=True):

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch.futures
 
+from backhaul._rpc import futures as calls
+from backhaul._worker.worker import blocking, runtime_here
 from backhaul.compat.errors import reworded
-from backhaul.rpc import futures as calls
-from backhaul.worker import blocking, runtime_here
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from backhaul import types
+from backhaul import _types
 
 _NAME = re.compile(r"[A-Za-z0-9_:.-]*")
 
 
-class WorkerInfo(types.WorkerInfo):
+class WorkerInfo(_types.WorkerInfo):
     """Identifies one worker of the group."""
 
     __slots__ = ()
@@ -21,7 +21,7 @@ class WorkerInfo(types.WorkerInfo):
             raise RuntimeError(f"Worker name must be shorter than 128 characters, got {len(name)}.")
         if not _NAME.fullmatch(name):
             raise RuntimeError(f"Worker name must match {_NAME.pattern}, got {name!r}.")
-        super().__init__(name, types.WorkerId(id))
+        super().__init__(name, _types.WorkerId(id))
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
@@ -30,6 +30,6 @@ class WorkerInfo(types.WorkerInfo):
         return WorkerInfo, (self.name, self.id)
 
 
-def as_reference(info: types.WorkerInfo) -> WorkerInfo:
+def as_reference(info: _types.WorkerInfo) -> WorkerInfo:
     """The same worker, spelled so."""
     return info if isinstance(info, WorkerInfo) else WorkerInfo(info.name, info.id)

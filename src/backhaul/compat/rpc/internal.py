@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from backhaul.rref import handle
+from backhaul._rref import handle
 
 
 class RPCExecMode(enum.Enum):

@@ -14,17 +14,17 @@ from collections.abc import Iterator
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from backhaul._rpc.api import rpc_sync
+from backhaul._rpc.cluster.membership_table import WorkerRecord
+from backhaul._rpc.node import Node, describe, start_node
+from backhaul._transport.sockets.addresses import host_identity
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._worker.worker import current_worker
 from backhaul.compat import errors
 from backhaul.compat.rpc import devices
 from backhaul.compat.rpc.agent import TensorPipeAgent
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
 from backhaul.errors import PeerLostError
-from backhaul.rpc.api import rpc_sync
-from backhaul.rpc.node import Node, describe, start_node
-from backhaul.rpc.roster import WorkerRecord
-from backhaul.transport.addresses import host_identity
-from backhaul.transport.sockets import SocketEndpoint
-from backhaul.worker import current_worker
 
 logger = logging.getLogger("backhaul")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from backhaul._types import Options
 from backhaul.compat.rpc import constants
-from backhaul.types import Options
 
 Device = int | str | torch.device
 

@@ -19,11 +19,11 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.jit._builtins import _find_builtin
 
+from backhaul._rpc.api import rpc_async
 from backhaul.compat.rpc import agent
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
-from backhaul.rpc.api import rpc_async
 
 REMOTE = "#remote_op: "
 

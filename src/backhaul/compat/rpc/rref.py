@@ -10,6 +10,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from backhaul._rpc.api import rpc_sync
+from backhaul._rpc.node import Node
+from backhaul._rref import handle
+from backhaul._rref.ownership import ForkId, RRefId, maker_of
+from backhaul._rref.registry import RRefs
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._types import first_number
+from backhaul._wire.codec import builders, reducers
+from backhaul._worker.worker import Worker
 from backhaul.compat import autograd, errors
 from backhaul.compat.rpc import agent, profiling
 from backhaul.compat.rpc.constants import UNSET_RPC_TIMEOUT
@@ -17,16 +26,7 @@ from backhaul.compat.rpc.containers import copied
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.internal import RPCExecMode
-from backhaul.compiler import graph_break
 from backhaul.errors import CallTimeoutError, PeerLostError, UnknownWorkerError
-from backhaul.rpc.api import rpc_sync
-from backhaul.rpc.node import Node
-from backhaul.rref import handle
-from backhaul.rref.ownership import ForkId, RRefId, maker_of
-from backhaul.rref.registry import RRefs
-from backhaul.types import first_number
-from backhaul.wire.codec import builders, reducers
-from backhaul.worker import Worker
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.jit._builtins import _find_builtin
 
+from backhaul._rpc import arguments
+from backhaul._rpc.calls.server import ASYNC_MARK, async_execution
+from backhaul._wire.callables import SCRIPT, name_of, resolve
 from backhaul.compat.rpc import agent, internal, profiling
 from backhaul.compat.rpc.containers import share
-from backhaul.rpc import arguments
-from backhaul.rpc.dispatch import ASYNC_MARK, async_execution
-from backhaul.wire.callables import SCRIPT, name_of, resolve
 
 
 def outgoing(

@@ -1,0 +1,1 @@
+"""Backward: one pass, at its driver and at every other worker that takes part."""

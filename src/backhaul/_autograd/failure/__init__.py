@@ -1,0 +1,1 @@
+"""What happens to contexts and passes when a worker is lost."""

@@ -1,0 +1,1 @@
+"""Forward: records which tensors a message carries."""

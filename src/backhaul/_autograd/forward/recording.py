@@ -1,0 +1,281 @@
+"""Forward: makes messages part of the graph. Puts a note on each call made inside a context, keeps the send record at
+one end and the recv node at the other.
+
+[Note: order] Every recorded message has a place in program order: the place of the request whose handler sent it,
+and its number among that handler's messages. Ids depend on which thread came first; places do not, so sums made in
+their order are the same in every run.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from backhaul._autograd.container import Container, split
+from backhaul._autograd.context import Context
+from backhaul._autograd.failure.replay import Entry
+from backhaul._autograd.forward.functions import (
+    NO_CONTEXT,
+    ROOTS,
+    ContextId,
+    MessageId,
+    Recv,
+    SendRecord,
+    apart,
+    receive,
+    receive_one,
+    receive_outside,
+    receive_wrapper,
+)
+from backhaul._autograd.messages import Note
+from backhaul._autograd.torch_engine import anomaly
+from backhaul._rpc.cluster.peers import Peer
+from backhaul._wire.codec import Encoded
+from backhaul._wire.messages import pack, unpack
+from backhaul._wire.tensors.subclasses import Tensors, detached
+from backhaul._worker import deadlines
+from backhaul._worker.worker import Worker
+from backhaul.errors import SerializationError
+
+_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_scope", default=None)
+
+carried: Callable[[], Scope | None] | None = None
+"""Finds the current scope where context variables do not reach; see ``jit.threads``."""
+
+_FIRST = (0,)
+
+_NO_GRAD = object()
+"""Kept of a call made under ``no_grad``: its result needs no gradient, as that of any operation there."""
+
+UNRECORDED = pack(Note(NO_CONTEXT))
+"""The note on a request made under ``no_grad`` with tensors that require grad: they need none there."""
+
+
+class Scope:
+    """That a context is current, on one worker, for one strand of execution."""
+
+    __slots__ = ("__weakref__", "_numbers", "_place", "context", "worker")
+
+    def __init__(self, worker: Worker, context: Context, place: tuple[int, ...] = ()) -> None:
+        self.worker = worker
+        self.context = context
+        self._place = place
+        self._numbers = itertools.count()
+
+    reply = ROOTS
+    """Under which id the reply is recorded; none: a new one."""
+
+    def next_place(self) -> tuple[int, ...]:
+        """The place of the next message; see [Note: order]."""
+        return (*self._place, next(self._numbers))
+
+
+class ReplayedScope(Scope):
+    """That of a request which another worker has answered before; see [Note: replay]."""
+
+    __slots__ = ("reply",)
+
+    def __init__(self, worker: Worker, context: Context, place: tuple[int, ...], reply: MessageId) -> None:
+        super().__init__(worker, context, place)
+        self.reply = reply
+
+
+_NOWHERE = Scope.__new__(Scope)
+"""Current where none is to be, not even one that is carried."""
+_NOWHERE.worker = None  # type: ignore[assignment]
+
+
+def current_scope(worker: Worker) -> Scope | None:
+    """The scope that is current here, if it is one of ``worker``'s."""
+    scope = _scope.get()
+    if scope is None and carried is not None:
+        scope = carried()
+    return scope if scope is not None and scope.worker is worker else None
+
+
+def enter(scope: Scope | None) -> contextvars.Token[Scope | None]:
+    """Make a scope current in this context of execution; None: make it that there is none."""
+    return _scope.set(_NOWHERE if scope is None else scope)
+
+
+def leave(token: contextvars.Token[Scope | None]) -> None:
+    """Undo ``enter``."""
+    _scope.reset(token)
+
+
+def record_send(
+    container: Container,
+    context: Context,
+    to: int,
+    tensors: Sequence[torch.Tensor],
+    *,
+    place: tuple[int, ...],
+    born_in: tuple[int, int] | None = None,
+    message: MessageId = ROOTS,
+    replied: bool = False,
+) -> Note | None:
+    """Keep the sending end of a message; return the note that goes with it, None if the context has been released."""
+    positions: tuple[int, ...] = ()
+    if len(tensors) == 1:  # most often
+        recorded = tensors
+        if tensors[0].requires_grad:
+            positions = _FIRST
+    elif tensors:
+        positions = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
+        recorded = [tensors[index] for index in positions]
+    if not positions:
+        return Note(context.id, ROOTS, positions, place) if context.know(to) else None
+    message = message or container.new_message()
+    record = SendRecord(message, to, recorded, place, born_in=born_in, replied=replied)
+    return Note(context.id, message, positions, place) if context.add_send(record) else None
+
+
+def record_recv(
+    context: Context, sender: int, note: Note, tensors: list[torch.Tensor], *, replied: bool = False
+) -> list[torch.Tensor]:
+    """Keep the receiving end of a message; return the tensors as parts of the graph."""
+    message = note.message
+    if not message:
+        context.know(sender)
+        return tensors
+    recv = Recv(message, sender, note.order, replied, context.id)
+    context.add_recv(recv)
+    if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
+        return receive_one(recv, tensors[0])
+    positions = [position for position in note.positions if position < len(tensors)]
+    others = [place for place in range(len(tensors)) if place not in positions]
+    recorded = list(tensors)
+    if isinstance(tensors, Tensors):  # wrappers are made of some of the others, and are not to share memory either
+        recorded = Tensors(tensors, 0)
+        for place, tensor in zip(others, apart([tensors[place] for place in others], ()), strict=True):
+            recorded[place] = tensor
+    made = receive(recv, [tensors[place] for place in positions], [recorded[place] for place in others])
+    for position, tensor in zip(positions, made, strict=True):
+        recorded[position] = tensor
+    if isinstance(recorded, Tensors):
+        recorded.attach = functools.partial(receive_wrapper, recv, len(made))
+        recv.count = len(note.positions)
+    return recorded
+
+
+def _lost_gradient(encoded: Encoded, context: Context) -> SerializationError:
+    if encoded.lease is not None:
+        encoded.lease.end()
+    first = encoded.unrecorded[0]
+    return SerializationError(
+        f"{first} requires grad inside context {context.id}, but the way its class is serialized loses its gradient; "
+        "make the call under torch.no_grad() or send a detached copy if no gradient is meant, otherwise send plain "
+        "tensors, or give the class __tensor_flatten__ and __tensor_unflatten__",
+        path=first.partition(" ")[0],
+    )
+
+
+class Recorder:
+    """The interceptor that records calls."""
+
+    key = "autograd"
+    leaves = False
+    """Whether tensors received outside a context are leaves, as in the reference."""
+
+    def __init__(self, worker: Worker, container: Container) -> None:
+        self._worker = worker
+        self._container = container
+        # What to do with a context for replay, and with a worker that may not know of a context's end.
+        self.keep_requests: Callable[[Context, int], None] = lambda context, epoch: None
+        self.tell_over: Callable[[int, int], None] = lambda worker, context: None
+        self._encode = msgspec.msgpack.Encoder().encode  # as ``pack``, less a call
+
+    def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
+        if not torch.is_grad_enabled():
+            needed = not self.leaves and any([tensor.requires_grad for tensor in encoded.tensors])
+            return UNRECORDED if needed else None, _NO_GRAD
+        scope = current_scope(self._worker)
+        if scope is None:
+            return None, None
+        context = scope.context
+        if encoded.unrecorded:
+            raise _lost_gradient(encoded, context)
+        note = record_send(self._container, context, peer.record.id, encoded.tensors, place=scope.next_place())
+        if note is None:
+            return None, None
+        if level := anomaly.level():
+            note = msgspec.structs.replace(note, anomaly=level)
+        if (log := context.replay) is not None:
+            entry = log.begin(context, note, peer)
+            return self._encode(msgspec.structs.replace(note, replay=0, epoch=log.epoch)), entry
+        return self._encode(note), context
+
+    def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        if note is None:
+            return self._outside(peer, tensors), None
+        if note == UNRECORDED:
+            return detached(tensors), None
+        read = unpack(note, Note)
+        context = self._container.get_or_create(read.context)
+        if context is None:  # the caller has released it: nobody will ask for gradients
+            return self._outside(peer, tensors, read.context), None
+        if read.replay < 0:
+            scope = Scope(self._worker, context, read.order)
+        else:
+            self.keep_requests(context, read.epoch)
+            scope = ReplayedScope(self._worker, context, read.order, MessageId(read.replay))
+        _scope.set(scope)
+        if read.anomaly and (limit := deadlines.current.get()) is not None:
+            limit.at_end = anomaly.hold_for_handler(read.anomaly).release
+        return record_recv(context, peer.record.id, read, tensors), scope
+
+    def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
+        if kept is None:
+            return None
+        context, place = kept.context, kept.next_place()
+        if encoded.unrecorded:
+            raise _lost_gradient(encoded, context)
+        to, message = peer.record.id, kept.reply
+        note = record_send(self._container, context, to, encoded.tensors, place=place, message=message, replied=True)
+        return self._encode(note) if note is not None else None
+
+    def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if kept is _NO_GRAD:
+            return detached(tensors)
+        read = None if note is None else unpack(note, Note)
+        if type(kept) is Entry:
+            kept.answer(read)
+            kept = kept.context
+        if kept is None:
+            return self._outside(peer, tensors)
+        if read is None:  # the context is over there
+            return self._outside(peer, tensors, kept.id)
+        if kept.released:
+            self.tell_over(peer.record.id, kept.id)
+        return record_recv(kept, peer.record.id, read, tensors, replied=True)
+
+    def _outside(self, peer: Peer, tensors: list[torch.Tensor], context: ContextId = NO_CONTEXT) -> list[torch.Tensor]:
+        """Tensors that have come outside a context, or of one that is over."""
+        return tensors if self.leaves else receive_outside(peer.record.id, tensors, context)
+
+    def discard(self, peer: Peer, note: bytes) -> None:
+        """An end whose other end is not used gets no gradients, but it keeps its graph: forget one of ours."""
+        read, context = self._find(peer, note)
+        if context is not None and split(read.message)[0] == self._worker.info.id:
+            if context.replay is None:
+                context.drop_send(read.message)
+            else:
+                context.doubt_send(read.message)  # it may be sent yet, to another worker
+
+    def failed(self, peer: Peer, note: bytes) -> None:
+        read, context = self._find(peer, note)
+        if context is not None:
+            context.doubt_send(read.message)
+
+    def _find(self, peer: Peer, note: bytes) -> tuple[Note, Context | None]:
+        read = unpack(note, Note)
+        context = self._container.find(read.context)
+        if context is None and self._container.was_released(read.context):
+            self.tell_over(peer.record.id, read.context)
+        return read, context

@@ -1,0 +1,1 @@
+"""PyTorch's own autograd engine: every private name of torch that autograd uses."""

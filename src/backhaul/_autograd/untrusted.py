@@ -1,0 +1,155 @@
+"""Autograd among peers that are not trusted: what each of its frames and notes must be, and how many contexts one peer
+may bring. What a member of a pass says about its own gradients has to be believed; that it speaks of its own messages,
+and of contexts that it has to do with, is checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import torch
+
+from backhaul._autograd.container import Container, split
+from backhaul._autograd.forward.recording import UNRECORDED, Recorder
+from backhaul._autograd.messages import Abort, AutogradKind, Gradients, Know, Note, Release, Report
+from backhaul._autograd.plan.termination import Summary
+from backhaul._rpc.cluster.peers import Peer
+from backhaul._rpc.node import Node
+from backhaul._rpc.security.rate_limits import beyond
+from backhaul._rpc.security.untrusted import checks, strict_payload
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import pack, unpack
+from backhaul._wire.plain import register
+from backhaul._wire.tensors.subclasses import Tensors
+from backhaul._worker.worker import Worker
+from backhaul.errors import ProtocolError
+
+register(Summary)
+
+
+def recorder_for(node: Node, container: Container) -> Recorder:
+    """The recorder of a worker: one that checks what it is told, where there is something to check."""
+    options = node.worker.options
+    if options.trusted and node.quotas.contexts is None:
+        made = Recorder(node.worker, container)
+    else:
+        node.worker.attach(container)
+        made = CheckedRecorder(node.worker, container, node.quotas.contexts)
+    made.leaves = options.follows_reference
+    return made
+
+
+class CheckedRecorder(Recorder):
+    """Takes no more contexts than a peer may bring, and no message that is not its sender's."""
+
+    def __init__(self, worker: Worker, container: Container, limit: int | None) -> None:
+        super().__init__(worker, container)
+        self._limit = limit
+        self._lock = threading.Lock()  # guards the table
+        self._brought: dict[int, set[int]] = {}  # peer -> contexts
+
+    def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        if note is not None and note != UNRECORDED:
+            read = unpack(note, Note)
+            _check_note(peer, read, tensors)
+            self._take(peer, read.context)
+            if (read.replay >= 0 or read.anomaly) and not self._worker.options.trusted:
+                # Under which id to reply is for others to say; anomaly mode is one for the whole process.
+                note = pack(msgspec.structs.replace(read, replay=-1, anomaly=0))
+        return super().request_in(peer, note, tensors)
+
+    def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if note is not None:
+            _check_note(peer, unpack(note, Note), tensors)
+        return super().reply_in(peer, kept, note, tensors)
+
+    def discard(self, peer: Peer, note: bytes) -> None:
+        # The note may be the peer's, and name a message that it has nothing to do with.
+        try:
+            read, context = self._find(peer, note)
+        except ProtocolError:  # that is why it is not used
+            return
+        sent = context.sends.get(read.message) if context is not None else None
+        if sent is not None and sent.to == peer.record.id:
+            super().discard(peer, note)
+
+    def _take(self, peer: Peer, context: int) -> None:
+        if self._limit is None or peer.record.id == self._worker.info.id:
+            return
+        if self._container.find(context) is not None:
+            return
+        with self._lock:
+            brought = self._brought.setdefault(peer.record.id, set())
+            if len(brought) >= self._limit:  # some of them may be over
+                brought.intersection_update([each for each in brought if self._container.find(each) is not None])
+            if len(brought) >= self._limit:
+                asked = f"'{peer.info.name}' has {len(brought)} contexts there and brought another"
+                raise beyond(self._worker.name, "contexts of one peer at once", "max_contexts", self._limit, asked)
+            brought.add(context)
+
+
+def _check_note(peer: Peer, note: Note, tensors: list[torch.Tensor]) -> None:
+    if note.message and split(note.message)[0] != peer.record.id:
+        raise ProtocolError(f"a message of worker {split(note.message)[0]} from '{peer.info.name}'")
+    positions, count = note.positions, len(tensors)
+    if isinstance(tensors, Tensors):  # wrappers follow, which are made when the values are put together
+        count += tensors.wrapped
+    if len(set(positions)) != len(positions) or not all(0 <= place < count for place in positions):
+        raise ProtocolError(f"a note on {count} tensors for those at {positions}")
+    found = [tensors[place] for place in positions if place < len(tensors)]
+    if not all(tensor.is_floating_point() or tensor.is_complex() for tensor in found):
+        raise ProtocolError("a note on a tensor that has no gradient")
+
+
+def _check_gradients(worker: Worker, peer: Peer, frame: Frame) -> bool:
+    message = unpack(frame.body, Gradients)
+    counts = [gradient.buffers for gradient in message.gradients]
+    if not counts or min(counts) < 0 or sum(counts) != len(frame.buffers):
+        raise ProtocolError(f"gradients of {counts} buffers, where there are {len(frame.buffers)}")
+    context = worker.part(Container).find(message.spec.context)
+    used = 0
+    for gradient in message.gradients:
+        strict_payload(worker, gradient.payload, frame.buffers[used : used + gradient.buffers])
+        used += gradient.buffers
+        if gradient.note is not None and split(gradient.note.message)[0] not in (0, peer.record.id):
+            raise ProtocolError(f"a message of another worker from '{peer.info.name}'")
+        sent = context.sends.get(gradient.message) if context is not None else None
+        if sent is not None and sent.to != peer.record.id:
+            raise ProtocolError(f"gradients of a message to worker {sent.to} from '{peer.info.name}'")
+    return True
+
+
+def _check_report(worker: Worker, peer: Peer, frame: Frame) -> bool:
+    fault = unpack(frame.body, Report).fault
+    if fault is not None and fault.payload is not None:
+        strict_payload(worker, fault.payload, frame.buffers)
+    return True
+
+
+def _check_abort(worker: Worker, peer: Peer, frame: Frame) -> bool:
+    spec = unpack(frame.body, Abort).spec
+    return spec.driver != worker.info.id and _has_to_do_with(worker, peer, spec.context)
+
+
+def _check_release(worker: Worker, peer: Peer, frame: Frame) -> bool:
+    number = unpack(frame.body, Release).context
+    return split(number)[0] != worker.info.id and _has_to_do_with(worker, peer, number)  # our own we end ourselves
+
+
+def _check_know(worker: Worker, peer: Peer, frame: Frame) -> bool:
+    return split(unpack(frame.body, Know).context)[0] == worker.info.id
+
+
+def _has_to_do_with(worker: Worker, peer: Peer, number: int) -> bool:
+    """Whether a peer made a context, or exchanged messages of it with this worker."""
+    context = worker.part(Container).find(number)
+    return split(number)[0] == peer.record.id or (context is not None and peer.record.id in context.known)
+
+
+checks[AutogradKind.GRADIENT] = _check_gradients
+checks[AutogradKind.REPORT] = _check_report
+checks[AutogradKind.ABORT] = _check_abort
+checks[AutogradKind.RELEASE] = _check_release
+checks[AutogradKind.KNOW] = _check_know

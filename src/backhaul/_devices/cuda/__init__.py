@@ -1,0 +1,1 @@
+"""CUDA: the driver, memory that two processes share, and what torch.cuda offers."""

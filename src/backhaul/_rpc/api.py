@@ -1,0 +1,331 @@
+"""The functions users call. Each acts on the current worker."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from backhaul._devices.placement import check
+from backhaul._rpc.calls.retry import Attempts, Retry
+from backhaul._rpc.cluster.joining import join as join_cluster
+from backhaul._rpc.cluster.membership import MembershipEvent
+from backhaul._rpc.cluster.rendezvous import Meeting, check_rank, credentials_of, open_store, secret_of
+from backhaul._rpc.futures import Future
+from backhaul._rpc.node import Node, describe, start_node
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._transport.sockets.addresses import host_identity, is_loopback
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._types import MAX_WORKERS, Options, WorkerInfo, check_name
+from backhaul._worker.worker import Worker, current_worker, running_workers
+from backhaul.errors import NotInitializedError
+
+T = TypeVar("T")
+
+
+@graph_break
+def init(
+    name: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Store | None = None,
+    join: str | Sequence[str] | bool = False,
+    options: Options | None = None,
+) -> Worker:
+    """Make this process a worker and wait until all workers have come.
+
+    Where nothing is given, torchrun's environment is used (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+    ``MASTER_PORT``). Once this returns, every worker can be called by name; connections open at the first call.
+
+    With ``join`` the worker becomes a member of a cluster that is running already, or takes the place of one that was
+    lost and had the same name. Once this returns, every member knows it.
+
+    Args:
+        name: A name no other worker has; ``worker<rank>`` if not given.
+        rank: This worker's number, 0 to ``world_size - 1``.
+        world_size: How many workers there are.
+        store: A ``torch.distributed.Store`` to meet at, instead of ``options.init_method``.
+        join: Address of any member (``get_address``), or several to try; then a secret is needed (``Options.secret`` or
+            ``BACKHAUL_SECRET``), no store, and ``rank`` is the id to have, any if not given. True: the store says where
+            the members are.
+        options: See ``Options``.
+
+    Raises:
+        RendezvousError: The others did not come in time, or a name is taken, or there is nobody to join.
+        ValueError: Rank, size, name or options make no sense.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> worker = bh.init("alone", rank=0, world_size=1, store=torch.distributed.HashStore())
+        >>> bh.rpc_sync("alone", torch.add, args=(torch.ones(2), 1))
+        tensor([2., 2.])
+        >>> bh.shutdown()
+    """
+    began = time.monotonic()
+    options = options or Options()
+    if name is not None:
+        check_name(name)
+    if running_workers():
+        names = ", ".join(worker.name for worker in running_workers())
+        raise RuntimeError(f"this process is a worker already ({names}); shut it down first")
+    secret = secret_of(options)
+    if options.bind is not None and secret is None and not is_loopback(options.bind):
+        raise ValueError(
+            f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
+            "to the same value on every worker, or give Options(secret=...)"
+        )
+    if options.bind is not None and options.tls is None and not options.allow_plain and not is_loopback(options.bind):
+        raise ValueError(
+            f"bind={options.bind!r} is reachable from other hosts, so what workers say should be encrypted: give "
+            "Options(tls=Tls(certificate=..., key=..., authority=...)), or Options(allow_plain=True) if the network "
+            "between the hosts can neither be read nor changed by others"
+        )
+    if join and join is not True:
+        return _join(name, -1 if rank is None else rank, [join] if isinstance(join, str) else join, secret, options)
+    if store is None:
+        store, rank, world_size = open_store(rank, world_size, options, alone=bool(join))
+    elif rank is None or world_size is None:
+        raise ValueError("with a store, init needs rank and world_size too")
+    check_rank(rank, world_size)
+    meeting = Meeting(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
+    if join:
+        secret = meeting.agree_on_secret(secret)
+        worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)
+        meeting.replace(worker.part(Node).peers.own.record)
+        worker.attach(store)
+        return worker
+    endpoint = _endpoint(meeting.agree_on_secret(secret), options, rank)
+    own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
+    try:
+        records = meeting.exchange(own)
+        check(own, records)
+    except BaseException:
+        endpoint.close()
+        raise
+    node = start_node(own, records, endpoint, options)
+    node.worker.attach(store)  # rank 0's may be the server: it lives as long as the worker
+    return node.worker
+
+
+def _endpoint(secret: bytes, options: Options, rank: int) -> SocketEndpoint:
+    return SocketEndpoint(
+        secret=secret,
+        unix=options.transport != "tcp",
+        bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
+        limit=options.max_frame_bytes,
+        shm_bytes=options.shm_bytes,
+        credentials=credentials_of(options, rank),
+    )
+
+
+def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes | None, options: Options) -> Worker:
+    """Become a member of a running cluster."""
+    if name is None:
+        raise ValueError("a worker that joins needs a name")
+    if secret is None:
+        raise ValueError("to join, the cluster's secret is needed: set BACKHAUL_SECRET, or give Options(secret=...)")
+    if not -1 <= rank < MAX_WORKERS:
+        raise ValueError(f"rank must be 0 to {MAX_WORKERS - 1}, got {rank}")
+    endpoint = _endpoint(secret, options, rank)
+    own = describe(name, rank, endpoint, options, host=host_identity())
+    return join_cluster(endpoint, own, addresses, options).worker
+
+
+@graph_break
+def leave(*, timeout: float | None = None) -> None:
+    """End the current worker while the others go on.
+
+    Waits until no call is under way here, then tells all others, which forget this worker: calls to it raise
+    ``UnknownWorkerError`` from then on. Once this returns, the worker's threads and sockets are gone. Does nothing if
+    there is no worker.
+
+    Args:
+        timeout: At most so many seconds; default ``options.shutdown_timeout``. The worker ends all the same.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     with second:
+        ...         bh.leave()
+        ...     [info.name for info in bh.get_worker_infos()]
+        ['first']
+    """
+    try:
+        worker = current_worker()
+    except NotInitializedError as error:
+        if error.worker is None and running_workers():
+            raise
+        return
+    limit = worker.options.shutdown_timeout if timeout is None else timeout
+    worker.part(Node).shutdown(graceful=False, timeout=limit, alone=True)
+
+
+@graph_break
+def get_address() -> str:
+    """Where others reach the current worker, to be given to ``init(join=...)``. By TCP if it listens there."""
+    addresses = current_worker().endpoint.addresses
+    return next((address for address in addresses if address.startswith("tcp:")), addresses[0])
+
+
+@graph_break
+def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], None]:
+    """Have ``callback`` called when workers join, leave or are lost, as the current worker sees it.
+
+    It runs on a thread of the worker, which is current there; one event after the other. A worker that has never been
+    in touch with another does not notice its loss.
+
+    Returns:
+        What to call to hear no more.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     seen = []
+        ...     stop = bh.on_membership(seen.append)
+        ...     with second:
+        ...         bh.leave()
+        >>> seen[0].kind, seen[0].worker.name
+        ('left', 'second')
+    """
+    return current_worker().part(Node).membership.subscribe(callback)
+
+
+@graph_break
+def shutdown(*, graceful: bool = True, timeout: float | None = None, ignore_rref_leak: bool = True) -> None:
+    """End the current worker.
+
+    With ``graceful`` this first waits until every worker has called ``shutdown`` and no call is under way
+    anywhere; workers that are lost are not waited for. Once this returns (or raises), the worker's threads and
+    sockets are gone and calls still pending have failed. Does nothing if there is no worker.
+
+    Args:
+        graceful: Whether to wait for the others.
+        timeout: At most so many seconds; default ``options.shutdown_timeout``.
+        ignore_rref_leak: If False, references that this worker holds end now, and if in the end others still refer to
+            values of its, that is an error. To be given on all workers alike.
+
+    Raises:
+        LeakError: See ``ignore_rref_leak``.
+        ShutdownTimeoutError: Others were not done in time. This worker is closed all the same.
+    """
+    try:
+        worker = current_worker()
+    except NotInitializedError as error:
+        if error.worker is None and running_workers():
+            raise  # there are several, and it is not clear which one is meant
+        return
+    limit = worker.options.shutdown_timeout if timeout is None else timeout
+    worker.part(Node).shutdown(graceful=graceful, timeout=limit, strict=not ignore_rref_leak)
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for worker in running_workers():
+        worker.part(Node).shutdown(graceful=False, timeout=1.0)
+
+
+@graph_break
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T] | str,
+    args: tuple[Any, ...] | list[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    *,
+    retry: Retry | None = None,
+) -> T:
+    """Call ``func(*args, **kwargs)`` on another worker and return its result.
+
+    Args:
+        to: Name, id or ``WorkerInfo`` of the worker that runs it; it may be this one.
+        func: Any callable: functions both sides can import go by name, others by value. Or a name that the other
+            worker has exposed, see ``expose``.
+        args: Positional arguments, a tuple or a list; they travel by value. For one argument: ``args=(x,)``.
+        kwargs: Keyword arguments, a dict.
+        timeout: Seconds to wait; 0: for ever; None: the worker's default (60). Never longer than what is left to the
+            handler or block that this is called in, see ``time_left``.
+        retry: Make the call again if the worker is lost; says that the function may run more than once.
+
+    Raises:
+        Exception: What ``func`` raised, with its own type if that can be imported here, else ``RemoteError``; its
+            ``__cause__`` is the remote traceback.
+        CallTimeoutError: No reply in time.
+        CallCancelledError: The handler that this is called in was cancelled.
+        PeerLostError: The worker cannot be reached, or went away.
+        PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.trusted``.
+        SerializationError: An argument or the result cannot travel, or ``func`` goes by value and keeps state in
+            globals.
+        UnknownWorkerError: There is no such worker.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     bh.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+        tensor([4., 4.])
+    """
+    agent = current_worker().part(Node).agent
+    result: T = (
+        agent.call(to, func, args, kwargs, timeout)
+        if retry is None
+        else Attempts(agent, retry, to, func, args, kwargs, timeout).run()
+    )
+    return result
+
+
+@graph_break
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T] | str,
+    args: tuple[Any, ...] | list[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    *,
+    retry: Retry | None = None,
+) -> Future[T]:
+    """Start a call and return its future. Once this returns, the arguments may be changed (with ``retry``, once the
+    future is done).
+
+    Arguments as for ``rpc_sync``. What is wrong with the call itself (unknown worker, an argument that cannot travel)
+    raises here; what goes wrong later is the future's exception.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     futures = [bh.rpc_async("worker1", torch.add, args=(torch.ones(1), n)) for n in range(3)]
+        ...     bh.wait_all(futures)
+        [tensor([1.]), tensor([2.]), tensor([3.])]
+    """
+    agent = current_worker().part(Node).agent
+    if retry is not None:
+        return Attempts(agent, retry, to, func, args, kwargs, timeout).start()
+    return agent.call_async(to, func, args, kwargs, timeout)
+
+
+@graph_break
+def get_worker_info(name: str | None = None) -> WorkerInfo:
+    """Name and id of a worker; of the current one if no name is given.
+
+    Raises:
+        UnknownWorkerError: There is no worker of that name.
+    """
+    worker = current_worker()
+    return worker.info if name is None else worker.part(Node).peers.find(name).info
+
+
+@graph_break
+def get_debug_info() -> dict[str, int]:
+    """Counters of the current worker: calls pending, served, cancelled, made again, and dropped because nobody waited
+    for them any more when their turn came; bytes sent, shared memory it has made and how many
+    slots of that others use, contexts, backward passes it drives.
+    """
+    return {name: count() for name, count in current_worker().counters.items()}
+
+
+@graph_break
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the cluster, by id; not those that have left or are lost."""
+    return [peer.info for peer in current_worker().part(Node).peers if not peer.lost]

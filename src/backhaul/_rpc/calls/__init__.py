@@ -1,0 +1,1 @@
+"""Calls: the caller side, the serving side, retries and cancellation."""

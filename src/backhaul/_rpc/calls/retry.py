@@ -1,0 +1,268 @@
+"""Calls that are made again when they fail: when (``Retry``, pure), and who does it (``Attempts``)."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backhaul._rpc.calls.client import Agent
+from backhaul._rpc.futures import Future
+from backhaul._wire.callables import label_of
+from backhaul._worker import deadlines
+from backhaul._worker.deadlines import FOREVER, Block
+from backhaul.errors import BackhaulError, CallCancelledError, CallTimeoutError, PeerLostError, UnknownWorkerError
+
+log = logging.getLogger("backhaul")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """How often a call is made again if its worker is lost, and how long to pause before. Only for functions that may
+    run twice: whether a failed attempt ran is not known.
+
+    All attempts together, with the pauses, have the time of the call (its ``timeout``, and what is left to the handler
+    or block around it); no attempt begins that could not. Arguments are sent anew each time, so they must not be
+    changed before the call is over, and each time the worker is looked up anew.
+
+    Attributes:
+        attempts: How often the call is made at most, the first time counted.
+        backoff: Seconds before the second attempt.
+        factor: How much longer each pause is than the one before.
+        longest: Seconds that no pause exceeds.
+        jitter: Which part of each pause is random, 0 to 1: a pause of 1 s with 0.5 takes between 0.5 and 1 s, so
+            that workers which failed together do not come back together.
+        timeout: Seconds for each attempt; None: all that are left.
+        on: The errors after which to try again: ``PeerLostError``, ``CallTimeoutError`` (which needs ``timeout``), or
+            classes derived from them.
+
+    Example:
+        >>> import operator, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     bh.rpc_sync("worker1", operator.add, args=(1, 2), retry=bh.Retry(attempts=5, backoff=0.5))
+        3
+        >>> [round(bh.Retry(attempts=4, jitter=0).pause(n), 3) for n in (1, 2, 3)]
+        [0.1, 0.2, 0.4]
+    """
+
+    attempts: int = 3
+    backoff: float = 0.1
+    factor: float = 2.0
+    longest: float = 30.0
+    jitter: float = 0.5
+    timeout: float | None = None
+    on: type[BackhaulError] | tuple[type[BackhaulError], ...] = (PeerLostError,)
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts must be at least 1, got {self.attempts}")
+        if not (0 <= self.backoff < FOREVER and 0 <= self.longest < FOREVER):
+            raise ValueError(f"pauses must not be negative, got {self.backoff} to {self.longest}")
+        if not 1 <= self.factor < FOREVER:
+            raise ValueError(f"factor must be at least 1, got {self.factor}")
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"jitter must be between 0 and 1, got {self.jitter}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"the timeout of an attempt must be positive, got {self.timeout}")
+        for kind in self.on if isinstance(self.on, tuple) else (self.on,):
+            if not (isinstance(kind, type) and issubclass(kind, (PeerLostError, CallTimeoutError))):
+                raise TypeError(f"on must be a tuple of PeerLostError and CallTimeoutError, got {self.on!r}")
+            if issubclass(kind, CallTimeoutError) and self.timeout is None:
+                raise ValueError("to try again after CallTimeoutError, an attempt needs a timeout of its own")
+
+    def pause(self, attempt: int, chance: float = 1.0) -> float:
+        """Seconds between an attempt, numbered from 1, that has failed and the next.
+
+        Args:
+            attempt: Which has failed.
+            chance: Between 0 and 1: where in its random part the pause ends.
+        """
+        try:
+            full = min(self.backoff * self.factor ** (attempt - 1), self.longest)
+        except OverflowError:
+            full = self.longest
+        return full * (1 - self.jitter * (1 - chance))
+
+    def next(self, attempt: int, error: BaseException, left: float, chance: float = 1.0) -> float | None:
+        """How long to pause before the next attempt; None: there is none.
+
+        Args:
+            attempt: Which has failed, from 1.
+            error: With what.
+            left: Seconds that are left to all.
+            chance: As for ``pause``.
+        """
+        # A worker that is gone from the cluster may come back under its name; one that never was will not.
+        expected = isinstance(error, self.on) or (attempt > 1 and isinstance(error, UnknownWorkerError))
+        if not expected or attempt >= self.attempts:
+            return None
+        pause = self.pause(attempt, chance)
+        return pause if pause < left else None
+
+
+class Attempts:
+    """One call with all its attempts.
+
+    Args:
+        agent: Makes them.
+        retry: Says when.
+        to: Whom to call.
+        function: What to call.
+        args: With what.
+        kwargs: And with what by name.
+        timeout: Of all together; None: the worker's default.
+        options: More, for each attempt: see ``Agent.call``.
+    """
+
+    def __init__(  # noqa: PLR0917 (those of rpc_sync)
+        self,
+        agent: Agent,
+        retry: Retry,
+        to: Any,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float | None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(retry, Retry):
+            raise TypeError(f"retry must be a Retry, not a {type(retry).__name__}")
+        total = agent.timeout if timeout is None else timeout
+        if total < 0:
+            raise ValueError(f"timeout must not be negative, got {total}; 0 means none")
+        self._agent = agent
+        self._retry = retry
+        self._to = getattr(to, "name", to)
+        self._label = options.get("label") or (label_of(function) if callable(function) else "the call")
+        self._call = (to, function, args, kwargs, retry.timeout or 0.0)
+        self._options = options
+        self._number = 0  # of the attempt that was last made
+        now = agent.worker.runtime.now
+        self._limit = Block(f"all attempts at {self._label}", total or FOREVER, now, deadlines.current.get())
+
+    def run(self) -> Any:
+        """Make the call, as often as it takes, and wait."""
+        token = deadlines.current.set(self._limit)
+        try:
+            pause = 0.0
+            while True:
+                try:
+                    if pause:
+                        with self._agent.worker.blocking():
+                            gate = self._agent.worker.runtime.gate()
+                            deadlines.wait(gate, pause, f"{self._label} was to be tried again")
+                    self._number += 1
+                    return self._agent.call(*self._call, **self._options)
+                except BackhaulError as error:
+                    again = self._next(error)
+                    if again is None:
+                        raise
+                    pause = again
+        finally:
+            deadlines.current.reset(token)
+
+    def start(self) -> Future[Any]:
+        """Make the call; returns the future of whichever attempt is the last."""
+        made: Future[Any] = Future()
+        made._cancel = functools.partial(self._cancel, made)
+        self._context = contextvars.copy_context()
+        self._context.run(deadlines.current.set, self._limit)
+        self._records = torch.is_grad_enabled()  # a thread's own, so it has to be carried
+        self._under_way: Future[Any] | None = None
+        self._watch(made, self._context.run(self._attempt))  # what is wrong with the call itself raises here
+        return made
+
+    def _attempt(self) -> Future[Any]:
+        self._number += 1
+        with torch.set_grad_enabled(self._records):
+            self._under_way = future = self._agent.call_async(*self._call, **self._options)
+        return future
+
+    def _watch(self, made: Future[Any], future: Future[Any]) -> None:
+        future._when_done(functools.partial(self._done, made))
+
+    def _done(self, made: Future[Any], future: Future[Any]) -> None:
+        try:
+            value = future.value()
+        except BaseException as error:
+            self._fail(made, error)
+        else:
+            if not made.done():
+                made.set_result(value)
+
+    def _fail(self, made: Future[Any], error: BaseException) -> None:
+        if made.done():
+            return  # it was cancelled
+        pause = self._next(error)
+        if pause is None:
+            made.set_exception(error)
+            return
+        worker = self._agent.worker
+        self._agent.begin()  # a shutdown waits for it
+        self._agent.paused.add(made)
+        again = functools.partial(self._context.copy().run, self._again, made)
+        worker.crew.call_at(worker.runtime.now() + pause, functools.partial(worker.crew.submit, again))
+
+    def _resume(self, made: Future[Any]) -> bool:
+        """The pause is over; False if that was known already."""
+        try:
+            self._agent.paused.remove(made)
+        except KeyError:
+            return False
+        return True
+
+    def _again(self, made: Future[Any]) -> None:
+        if not self._resume(made):
+            return
+        try:
+            if not made.done():
+                self._watch(made, self._attempt())
+        except BaseException as error:
+            self._fail(made, error)
+        finally:
+            self._agent.end()
+
+    def _cancel(self, made: Future[Any]) -> bool:
+        under_way = self._under_way
+        if under_way is not None and under_way.cancel():
+            return True
+        if made.done():
+            return False
+        try:
+            text = f"{self._label} on worker '{self._to}' was cancelled before it was tried again"
+            made.set_exception(CallCancelledError(text, function=self._label))
+        except RuntimeError:  # it was done just now
+            return False
+        if self._resume(made):
+            self._agent.end()
+        return True
+
+    def _next(self, error: BaseException) -> float | None:
+        """Whether to try again, and when; says so."""
+        limit, number = self._limit, self._number
+        left = 0.0 if limit.root.cancelled else limit.until - limit.now()
+        pause = self._retry.next(number, error, left, random.random())
+        if pause is not None:
+            self._agent.count_retry()
+            log.warning(
+                "%s on worker '%s' failed (attempt %d of %d), trying again in %.2g s: %s",
+                *(self._label, self._to, number, self._retry.attempts, pause, error),
+            )
+        elif number > 1 and isinstance(error, BackhaulError):
+            error.add_note(f"{number} attempts were made, of {self._retry.attempts} allowed")
+        return pause
+
+
+def start(agent: Agent, *call: Any, **options: Any) -> Future[Any]:
+    """An asynchronous call; the last of ``call`` says how often it may be made, or None."""
+    *rest, retry = call
+    if retry is None:
+        return agent.call_async(*rest, **options)
+    to, function, args, kwargs, timeout = rest
+    return Attempts(agent, retry, to, function, args, kwargs, timeout, **options).start()

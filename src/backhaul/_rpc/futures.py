@@ -1,0 +1,421 @@
+"""The future that ``rpc_async`` returns: torch's, with types of exceptions kept and usable in asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import copy
+import threading
+import types
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch.futures
+
+from backhaul._devices.cuda import process
+from backhaul._devices.stream_order import Mark
+from backhaul._runtime import interrupts, runtime
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._wire.faults import described
+from backhaul._worker import deadlines
+from backhaul._worker.deadlines import FOREVER
+from backhaul._worker.worker import blocking, name_here, observer_here, runtime_here
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_COPYING = {"__copy__", "__reduce__", "__reduce_ex__"}  # methods with which a class says how it is copied
+_counting = threading.Lock()  # guards the count of those who wait for a future
+
+# torch's own, without what its module puts around them in Python.
+_init: Callable[[Any, list[torch.device]], None] = torch._C.Future.__init__
+set_result: Callable[[Any, Any], None] = torch._C.Future.set_result
+_is_done: Callable[[Any], bool] = torch._C.Future.done
+_value_of: Callable[[Any], Any] = torch._C.Future.wait
+_call_when_done: Callable[[Any, Callable[[Any], None]], None] = torch._C.Future.add_done_callback
+
+
+class Calls(Protocol):
+    """Who made the calls that futures are of."""
+
+    def cancel(self, number: int) -> bool: ...
+
+
+class Future(torch.futures.Future[T]):
+    """A value to come. Thread-safe; may be waited for by threads and awaited by asyncio tasks.
+
+    Callbacks run in the context (current worker, context variables) in which they were added, on the thread that
+    completes the future, or at once if it is complete.
+
+    Example:
+        >>> future = Future()
+        >>> doubled = future.then(lambda done: done.value() * 2)
+        >>> future.set_result(21)
+        >>> doubled.wait()
+        42
+    """
+
+    # Here and not in torch's part, where the collector cannot see it: an exception refers to all frames that it went
+    # through, so to whoever waited, so to the future.
+    _error: BaseException | None = None
+    _call: tuple[Callable[[], Calls | None], int] | None = None  # which call it is of, if it is of one
+    _cancel: Callable[[], bool] | None = None  # else, how to cancel what it waits for
+    _waiting = 0  # threads and tasks that wait for it
+    _mark: Mark | None = None  # what was under way on the streams of who completed it, if anything
+
+    def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
+        if devices is None:
+            _init(self, [])
+        else:
+            super().__init__(devices=devices)
+
+    @graph_break
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the value is there and return it, or raise the exception that is.
+
+        Args:
+            timeout: Give up after so many seconds with ``TimeoutError``; the future itself goes on.
+
+        Raises:
+            CallTimeoutError: The deadline of the handler or block around this wait is over, see ``deadline``.
+            CallCancelledError: The future, or the handler that waits here, was cancelled.
+        """
+        if not _is_done(self):
+            self._wait_until_done(timeout)
+        if self._mark is not None:
+            return self._follow(_value_of(self))
+        return _value_of(self)  # type: ignore[no-any-return]
+
+    def _follow(self, value: T) -> T:
+        """The value, for who goes on with it on the streams of the calling thread."""
+        if self._mark is not None and process.frontier is not None:
+            process.frontier.join(self._mark, value)
+        return value
+
+    @graph_break
+    def value(self) -> T:
+        """The value of a future that is done, or raise the exception that is."""
+        return self._follow(super().value())
+
+    @graph_break
+    def set_result(self, result: T) -> None:
+        """Complete the future with a value."""
+        self._note_streams()
+        super().set_result(result)
+
+    def _note_streams(self) -> None:
+        """What this thread's streams are to do comes before what is done with the value."""
+        if process.frontier is not None and not _is_done(self):
+            self._mark = process.frontier.mark()
+
+    def _wait_until_done(self, timeout: float | None) -> None:
+        if not _is_done(self):
+            gate = runtime_here().gate()
+            _call_when_done(self, lambda _: gate.open())
+            with blocking(), self._counted():
+                if not deadlines.wait(gate, timeout, "the future was not done"):
+                    raise TimeoutError(f"the future was not done within {timeout:g} s")
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One more waits for the future, while inside."""
+        with _counting:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with _counting:
+                self._waiting -= 1
+
+    @graph_break
+    def cancel(self) -> bool:
+        """Cancel the call that this is the future of. Once this returns True, the future is done, and ``wait`` raises
+        ``CallCancelledError``.
+
+        The other worker is told. There, a call that has not begun is dropped; a coroutine is cancelled; a function
+        cannot be interrupted, but what it waits for is cancelled (calls of its own, futures, backward passes), and
+        ``cancelled()`` tells it. Its result is discarded.
+
+        A task of asyncio that is cancelled while it awaits the future does this too, if nobody else waits for it;
+        ``asyncio.shield`` keeps it from that.
+
+        What ``then`` or ``collect_all`` returned stands for the calls behind it. They are cancelled, and it is done
+        when its callback has run.
+
+        Returns:
+            Whether there was something to cancel: False if the call is done, or the future is of none.
+
+        Example:
+            >>> import time, backhaul as bh
+            >>> with bh.cluster(2):
+            ...     future = bh.rpc_async("worker1", time.sleep, args=(0.1,))
+            ...     print(future.cancel(), future.cancel())
+            True False
+        """
+        if _is_done(self):
+            return False
+        if self._call is not None:
+            find, number = self._call
+            calls = find()
+            return calls is not None and calls.cancel(number)
+        return self._cancel is not None and self._cancel()
+
+    def _failure(self) -> BaseException | None:
+        """What ``wait`` raises, once the future is done."""
+        return self._error
+
+    @graph_break
+    def set_exception(self, result: Any) -> None:
+        """Complete the future with an exception, which ``wait`` raises.
+
+        Raises:
+            RuntimeError: The future is complete already; it stays as it is.
+        """
+        if self.done():
+            raise RuntimeError("the future is complete already")
+        if not isinstance(result, BaseException):
+            raise TypeError(f"{result!r} is not an exception")
+        self._error = result
+        this, spare = weakref.ref(self), _copy_of(result)
+
+        def raise_error(_: Any) -> None:
+            future = this()  # None: nobody but torch has it any more
+            raise (None if future is None else future._failure()) or spare
+
+        self._set_unwrap_func(raise_error)
+        try:
+            super().set_result(None)  # type: ignore[arg-type]
+        except RuntimeError:  # another thread was faster
+            self._error = None
+            self._set_unwrap_func(lambda value: value)
+            raise
+
+    def _when_done(self, callback: Callable[[Any], None]) -> None:
+        super().add_done_callback(callback)
+
+    @graph_break
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
+        """Call ``callback(self)`` when done. What it raises is logged, not raised."""
+        _check(callback)
+        context = contextvars.copy_context()
+
+        def run(_: Any) -> None:
+            try:
+                context.run(_go_on, callback, self)
+            except KeyboardInterrupt as error:  # torch would log it, and go on
+                if not interrupts.postpone(error):
+                    raise
+
+        super().add_done_callback(run)
+
+    @graph_break
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """Return the future of ``callback(self)``, which is called when this one is done, failed or not.
+
+        What ``callback`` raises becomes the new future's exception, its type kept.
+        """
+        _check(callback)
+        made: Future[S] = Future()
+        made._cancel = self.cancel
+        context = contextvars.copy_context()
+
+        def run(_: Any) -> None:
+            try:
+                result = context.run(_go_on, callback, self)
+            except Exception as error:
+                made.set_exception(error)
+            except BaseException as error:  # meant for this thread, but those who wait must not wait for ever
+                made.set_exception(described(error, name_here()))
+                if not interrupts.postpone(error):
+                    raise
+            else:
+                made.set_result(result)
+
+        super().add_done_callback(run)
+        return made
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def settle() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def notify(_: Any) -> None:
+            try:
+                loop.call_soon_threadsafe(settle)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+        self._when_done(notify)
+        limit, timer = deadlines.current.get(), None
+        if limit is not None and limit.until != FOREVER:
+            error = limit.cut("the future was not done")
+            timer = loop.call_later(limit.left, lambda: None if waiter.done() else waiter.set_exception(error))
+        try:
+            with self._counted():
+                yield from waiter
+        except asyncio.CancelledError:
+            if not self._waiting:  # else others want it still
+                self.cancel()
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return self.wait()
+
+
+class Kept(Future[T]):
+    """A future that outlives those who ask for its value: each of them gets a copy of its exception. The exception
+    itself would collect their frames, which may refer to what keeps the future, and keep it for ever.
+
+    Example:
+        >>> future, error = Kept(), KeyError("gone")
+        >>> future.set_exception(error)
+        >>> try:
+        ...     future.wait()
+        ... except KeyError as raised:
+        ...     raised is error, error.__traceback__
+        (False, None)
+    """
+
+    def _failure(self) -> BaseException | None:
+        error = self._error
+        return None if error is None else copy_without_frames(error).with_traceback(error.__traceback__)
+
+
+def copy_without_frames(error: BaseException) -> BaseException:
+    """The same exception, as if it had not been raised yet."""
+    made = _copy_of(error)
+    for name in ("__cause__", "__suppress_context__"):
+        BaseException.__setattr__(made, name, getattr(error, name))  # its own may refuse
+    return made
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """Another exception of the same type that says the same; never fails."""
+    kind = type(error)
+    # What a built-in type keeps beside its ``args`` it knows best itself.
+    own_way = _builtin_base(kind).__basicsize__ > BaseException.__basicsize__ or any(
+        part.__module__ != "builtins" and _COPYING & vars(part).keys() for part in kind.__mro__
+    )
+    for make in (copy.copy, _clone) if own_way else (_clone, copy.copy):
+        try:
+            made = make(error)
+            if type(made) is kind:
+                return made
+        except BaseException as problem:  # code of the user's may raise anything
+            if interrupts.from_signal(problem):
+                raise
+    return described(error, name_here())
+
+
+def _builtin_base(kind: type[BaseException]) -> type:
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def _clone(error: BaseException) -> BaseException:
+    """A copy that is made without the constructor, which may want other arguments."""
+    kind = type(error)
+    made: BaseException = _builtin_base(kind).__new__(kind, *error.args)
+    BaseException.__setattr__(made, "args", error.args)
+    made.__dict__.update(error.__dict__)
+    if "__notes__" in made.__dict__:
+        made.__dict__["__notes__"] = list(made.__dict__["__notes__"])
+    for part in kind.__mro__:
+        for name, slot in vars(part).items():
+            if type(slot) is types.MemberDescriptorType and name != "__suppress_context__":
+                with contextlib.suppress(AttributeError, TypeError):  # it is not set, or cannot be
+                    if (value := slot.__get__(error)) is not None:
+                        slot.__set__(made, value)
+    return made
+
+
+@interrupts.calls_out
+def _go_on(callback: Callable[[Future[T]], S], done: Future[T]) -> S:
+    observer = observer_here()
+    with runtime.UserCode():
+        if observer is None:
+            return callback(done)
+        with observer.going_on():
+            return callback(done)
+
+
+def _check(callback: Any) -> None:
+    if not callable(callback):
+        raise TypeError(f"a callback must be callable, not {type(callback).__name__}")
+
+
+@graph_break
+def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
+    """Return a future of ``futures`` that is done when all of them are.
+
+    It fails if one of them failed, with the exception of the first in the list that did.
+
+    Example:
+        >>> one, two = Future(), Future()
+        >>> both = collect_all([one, two])
+        >>> one.set_result(1)
+        >>> two.set_result(2)
+        >>> [future.value() for future in both.wait()]
+        [1, 2]
+    """
+    members = list(futures)
+    made: Future[list[torch.futures.Future[Any]]] = Future()
+    made._cancel = lambda: any([member.cancel() for member in members if isinstance(member, Future)])
+
+    def finish() -> None:
+        for member in members:
+            try:
+                member.wait()
+            except BaseException as error:
+                made.set_exception(error)
+                return
+        made.set_result(members)
+
+    _count_down(members, finish)
+    return made
+
+
+def _count_down(futures: Sequence[torch.futures.Future[Any]], finish: Callable[[], None]) -> None:
+    """Call ``finish`` when all are done, at once if they are."""
+    left = len(futures) + 1
+    lock = threading.Lock()  # guards left
+
+    def count(_: Any) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            over = not left
+        if over:
+            finish()
+
+    for future in futures:
+        _call_when_done(future, count)
+    count(None)
+
+
+@graph_break
+def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
+    """Wait for all and return their values in order; raise the first exception in that order.
+
+    Example:
+        >>> one, two = Future(), Future()
+        >>> one.set_result(1), two.set_result(2)
+        (None, None)
+        >>> wait_all([one, two])
+        [1, 2]
+    """
+    members = list(futures)
+    missing = [member for member in members if not _is_done(member)]
+    if missing:
+        gate = runtime_here().gate()
+        _count_down(missing, gate.open)
+        with blocking():
+            deadlines.wait(gate, None, "not all futures were done")
+    if process.frontier is not None:
+        return [member.wait() for member in members]
+    return [_value_of(member) for member in members]

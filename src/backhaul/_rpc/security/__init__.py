@@ -1,0 +1,1 @@
+"""What peers may call, and how much."""

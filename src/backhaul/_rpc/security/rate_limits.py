@@ -1,0 +1,138 @@
+"""How much one peer may ask of a worker at once. Pure but for a lock: counts in, refusals out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backhaul._types import Options
+from backhaul._wire.frames import Frame
+from backhaul._wire.memory import Buffer
+from backhaul._wire.value_count import LEVELS, Bounds, excess, most_buffers
+from backhaul.errors import LimitError
+
+_UNTRUSTED = {
+    "max_tensors": 1 << 14,
+    "max_calls": 1 << 10,
+    "max_bytes_in_flight": 1 << 30,
+    "max_contexts": 1 << 10,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """The limits that hold on one worker; None: none. See ``Options``."""
+
+    tensors: int | None
+    calls: int | None
+    nbytes: int | None
+    contexts: int | None
+    values: int | None = None
+
+    @classmethod
+    def of(cls, options: Options) -> Quotas:
+        """Those that are given, and where peers are not trusted the defaults."""
+        tensors, calls, nbytes, contexts = (
+            getattr(options, field) if options.trusted or getattr(options, field) is not None else default
+            for field, default in _UNTRUSTED.items()
+        )
+        return cls(tensors, calls, nbytes, contexts, options.value_limit)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return any(limit is not None for limit in (self.values, self.tensors, self.calls, self.nbytes, self.contexts))
+
+
+def beyond(worker: str, limit: str, option: str, value: int, asked: str) -> LimitError:
+    """The error of a peer that asked for too much."""
+    return LimitError(
+        f"worker '{worker}' refused: {asked}, and its limit is {value} {limit} (Options.{option} there)",
+        worker=worker,
+        limit=limit,
+        option=option,
+        value=value,
+    )
+
+
+_COUNTED = {"max_values": "values in one message", "max_depth": "levels of nesting", "max_tensors": "tensors"}
+
+
+def bounds_of(options: Options) -> Bounds | None:
+    """What a worker tells others about the messages that it takes; None: it takes any."""
+    quotas = Quotas.of(options)
+    if quotas.values is None and quotas.tensors is None:
+        return None
+    return Bounds(quotas.values or 0, options.max_depth if quotas.values else 0, quotas.tensors or 0)
+
+
+def over_limits(worker: str, options: Options, body: Buffer, what: str) -> LimitError | None:
+    """Why a worker does not decode a message: it has too many values, or they are nested too deep. None: it may."""
+    values, depth = options.value_limit, options.max_depth
+    option = "" if values is None else excess(body, values, depth + LEVELS)
+    if values is None or not option:
+        return None
+    asked = f"{what} has more values" if option == "max_values" else f"{what} is nested deeper"
+    return beyond(worker, _COUNTED[option], option, values if option == "max_values" else depth, asked)
+
+
+def over_bounds(frame: Frame, bounds: Bounds, worker: str, what: Callable[[], str]) -> LimitError | None:
+    """Why a frame, which ``what`` describes, is not sent: the worker that it is for would refuse it. None: it may."""
+    option, value = "", 0
+    if bounds.values > 0:
+        option = excess(frame.body, bounds.values, bounds.depth + LEVELS)
+        value = bounds.depth if option == "max_depth" else bounds.values
+    if not option and bounds.tensors > 0 and len(frame.buffers) > most_buffers(bounds.tensors):
+        option, value = "max_tensors", bounds.tensors
+    if not option:
+        return None
+    has = "is nested deeper" if option == "max_depth" else f"has more {_COUNTED[option].split()[0]}"
+    return LimitError(
+        f"{what()} {has} than worker '{worker}' takes: {value} {_COUNTED[option]} (Options.{option} there); "
+        "it was not sent",
+        worker=worker,
+        limit=_COUNTED[option],
+        option=option,
+        value=value,
+    )
+
+
+class Ledger:
+    """What the peers of one worker have under way there. Thread-safe."""
+
+    def __init__(self, worker: str, quotas: Quotas) -> None:
+        self._worker = worker
+        self._quotas = quotas
+        self._lock = threading.Lock()  # guards the table
+        self._open: dict[int, tuple[int, int]] = {}  # peer -> its calls, and their bytes
+
+    def take(self, peer: int, name: str, nbytes: int, *, must: bool = False) -> None:
+        """A call came. Raises ``LimitError`` unless it ``must`` be taken, and counts nothing then."""
+        quotas = self._quotas
+        with self._lock:
+            calls, held = self._open.get(peer, (0, 0))
+            if quotas.calls is not None and calls >= quotas.calls and not must:
+                asked = f"'{name}' has {calls} calls under way there"
+                raise beyond(self._worker, "calls of one peer at once", "max_calls", quotas.calls, asked)
+            if quotas.nbytes is not None and calls and held + nbytes > quotas.nbytes and not must:
+                asked = f"'{name}' has calls of {held} bytes under way there and sent another of {nbytes}"
+                raise beyond(
+                    self._worker, "bytes of one peer's calls at once", "max_bytes_in_flight", quotas.nbytes, asked
+                )
+            self._open[peer] = calls + 1, held + nbytes
+
+    def give_back(self, peer: int, nbytes: int) -> None:
+        """The call was answered."""
+        with self._lock:
+            calls, held = self._open[peer]
+            if calls == 1:
+                del self._open[peer]
+            else:
+                self._open[peer] = calls - 1, held - nbytes
+
+    @property
+    def calls(self) -> int:
+        """How many are under way."""
+        with self._lock:
+            return sum(calls for calls, _ in self._open.values())

@@ -1,0 +1,1 @@
+"""Graceful shutdown of a cluster."""

@@ -1,0 +1,1 @@
+"""A transport and a runtime in virtual time: whole clusters in one thread at a time, repeatable from a seed."""

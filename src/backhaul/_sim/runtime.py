@@ -1,0 +1,146 @@
+"""What a worker of a simulation gets in place of threads, waits and the clock."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from backhaul._runtime.runtime import Gate, Lock, Queue, Runtime
+from backhaul._sim.scheduler import Home, Scheduler, SimThread, Strand
+
+
+class SimGate(Gate):
+    """A gate at which strands wait."""
+
+    __slots__ = ("_scheduler", "_waiters")
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._opened = False
+        self.bell = None
+        self._scheduler = scheduler
+        self._waiters: list[Strand] = []
+
+    def open(self) -> None:
+        self._opened = True
+        if self.bell is not None:
+            self.bell()
+        for waiter in self._waiters:
+            self._scheduler.wake(waiter)
+        self._waiters.clear()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        scheduler = self._scheduler
+        deadline = None if timeout is None else scheduler.now + timeout
+        while not self._opened:
+            left = None if deadline is None else deadline - scheduler.now
+            if left is not None and left <= 0:
+                break
+            me = scheduler.running
+            self._waiters.append(me)
+            if not scheduler.wait("a gate", left) and me in self._waiters:
+                self._waiters.remove(me)
+        return self._opened
+
+
+class SimLock:
+    """A lock that may be held across waits."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._held = False
+        self._waiters: list[Strand] = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        scheduler = self._scheduler
+        deadline = None if timeout < 0 else scheduler.now + timeout
+        while self._held:
+            left = None if deadline is None else deadline - scheduler.now
+            if not blocking or (left is not None and left <= 0):
+                return False
+            me = scheduler.running
+            self._waiters.append(me)
+            try:
+                scheduler.wait("a lock", left)
+            finally:
+                if me in self._waiters:
+                    self._waiters.remove(me)
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        self._held = False
+        for waiter in self._waiters:  # whoever runs first gets it
+            self._scheduler.wake(waiter)
+        self._waiters.clear()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class SimQueue:
+    """Filled from anywhere, destructors included; emptied by one strand."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._items: collections.deque[Any] = collections.deque()
+        self._reader: Strand | None = None
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        self._scheduler.soon(self._notice)
+
+    def _notice(self) -> None:
+        if self._reader is not None and self._items:
+            self._scheduler.wake(self._reader)
+
+    def get(self) -> Any:
+        while not self._items:
+            self._reader = self._scheduler.running
+            try:
+                self._scheduler.wait("a queue")
+            finally:
+                self._reader = None
+        return self._items.popleft()
+
+    def empty(self) -> bool:
+        return not self._items
+
+
+class SimRuntime(Runtime):
+    """Threads, waits and the clock of one worker in a simulation.
+
+    Args:
+        scheduler: Of the simulation.
+        home: What its threads belong to.
+        clock: Seconds that its clock is ahead; clocks of different hosts have nothing to do with each other.
+    """
+
+    def __init__(self, scheduler: Scheduler, home: Home, *, clock: float = 0.0) -> None:
+        self.scheduler = scheduler
+        self.home = home
+        self.now = lambda: scheduler.now + clock
+        self.effort = lambda: scheduler.running.effort
+
+    def gate(self) -> Gate:
+        return SimGate(self.scheduler)
+
+    def lock(self) -> Lock:
+        return SimLock(self.scheduler)
+
+    def queue(self) -> Queue:
+        return SimQueue(self.scheduler)
+
+    def spawn(self, target: Callable[[], None], *, name: str) -> threading.Thread:
+        return self.scheduler.spawn(target, name=name, home=self.home)
+
+    def join(self, thread: threading.Thread, timeout: float | None = None) -> bool:
+        assert isinstance(thread, SimThread)
+        over = self.scheduler.join(thread.strand, timeout)
+        if over:
+            thread.join()  # it has given the baton away for good, and needs nothing of ours
+        return over

@@ -1,0 +1,163 @@
+"""Which slots of shared memory there are, and which are free. Pure: memory and time are given to it; see ``shm``.
+
+A *segment* is a stretch of shared memory cut into *slots* of one size. The state of each slot is a byte that both
+processes see: the sender sets it when it lends the slot, the receiver clears it when nothing there uses the slot any
+more. So no message is needed for that, and what is free is found by looking.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from backhaul._wire.memory import round_up
+
+FREE, LENT = 0, 1
+MAX_SLOTS = 64  # of a segment
+_SEGMENT = 4 << 20  # segments are about this large, unless one slot is larger
+_SLACK = 2  # a slot may be so many times larger than what is put there
+_LINGER = 10.0  # seconds that an unused segment stays
+RESERVE = 16 << 20  # so much stays of unused segments, the smallest ones
+_MAX_MISSES = 1 << 10  # sizes to remember
+
+
+class Budget:
+    """How much shared memory all channels of a worker may have together. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._lock = threading.Lock()  # guards used
+
+    def take(self, size: int) -> bool:
+        """Count ``size`` bytes as used, if there are so many left."""
+        with self._lock:
+            if self.used + size > self.limit:
+                return False
+            self.used += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Count ``size`` bytes as unused."""
+        with self._lock:
+            self.used -= size
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A segment as its owner, the sender, knows it.
+
+    Attributes:
+        number: Its name on the channel, from 1.
+        slot_bytes: Size of each slot.
+        states: One byte per slot, shared with the receiver.
+        ready: Whether the receiver has it too.
+        used: When a slot was last lent.
+        memory: What is behind it; not looked at here.
+    """
+
+    number: int
+    slot_bytes: int
+    states: Any
+    used: float
+    memory: Any = None
+    ready: bool = False
+
+    @property
+    def lent(self) -> int:
+        """How many slots the receiver has."""
+        states = bytes(self.states)
+        return len(states) - states.count(FREE)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all slots."""
+        return self.slot_bytes * len(self.states)
+
+
+@dataclass(slots=True)
+class Pool:
+    """The segments of one direction of a channel. Used by one thread at a time."""
+
+    _segments: dict[int, Segment] = field(default_factory=dict)
+    _by_size: dict[int, list[Segment]] = field(default_factory=dict)
+    _sizes: list[int] = field(default_factory=list)  # the keys of the above, sorted
+    _misses: dict[int, int] = field(default_factory=dict)  # slot size -> how often there was none
+    _numbers: int = 0
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(list(self._segments.values()))
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def take(self, size: int, now: float) -> tuple[Segment, int] | None:
+        """Lend a slot for ``size`` bytes, the smallest there is; None if none is free."""
+        for slot_bytes in self._sizes:
+            if slot_bytes < size:
+                continue
+            if slot_bytes > _SLACK * size:
+                break
+            for segment in self._by_size[slot_bytes]:
+                # The first free one: its pages are more likely to be there already.
+                index = bytes(segment.states).find(FREE) if segment.ready else -1
+                if index >= 0:
+                    segment.states[index] = LENT
+                    segment.used = now
+                    return segment, index
+        return None
+
+    def wish(self, size: int) -> tuple[int, int] | None:
+        """There was no slot for ``size`` bytes: slot size and count of a segment to add, or None for now.
+
+        A size that has come only once is no reason: the first use of fresh memory costs ten times what the copy does.
+        Nor is there one while another segment of that size is on its way to the receiver.
+        """
+        slot_bytes = round_up(size)
+        if len(self._misses) > _MAX_MISSES:
+            self._misses.clear()
+        self._misses[slot_bytes] = self._misses.get(slot_bytes, 0) + 1
+        if self._misses[slot_bytes] < 2 or any(not known.ready for known in self._by_size.get(slot_bytes, ())):
+            return None
+        return slot_bytes, max(1, min(MAX_SLOTS, _SEGMENT // slot_bytes))
+
+    def next_number(self) -> int:
+        """A name for a new segment, never used before."""
+        self._numbers += 1
+        return self._numbers
+
+    def add(self, segment: Segment) -> None:
+        """Know a segment; its slots are lent once it is ready."""
+        self._segments[segment.number] = segment
+        self._by_size.setdefault(segment.slot_bytes, []).append(segment)
+        self._sizes = sorted(self._by_size)
+
+    def get(self, number: int) -> Segment | None:
+        """The segment of that name."""
+        return self._segments.get(number)
+
+    def drop(self, segment: Segment) -> None:
+        """Forget a segment."""
+        del self._segments[segment.number]
+        self._by_size[segment.slot_bytes].remove(segment)
+        if not self._by_size[segment.slot_bytes]:
+            del self._by_size[segment.slot_bytes]
+            self._sizes = sorted(self._by_size)
+            self._misses.pop(segment.slot_bytes, None)
+
+    def may_shrink(self, *, reserve: int = RESERVE) -> bool:
+        """Whether there is more than what would stay for good."""
+        return sum(segment.nbytes for segment in self._segments.values()) > reserve
+
+    def drop_unused(self, now: float, *, reserve: int = RESERVE) -> list[Segment]:
+        """Forget segments that nobody has used for a while, but for a small reserve; return them."""
+        unused = [s for s in self._segments.values() if s.ready and s.used + _LINGER <= now and not s.lent]
+        kept, dropped = 0, []
+        for segment in sorted(unused, key=lambda segment: segment.nbytes):
+            kept += segment.nbytes
+            if kept > reserve:
+                self.drop(segment)
+                dropped.append(segment)
+        return dropped

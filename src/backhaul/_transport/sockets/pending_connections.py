@@ -1,0 +1,189 @@
+"""Accepted connections that have not proven themselves yet."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import ssl
+import threading
+import time
+from typing import Protocol, cast
+
+from backhaul._transport.sockets.channel import SocketChannel, Watcher
+from backhaul._transport.sockets.handshake import ServerHandshake
+from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket, begins_tls, explain
+from backhaul.errors import AuthenticationError
+
+log = logging.getLogger("backhaul")
+
+_DISCARDED = 1 << 16  # bytes at once that come of a peer that was refused
+_PATIENCE = 64  # how often
+
+
+class Host(Watcher, Protocol):
+    """What a newcomer needs of its endpoint."""
+
+    secret: bytes
+
+    def welcome(self, newcomer: Newcomer) -> None:
+        """It has proven itself."""
+
+    def drop(self, newcomer: Newcomer) -> None:
+        """Close a connection that did not."""
+
+
+class _RefusalError(Exception):
+    """The peer is not one of us, and is told so."""
+
+    def __init__(self, reason: str, last_word: bytes = b"") -> None:
+        super().__init__(reason)
+        self.last_word = last_word
+
+
+class Newcomer:
+    """A connection without TLS."""
+
+    def __init__(self, endpoint: Host, sock: socket.socket, peer: str) -> None:
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.peer = peer
+        self.since = time.monotonic()
+        self._endpoint = endpoint
+        self._handshake = ServerHandshake(endpoint.secret)
+        self._ignored = 0  # how often something came that was not looked at any more
+        self._reading = threading.Lock()  # guards all of it
+        self._over = False  # it is a channel, or was dropped
+
+    def channel(self) -> SocketChannel:
+        """What it becomes."""
+        return SocketChannel(self._endpoint, self.sock, self.peer)
+
+    def read(self) -> None:
+        """Something came; or it came to who had the descriptor before, so that several threads may be told at once."""
+        if not self._reading.acquire(blocking=False):
+            return  # who is at it arms the descriptor again
+        try:
+            awaited = self._go_on()
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._reading.release()
+        if awaited:  # not before: a poller that is told would find it being read
+            self._endpoint.arm(self.fd, awaited)
+
+    def _go_on(self) -> int:
+        """Read what is there; what to wait for next, 0 if this is over."""
+        if self._over:
+            return 0
+        if self._ignored:
+            return self._ignore()
+        try:
+            awaited = self._agree()
+            if awaited:
+                return awaited
+            self._read()
+        except BlockingIOError:
+            pass
+        except _RefusalError as error:
+            return self._refuse(str(error), error.last_word)
+        except AuthenticationError as error:
+            return self._refuse(str(error), self._handshake.last_word)
+        except OSError as error:
+            log.warning("refused a connection from %s: %s", self.peer, error.strerror or error)
+            return self._drop()
+        if not self._handshake.done:
+            return select.EPOLLIN
+        self._over = True
+        self._endpoint.welcome(self)
+        return 0
+
+    def _agree(self) -> int:
+        """What to wait for before bytes of the handshake may be read; 0: nothing."""
+        return 0
+
+    def _read(self) -> None:
+        data = self.sock.recv(self._handshake.wanted)
+        if not data:
+            raise ConnectionResetError("closed before it was authenticated")
+        answer = self._handshake.feed(data)
+        if answer:
+            self.sock.sendall(answer)  # a few bytes into an empty buffer: does not block
+
+    def _refuse(self, reason: str, last_word: bytes) -> int:
+        """Say why, and wait for the peer to close: closing first, with bytes of its to come, would take back our last
+        word. Its time as a newcomer runs on.
+        """
+        log.warning("refused a connection from %s: %s", self.peer, reason)
+        self._ignored = 1
+        try:
+            if last_word:
+                self.sock.sendall(last_word)
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            return self._drop()
+        return select.EPOLLIN
+
+    def _ignore(self) -> int:
+        self._ignored += 1
+        try:
+            over = not self._discard() or self._ignored > _PATIENCE
+        except BlockingIOError:
+            over = False
+        except OSError:
+            over = True
+        return self._drop() if over else select.EPOLLIN
+
+    def _drop(self) -> int:
+        self._over = True
+        self._endpoint.drop(self)
+        return 0
+
+    def _discard(self) -> int:
+        return len(self.sock.recv(_DISCARDED))
+
+
+class TlsNewcomer(Newcomer):
+    """A connection that has to speak TLS."""
+
+    def __init__(self, endpoint: Host, sock: socket.socket, peer: str, credentials: Credentials) -> None:
+        super().__init__(endpoint, sock, peer)
+        self._credentials = credentials
+        self._secure: TlsSocket | None = None
+        self._agreed = False  # the handshake of TLS is over
+
+    def channel(self) -> SocketChannel:
+        assert self._secure is not None
+        return TlsChannel(self._endpoint, self._secure, self.peer)
+
+    def _agree(self) -> int:
+        if self._agreed:
+            return 0
+        if self._secure is None:
+            first = self.sock.recv(2, socket.MSG_PEEK)
+            if not first:
+                raise ConnectionResetError("closed before it was authenticated")
+            if not begins_tls(first):
+                raise _RefusalError("it does not speak TLS", ServerHandshake.wants_tls)
+            self._secure = TlsSocket(self._credentials.accept(self.sock))
+            self.sock = cast("socket.socket", self._secure)
+        try:
+            self._secure.do_handshake()
+        except ssl.SSLWantReadError:
+            return select.EPOLLIN
+        except ssl.SSLWantWriteError:
+            return select.EPOLLOUT
+        except ssl.SSLError as error:
+            raise _RefusalError(explain(error)) from error
+        self._agreed = True
+        return 0
+
+    def _discard(self) -> int:
+        return super()._discard() if self._secure is None else self._secure.discard(_DISCARDED)
+
+    def _read(self) -> None:
+        super()._read()
+        assert self._secure is not None
+        while not self._handshake.done and self._secure.pending():  # no descriptor tells of these
+            super()._read()

@@ -1,0 +1,1 @@
+"""Tensors <-> plain specs plus raw buffers."""

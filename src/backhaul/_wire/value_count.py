@@ -1,0 +1,124 @@
+"""How many values a message has and how deep they are nested, counted before anything is made of its bytes. Pure.
+
+A message is msgpack: each value begins with a header that says how long the value is, or how many values it holds. The
+count reads headers and skips everything else. It creates no object for a value, and it stops at the limit.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from backhaul._wire.memory import Buffer
+
+LEVELS = 8
+"""How deep the values of a message, or the numbers that describe its tensors, lie inside the message itself."""
+
+_BUFFERS_PER_TENSOR = 3  # a compressed sparse tensor has three
+_MIN_BUFFERS = 1024  # gradients of several messages that go together have fewer
+_COPIED = 1 << 22  # bytes up to which a copy costs less than slow access to each byte
+
+# Bytes that cannot begin an array or a map.
+_NO_HEADERS = bytes(byte for byte in range(256) if not (0x80 <= byte <= 0x9F or 0xDC <= byte <= 0xDF))
+
+# First byte: how the number behind it is stored, how many more bytes the header has, how many values the number stands
+# for (0: it is a number of bytes).
+_B, _H, _I = struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I")
+_LONG = {
+    **{0xC4: (_B, 0, 0), 0xC5: (_H, 0, 0), 0xC6: (_I, 0, 0)},  # bytes
+    **{0xC7: (_B, 1, 0), 0xC8: (_H, 1, 0), 0xC9: (_I, 1, 0)},  # extensions, which have a type
+    **{0xD9: (_B, 0, 0), 0xDA: (_H, 0, 0), 0xDB: (_I, 0, 0)},  # text
+    **{0xDC: (_H, 0, 1), 0xDD: (_I, 0, 1), 0xDE: (_H, 0, 2), 0xDF: (_I, 0, 2)},  # arrays, maps
+}
+
+
+def _headers() -> list[tuple[int, int]]:
+    """For each first byte: the size of the value, or of its header, and how many values it holds. A size of 0: see
+    ``_look``.
+    """
+    found = [(1, 0)] * 256  # numbers in one byte, nil, false, true
+    found[0x80:0xC0] = [(1, 2 * n) for n in range(16)] + [(1, n) for n in range(16)] + [(1 + n, 0) for n in range(32)]
+    fixed = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+    fixed |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}  # extensions
+    for head, size in {**fixed, **dict.fromkeys((*_LONG, 0xC1), 0)}.items():
+        found[head] = (size, 0)
+    return found
+
+
+_HEADERS = _headers()
+
+
+class Bounds(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker takes in one message. It is part of the worker's record, so that others need not send more to be
+    refused. 0 or less: the worker sets no limit.
+    """
+
+    values: int = 0
+    depth: int = 0
+    tensors: int = 0
+
+
+def excess(body: Buffer, values: int, depth: int) -> str:
+    """The option that a message exceeds, ``"max_values"`` or ``"max_depth"``; empty if it exceeds neither.
+
+    Bytes that are not msgpack are not reported here: whoever decodes them does that.
+
+    Args:
+        body: The message.
+        values: How many values it may have; an array or a map counts as one more than what it holds.
+        depth: How deep arrays and maps may be nested.
+
+    Example:
+        >>> message = msgspec.msgpack.encode([1, [2, [3]], {"a": b"bytes"}])
+        >>> excess(message, 9, 3), excess(message, 8, 3), excess(message, 9, 2)
+        ('', 'max_values', 'max_depth')
+    """
+    size = len(body)
+    # A value takes at least one byte, so most messages need no look at each value.
+    if size <= values and (size <= depth or len(bytes(body).translate(None, _NO_HEADERS)) <= depth):
+        return ""
+    return count(body, values, depth)[0]
+
+
+def count(body: Buffer, values: int, depth: int) -> tuple[str, int]:
+    """As ``excess``, and how many values there are. If one of the limits is exceeded, there may be more."""
+    data = bytes(body) if len(body) <= _COPIED else memoryview(body).cast("B")
+    at, end, found = 0, len(data), 1
+    pending = 1  # values still to come on this level
+    outer: list[int] = []  # the same on the levels around it
+    while at < end:
+        head = data[at]
+        size, items = _HEADERS[head]
+        if not size:
+            size, items = _look(data, at)
+        at += size
+        pending -= 1
+        if items:
+            found += items
+            if found > values:
+                return "max_values", found
+            if len(outer) >= depth:
+                return "max_depth", found
+            outer.append(pending)
+            pending = items
+        else:
+            while not pending:
+                if not outer:
+                    return "", found
+                pending = outer.pop()
+    return "", found
+
+
+def _look(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Size and items of a value whose header is longer than one byte. What is no msgpack ends the message."""
+    stored, more, each = _LONG.get(data[at], (_B, 0, 0))
+    if data[at] not in _LONG or at + 1 + stored.size > len(data):
+        return len(data), 0
+    number: int = stored.unpack_from(data, at + 1)[0]
+    return 1 + stored.size + more + (0 if each else number), each * number
+
+
+def most_buffers(tensors: int) -> int:
+    """How many buffers a frame may have where a message may have so many tensors."""
+    return max(_BUFFERS_PER_TENSOR * tensors, _MIN_BUFFERS)

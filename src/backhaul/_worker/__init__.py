@@ -1,0 +1,1 @@
+"""One worker: its threads, its deadlines, and the object that everything else attaches to."""

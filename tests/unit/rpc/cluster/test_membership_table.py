@@ -1,0 +1,210 @@
+"""Whatever records are shown to two members, and in whatever order, they end with the same members."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backhaul._rpc.cluster.departure import seal_of, secret_of
+from backhaul._rpc.cluster.membership_table import Admit, Refuse, Roster, WorkerRecord
+from backhaul._types import MAX_WORKERS
+from backhaul._wire.messages import Departure
+
+
+def record(number: int, name: str, incarnation: str, epoch: int) -> WorkerRecord:
+    seal = seal_of(secret_of(incarnation))
+    return WorkerRecord(number, name, incarnation, "here", (), "", 0, epoch=epoch, seal=seal)
+
+
+def members(roster: Roster, names: str = "abcd") -> set[str]:
+    return {found.incarnation for name in names for found in roster.rivals(name, -1)}
+
+
+@given(st.lists(st.sampled_from("bcd"), min_size=1, max_size=8), st.randoms())
+def test_the_last_of_a_name_counts_in_any_order(names: list[str], order: random.Random) -> None:
+    """Restarts, each enrolled by the leader after the one before."""
+    leader = Roster(record(0, "a", "first", 0))
+    shown = []
+    for count, name in enumerate(names):
+        place = leader.enrol(name, -1)
+        assert place is not None
+        shown.append(record(place[0], name, f"i{count}", place[1]))
+        assert isinstance(leader.admit(shown[-1]), Admit)
+    expected = members(leader)
+    assert {f"i{max(i for i, n in enumerate(names) if n == name)}" for name in set(names)} | {"first"} == expected
+    other = Roster(record(9, "z", "other", 0))
+    other.admit(record(0, "a", "first", 0))
+    order.shuffle(shown)
+    for one in shown:
+        other.admit(one)
+    assert members(other) == expected
+
+
+@given(st.integers(1, 5), st.text("xyz", min_size=1, max_size=3), st.text("xyz", min_size=1, max_size=3))
+def test_of_two_enrolled_at_once_one_wins_everywhere(epoch: int, one: str, other: str) -> None:
+    if one == other:
+        return
+    rivals = [record(1, "b", one, epoch), record(1, "b", other, epoch)]
+    winners = []
+    for order in (rivals, rivals[::-1]):
+        roster = Roster(record(0, "a", "first", 0))
+        for shown in order:
+            roster.admit(shown)
+        winners.append(members(roster, "b"))
+    assert winners[0] == winners[1]
+    assert len(winners[0]) == 1
+
+
+def test_those_who_are_gone_stay_away() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    old = record(1, "b", "old", 0)
+    roster.admit(old)
+    assert roster.dismiss(old, "has left the cluster")
+    assert not roster.dismiss(old, "has left the cluster")
+    assert isinstance(roster.admit(old), Refuse)
+    assert roster.fate_of("b") == "has left the cluster"
+    assert roster.enrol("c", -1) == (1, 1)
+    assert roster.admit(record(1, "c", "new", 1)) == Admit()
+    assert isinstance(roster.admit(record(0, "a", "thief", 7)), Refuse)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        record(-7, "b", "i", 0),
+        record(MAX_WORKERS, "b", "i", 0),
+        record(1, "b\n\x1b[31m", "i", 0),
+        record(1, "", "i", 0),
+        record(1, "b", "", 0),
+        record(1, "b", "i" * 1000, 0),
+        record(1, "b", "i", -1),
+        record(1, "b", "i", 2**64 - 1),
+    ],
+)
+def test_records_that_cannot_be(bad: WorkerRecord) -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    assert isinstance(roster.admit(bad), Refuse)
+    assert roster.enrol("c", -1) == (1, 1)
+    assert roster.enrol("d", MAX_WORKERS) is None
+
+
+def test_epochs_are_not_taken_from_anybody() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    assert isinstance(roster.admit(record(1, "b", "i", 10**6), heard=False), Refuse)
+    assert isinstance(roster.admit(record(1, "b", "i", 10**6)), Admit)
+    assert isinstance(roster.admit(record(2, "c", "j", 10**6 + 1), heard=False), Admit)
+
+
+def test_nobody_lives_anothers_life() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    roster.admit(record(1, "b", "i", 0))
+    roster.admit(record(2, "evil", "j", 0))
+    for number, name in ((1, "evil"), (2, "b"), (3, "evil2"), (2, "evil")):
+        assert isinstance(roster.admit(record(number, name, "i", 1)), Refuse)
+    assert roster.admit(record(1, "b", "i", 0)) is None
+
+
+# Those who have left prove it.
+
+
+def test_only_the_one_that_leaves_can_prove_it() -> None:
+    left, other = record(1, "b", "i", 0), record(2, "c", "j", 0)
+    assert secret_of("i") != secret_of("j") != left.seal
+    assert left.has_left(secret_of("i"))
+    for wrong in ("", "i", left.seal, secret_of("j"), secret_of("i")[:-1], secret_of("i") + "0", "\ud800"):
+        assert not left.has_left(wrong)
+    assert not other.has_left(secret_of("i"))
+    assert not WorkerRecord(1, "b", "i", "here", (), "", 0).has_left("")  # it has no seal
+
+
+@given(st.lists(st.sampled_from("abcdef"), unique=True), st.lists(st.text(max_size=40), max_size=3))
+def test_a_chain_of_members_passes_proofs_on(leaving: str, lies: list[str]) -> None:
+    """Whoever tells, and whatever else it says: the last knows who has left, and drops nobody else."""
+    rosters = []
+    for name in ("first", "middle", "last"):
+        roster = Roster(record(10 + len(rosters), name, name, 0))
+        for number, other in enumerate("abcdef"):
+            roster.admit(record(number, other, other, 0))
+        rosters.append(roster)
+    first, middle, last = rosters
+    for name in leaving:
+        (found,) = first.rivals(name, -1)
+        assert first.dismiss(found, proof=secret_of(name))
+    for teller, hearer in ((first, middle), (middle, last)):
+        told = [(left.incarnation, left.proof) for left in teller.standing.proven]
+        assert {life for life, _ in told} == set(leaving)
+        for incarnation, proof in [*told, *((name, lie) for name in "abcdef" for lie in lies)]:
+            gone = hearer.departed(incarnation, proof)
+            if gone is not None:
+                assert hearer.dismiss(gone, proof=proof)
+    assert members(last, "abcdef") == set("abcdef") - set(leaving)
+    assert all(last.fate_in(name) == (name, "has left the cluster") for name in leaving)
+    assert last.standing.left == ()
+
+
+def test_nobody_can_prove_that_a_worker_itself_has_left() -> None:
+    own = record(0, "a", "first", 0)
+    assert Roster(own).departed("first", secret_of("first")) is None
+
+
+def test_a_departure_without_a_proof_is_only_said() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    roster.admit(record(1, "b", "i", 0))
+    (found,) = roster.rivals("b", -1)
+    assert roster.dismiss(found, proof="a lie")
+    assert (roster.standing.left, roster.standing.proven) == (("i",), ())
+
+
+def test_what_others_prove_is_remembered_within_bounds() -> None:
+    roster = Roster(record(0, "a", "first", 0))
+    roster.admit(record(1, "b", "i", 0))
+    roster.keep([Departure("i", 1, "b", "x"), Departure("j" * 1000, 1, "c", "x"), Departure("j", 7, "a", "x" * 10**6)])
+    assert roster.standing.proven == ()  # one of them is a member, and the others are too long
+    kept = [Departure(f"life {number}", number % 3, f"name {number}", "x") for number in range(2000)]
+    roster.keep(kept)
+    proven = roster.standing.proven
+    assert 100 < len(proven) < 1000
+    roster.keep([Departure("one more", 5, "z", "x")])
+    assert roster.standing.proven == proven == tuple(kept[: len(proven)])
+    assert {left.id for left in roster.predecessors} == {0}
+
+
+# Leaders that let two newcomers in under one id.
+
+
+@given(st.data(), st.integers(2, 4), st.permutations(range(4)))
+def test_the_newcomer_of_the_lowest_leader_stays_whatever_is_heard_later(
+    data: st.DataObject, leaders: int, order: list[int]
+) -> None:
+    """Members hear the words of leaders in any order, and follow whichever they see. A member that has let in the
+    newcomer of the lowest leader never drops it, and all that hear of it have it in the end.
+    """
+    newcomers = {leader: record(9, f"new{order[leader]}", f"life{order[leader]}", 5) for leader in range(leaders)}
+    for _ in range(3):
+        roster = Roster(record(50, "z", "own", 0))
+        for leader in range(leaders):
+            roster.admit(record(leader, f"leader{leader}", f"leader{leader}", 0))
+        words = data.draw(st.lists(st.sampled_from(range(leaders)), max_size=6))
+        for leader in [*words, 0, *data.draw(st.lists(st.sampled_from(range(leaders)), max_size=6))]:
+            rivals = roster.rivals(newcomers[leader].name, 9)
+            if all(roster.yields(rival, f"leader{leader}") for rival in rivals):
+                roster.admit(newcomers[leader], decided=True)
+                roster.vouch(newcomers[leader].incarnation, f"leader{leader}")
+        assert roster.alive(newcomers[0].incarnation) == newcomers[0]
+
+
+def test_a_leader_that_is_gone_for_good_decides_nothing_any_more() -> None:
+    roster = Roster(record(5, "z", "own", 0))
+    old = record(0, "a", "first", 0)
+    for each in (old, record(1, "b", "second", 0), record(4, "new", "i", 1)):
+        roster.admit(each)
+    roster.vouch("i", "first")
+    (new,) = roster.rivals("new", -1)
+    assert not roster.yields(new, "second")
+    assert not roster.yields(new, "nobody")
+    assert roster.yields(new, "first")
+    roster.dismiss(roster.rivals("a", -1)[0])
+    assert roster.yields(new, "second")

@@ -1,0 +1,109 @@
+"""Who may call what, and how much at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backhaul._rpc.security import policy
+from backhaul._rpc.security.policy import Policy, expose, internal
+from backhaul._rpc.security.rate_limits import Ledger, Quotas
+from backhaul._types import Options
+from backhaul.errors import LimitError, PermissionDeniedError
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_exposed", "_names", "_internal"):
+        monkeypatch.setattr(policy, table, dict(getattr(policy, table)))
+
+
+def open_function() -> str:
+    return "open"
+
+
+def test_exposed_functions_are_found_by_their_names() -> None:
+    expose(open_function)
+    expose(torch.add)
+    expose(lambda: 5, name="five")
+    rules = Policy("server", None)
+    assert rules.find(f"{__name__}:open_function", "anyone") is open_function
+    assert rules.find("five", "anyone")() == 5
+    for name in ("os:system", "builtins:eval", "", "five:", f"{__name__}:registry"):
+        with pytest.raises(PermissionDeniedError) as caught:
+            rules.find(name, "caller")
+        assert (caught.value.worker, caught.value.caller, caught.value.function) == ("server", "caller", name)
+        assert isinstance(caught.value, PermissionError)
+
+
+def test_patterns() -> None:
+    expose(open_function, name="train", to=("trainer*", "admin"))
+    expose(open_function, name="look")
+    rules = Policy("server", None)
+    for caller in ("trainer", "trainer17", "admin"):
+        rules.find("train", caller)
+    for caller in ("Trainer", "administrator", "x-trainer"):
+        rules.find("look", caller)
+        with pytest.raises(PermissionDeniedError, match="alone"):
+            rules.find("train", caller)
+    listed = Policy("server", {"admin": ["*"], "view*": ["look"]})
+    assert listed.find("train", "admin") is open_function
+    listed.find("look", "viewer")
+    for caller, name in (("viewer", "train"), ("trainer1", "train"), ("trainer1", "look")):
+        with pytest.raises(PermissionDeniedError):
+            listed.find(name, caller)
+
+
+def test_what_cannot_be_exposed() -> None:
+    with pytest.raises(TypeError):
+        expose(5)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="name="):
+        expose(lambda: 1)
+    with pytest.raises(ValueError, match="colon"):
+        expose(open_function, name="os:system")
+    with pytest.raises(TypeError, match="list"):
+        expose(open_function, to="trainer")
+    expose(open_function, name="mine")
+    expose(open_function, name="mine", to=["a"])
+    with pytest.raises(ValueError, match="another"):
+        expose(torch.add, name="mine")
+
+
+def test_internal_functions_take_just_their_types() -> None:
+    @internal(int, str)
+    def ours(number: int, text: str) -> str:
+        return text * number
+
+    found = Policy("server", {}).find(f"{__name__}:{ours.__qualname__}", "anyone")
+    assert found(2, "a") == "aa"
+    for wrong in ((2,), ("a", 2), (True, "a"), (2, "a", 3)):
+        with pytest.raises(TypeError):
+            found(*wrong)
+
+
+def test_limits_are_for_those_who_are_not_trusted_or_who_are_given_some() -> None:
+    assert not Quotas.of(Options()).any
+    assert None not in [getattr(Quotas.of(Options(trusted=False)), name) for name in Quotas.__slots__]
+    given = Quotas.of(Options(max_calls=5))
+    assert (given.calls, given.tensors) == (5, None)
+    for wrong in ({"max_calls": 0}, {"max_depth": 0}, {"max_depth": 300}, {"allow": {}}, {"tls": "none"}):
+        with pytest.raises(ValueError):
+            Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_ledger() -> None:
+    ledger = Ledger("server", Quotas(None, 2, 100, None))
+    ledger.take(1, "a", 1000)  # a single one is bounded by the size of frames alone
+    with pytest.raises(LimitError) as caught:
+        ledger.take(1, "a", 1)
+    assert (caught.value.option, caught.value.value) == ("max_bytes_in_flight", 100)
+    ledger.take(2, "b", 60)
+    ledger.take(2, "b", 40)
+    with pytest.raises(LimitError) as caught:
+        ledger.take(2, "b", 0)
+    assert caught.value.option == "max_calls"
+    ledger.take(2, "b", 50, must=True)
+    for nbytes in (60, 40, 50):
+        ledger.give_back(2, nbytes)
+    ledger.take(2, "b", 100)
+    assert ledger.calls == 2

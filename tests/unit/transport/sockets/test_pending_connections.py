@@ -1,0 +1,119 @@
+"""Connections that have not proven themselves yet, told of by several threads: descriptors are used again, so a thread
+may be told of one that another has seen to.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from backhaul._transport.base import Received
+from backhaul._transport.sockets import addresses
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.handshake import ClientHandshake
+from backhaul._transport.sockets.pending_connections import Newcomer
+from backhaul._wire.frames import Frame
+
+SECRET = b"ours"
+
+
+@pytest.fixture
+def endpoint() -> Iterator[SocketEndpoint]:
+    made = SocketEndpoint(secret=SECRET)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(endpoint: SocketEndpoint) -> Iterator[socket.socket]:
+    family, where = addresses.parse(endpoint.addresses[0])
+    with socket.socket(family, socket.SOCK_STREAM) as made:
+        made.settimeout(10)
+        made.connect(where)
+        yield made
+
+
+def meet(endpoint: SocketEndpoint) -> Newcomer:
+    while not endpoint._newcomers:
+        endpoint.poll(1.0)
+    (newcomer,) = endpoint._newcomers.values()
+    return newcomer
+
+
+def shake_hands(endpoint: SocketEndpoint, newcomer: Newcomer, client: socket.socket) -> None:
+    handshake = ClientHandshake(SECRET)
+    client.sendall(handshake.start())
+    while not handshake.done:
+        newcomer.read()
+        client.sendall(handshake.feed(client.recv(handshake.wanted)))
+    while endpoint._newcomers:
+        newcomer.read()
+
+
+def test_who_is_told_late_takes_nothing_from_the_channel(
+    endpoint: SocketEndpoint, client: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    newcomer = meet(endpoint)
+    shake_hands(endpoint, newcomer, client)
+    client.sendall(b"".join(Frame(3, 7, b"hello").parts()))
+    newcomer.read()
+    for _ in range(10):
+        event = endpoint.poll(1.0)
+        if event is not None:
+            break
+    assert isinstance(event, Received)
+    assert [bytes(frame.body) for frame in event.frames] == [b"hello"]
+    assert not caplog.records, "nobody was refused"
+
+
+def test_who_is_told_late_closes_nothing_of_another(
+    endpoint: SocketEndpoint, client: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    newcomer = meet(endpoint)
+    client.close()
+    newcomer.read()
+    assert not endpoint._newcomers
+    other = socket.socketpair()  # one of them has the descriptor now, as a rule
+    with other[0], other[1]:
+        newcomer.read()
+        other[0].sendall(b"still there")
+        assert other[1].recv(100) == b"still there"
+    assert len(caplog.records) == 1, "refused once"
+
+
+def test_one_thread_at_a_time_reads(
+    endpoint: SocketEndpoint, client: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newcomer = meet(endpoint)
+    within, go_on = threading.Event(), threading.Event()
+    feed = newcomer._handshake.feed
+    fed: list[bytes] = []
+
+    def slowly(data: bytes) -> bytes:
+        fed.append(data)
+        if not within.is_set():
+            within.set()
+            assert go_on.wait(10)
+        return feed(data)
+
+    monkeypatch.setattr(newcomer._handshake, "feed", slowly)
+    handshake = ClientHandshake(SECRET)
+    hello = handshake.start()
+    client.sendall(hello[:3])
+    reader = threading.Thread(target=newcomer.read)
+    reader.start()
+    assert within.wait(10)
+    client.sendall(hello[3:])
+    newcomer.read()
+    assert fed == [hello[:3]], "the other is at it"
+    go_on.set()
+    reader.join()
+    endpoint.poll(1.0)  # it was armed again
+    assert b"".join(fed) == hello
+    client.sendall(handshake.feed(client.recv(handshake.wanted)))
+    while endpoint._newcomers:
+        endpoint.poll(1.0)
+    assert len(endpoint._channels) == 1

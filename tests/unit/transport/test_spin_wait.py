@@ -1,0 +1,295 @@
+"""When a thread looks for a message before it sleeps, and a bell that ends a wait for channels."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from backhaul._transport import spin_wait as module
+from backhaul._transport.base import Event, Lost, Received
+from backhaul._transport.sockets import channel as socket_channel
+from backhaul._transport.sockets.channel import SocketChannel
+from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.spin_wait import LONGEST, Luck
+from backhaul._transport.waiter import Bell
+from backhaul._wire.frames import Frame
+
+
+class Clocks:
+    """Time that passes as a test says, and processor time."""
+
+    def __init__(self) -> None:
+        self.wall = 100.0
+        self.processor = 7.0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.processor
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    made = Clocks()
+    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(module, "LOOKS", 300)
+    return made
+
+
+def wait(luck: Luck, clocks: Clocks, seconds: float, *, taken: float = 0.0) -> bool:
+    """One wait that took so long, ``taken`` of it without the processor; whether the thread looked."""
+    luck.begin()
+    looks = luck.expecting
+    clocks.wall += seconds
+    clocks.processor += seconds - taken
+    if looks:
+        luck.looked()
+    luck.end()
+    return looks
+
+
+def test_looks_while_messages_come_soon(clocks: Clocks) -> None:
+    luck = Luck()
+    assert all(wait(luck, clocks, 0.0001) for _ in range(50))
+
+
+def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
+    luck = Luck()
+    for _ in range(50):
+        wait(luck, clocks, 0.01)
+    rare = [wait(luck, clocks, 0.01) for _ in range(320)]
+    assert sum(rare) == 10, "now and then it looks all the same"
+    for _ in range(3):
+        wait(luck, clocks, 0.0001)
+    assert all(wait(luck, clocks, 0.0001) for _ in range(50))
+
+
+def test_leaves_the_processor_to_others_for_a_while(clocks: Clocks) -> None:
+    luck = Luck()
+    pauses = []
+    for _ in range(8):
+        assert wait(luck, clocks, 0.002, taken=0.0015)
+        pauses.append(next(n for n in range(1000) if luck._waits + n + 1 > luck._pause))
+        for _ in range(pauses[-1]):
+            assert not wait(luck, clocks, 0.0001)
+    assert pauses == sorted(pauses), "the more often it is taken, the longer"
+    assert pauses[0] < 10 < 100 < pauses[-1] == pauses[-2]
+    looked = sum(wait(luck, clocks, 0.0001) for _ in range(200))
+    assert looked == 200
+    assert wait(luck, clocks, 0.002, taken=0.0015)
+    shorter = 0
+    while not wait(luck, clocks, 0.0001):
+        shorter += 1
+    assert shorter < 10, "and that is forgotten when it no longer happens"
+
+
+def test_never_looks_on_one_processor(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKS", 0)
+    luck = Luck()
+    assert not any(wait(luck, clocks, 0.0001) for _ in range(100))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SocketEndpoint, SocketEndpoint]]:
+    pair = SocketEndpoint(secret=b"s"), SocketEndpoint(secret=b"s")
+    yield pair
+    for end in pair:
+        end.close()
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_a_bell_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, SocketEndpoint], look: bool) -> None:
+    here, there = ends
+    connected = threading.Event()
+
+    def let_in() -> None:
+        while not connected.is_set():
+            there.poll(0.01)
+
+    poller = threading.Thread(target=let_in)
+    poller.start()
+    channel = here.connect(there.addresses[0], timeout=5.0)
+    connected.set()
+    poller.join()
+    assert channel.hold()
+    bell = Bell(Luck())
+    assert bell.listen([channel], 0.001, look=look) == []
+    threading.Timer(0.01, bell.ring).start()
+    assert bell.listen([channel], None, look=look) == []
+    bell.expect()
+    bell.ring()  # by the thread that listens, which knows
+    assert bell.listen([channel], 0.001, look=look) == []
+    channel.send(Frame(40, 1, b"hello"))
+    received = None
+    while received is None:
+        received = there.poll(5.0)
+    assert isinstance(received, Received)
+    received.channel.send(Frame(41, 1, b"and back"))
+    received.channel.resume()
+    assert bell.listen([channel], None, look=look) == [channel]
+    event = channel.take()
+    assert isinstance(event, Received)
+    assert [bytes(frame.body) for frame in event.frames] == [b"and back"]
+    assert channel.take() is None
+    channel.resume()
+    bell.close()
+
+
+def test_who_waits_gets_the_channel_from_who_lingers(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
+    """One thread polls and lingers, another takes the channel for itself now and then: between them they see every
+    frame once and in order, and the second gets it although the first always has it.
+    """
+    here, there = ends
+    count, seen, held, over = 3000, [], 0, threading.Event()
+
+    def collect(event: object) -> None:
+        if isinstance(event, Received):
+            seen.extend(frame.number for frame in event.frames)
+
+    def poll() -> None:
+        while not over.is_set():
+            event = here.poll(0.05)
+            collect(event)
+            if isinstance(event, Received):
+                event.channel.resume()
+
+    channel, back = connect(here, there)
+    poller = threading.Thread(target=poll)
+    poller.start()
+
+    def send() -> None:
+        for number in range(count):
+            back.send(Frame(41, number, b""))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        deadline = time.monotonic() + 30
+        while len(seen) < count and time.monotonic() < deadline:
+            if channel.hold():
+                held += 1
+                collect(channel.receive(0.001))
+                channel.resume()
+            time.sleep(0.0002)
+    finally:
+        over.set()
+        here.wake()
+        poller.join()
+        sender.join()
+    assert seen == list(range(count))
+    assert held > 0
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def connect(here: SocketEndpoint, there: SocketEndpoint) -> tuple[SocketChannel, SocketChannel]:
+    accepted: list[Received] = []
+
+    def let_in() -> None:
+        while not accepted:
+            event = there.poll(0.01)
+            if isinstance(event, Received):
+                accepted.append(event)
+
+    host = threading.Thread(target=let_in)
+    host.start()
+    channel = here.connect(there.addresses[0], timeout=5.0)
+    channel.send(Frame(40, 1, b"hello"))
+    host.join()
+    back = accepted[0].channel
+    back.resume()
+    assert isinstance(channel, SocketChannel)
+    assert isinstance(back, SocketChannel)
+    return channel, back
+
+
+def comes(end: SocketEndpoint) -> Event:
+    event = None
+    deadline = time.monotonic() + 5
+    while event is None and time.monotonic() < deadline:
+        event = end.poll(0.1)
+    assert event is not None
+    return event
+
+
+def test_looking_ends_when_others_keep_the_processor(
+    ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often one may look: a call with a timeout of 20 ms had waited for 300 on a busy machine."""
+    mine, _ = connect(*ends)
+    offered: list[None] = []
+
+    def lose_the_processor() -> None:
+        offered.append(None)
+        time.sleep(2 * LONGEST)
+
+    monkeypatch.setattr(socket_channel, "offer", lose_the_processor)
+    monkeypatch.setattr(socket_channel, "LOOKS", 300)
+    mine._endpoint.quiet = True
+    assert mine.hold(offered)
+    assert mine.receive(0.0) is None
+    mine.resume()
+    assert len(offered) == 1
+
+
+def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
+    ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = ends
+    channel, back = connect(here, there)
+    channel._holder[0], channel._lingering = "another", True
+
+    def interrupt(_: float) -> None:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket_channel.time, "sleep", interrupt)
+        with pytest.raises(Interrupt):
+            channel.hold("who is interrupted")
+    channel._holder.clear()
+    channel._lingering = False
+    assert channel.mend("who is interrupted", whole=False) is None
+    for number in range(2):  # armed, and again after it was read
+        back.send(Frame(41, number))
+        event = comes(here)
+        assert isinstance(event, Received)
+        assert [frame.number for frame in event.frames] == [number]
+        channel.resume()
+
+
+def test_an_interrupt_while_a_channel_is_read_ends_it(
+    ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of what came is lost; nobody may wait for it for ever."""
+    here, there = ends
+    channel, back = connect(here, there)
+
+    def interrupt(_: int) -> list[Frame]:
+        raise Interrupt
+
+    assert channel.hold("who is interrupted")
+    monkeypatch.setattr(channel._reader, "fed", interrupt)
+    back.send(Frame(41, 7))
+    with pytest.raises(Interrupt):
+        channel.receive(5.0)
+    loss = channel.mend("who is interrupted", whole=False)
+    assert isinstance(loss, Lost)
+    assert "interrupted" in loss.reason
+    assert isinstance(comes(there), Lost)
+
+
+def test_an_interrupt_of_who_waits_for_a_channel_leaves_it_whole(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
+    here, there = ends
+    channel, back = connect(here, there)
+    assert channel.hold("who is interrupted")
+    assert channel.mend("who is interrupted", whole=True) is None
+    back.send(Frame(41, 7))
+    event = comes(here)
+    assert isinstance(event, Received)
+    event.channel.resume()

@@ -1,0 +1,749 @@
+"""The crew runs no more than it may, always listens, and ends when told, whatever its tasks do.
+
+Time stands still unless a test moves it, so nothing here depends on how fast the machine is: ``Stage.settle`` waits
+until every thread of the crew either polls or is held by the test.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from backhaul._runtime.runtime import Runtime
+from backhaul._transport.base import Channel, Endpoint, Event
+from backhaul._transport.inproc import InprocEndpoint
+from backhaul._wire.frames import Frame
+from backhaul._worker.thread_pool import Crew, Task
+
+ETERNITY = 1e6  # longer than any patience of the crew
+FAILSAFE = 30.0  # seconds after which a test that waits gives up
+
+
+class Stage(Runtime):
+    """A clock that the test moves, threads that are counted."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()  # guards everything of the stage, the endpoint and the jobs
+        self.time = 1024.0
+        self.alive = 0  # threads that were started and have not ended
+        self.deadlines: dict[int, float] = {}  # of the threads that poll
+        self.held = 0  # threads that wait in a job
+        self.over = False
+        self.refuse_threads = False
+
+    def now(self) -> float:
+        with self.changed:
+            return self.time
+
+    def advance(self, seconds: float) -> None:
+        with self.changed:
+            self.time += seconds
+            self.changed.notify_all()
+
+    def spawn(self, target: Callable[[], None], *, name: str) -> threading.Thread:
+        with self.changed:
+            if self.refuse_threads:
+                raise RuntimeError("can't start new thread")
+            self.alive += 1
+
+        def run() -> None:
+            try:
+                target()
+            finally:
+                with self.changed:
+                    self.alive -= 1
+                    self.changed.notify_all()
+
+        return super().spawn(run, name=name)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, FAILSAFE), (
+                f"never came about: {self.alive} threads, {len(self.deadlines)} in poll, {self.held} held"
+            )
+
+    @property
+    def listening(self) -> int:
+        with self.changed:
+            return len(self.deadlines)
+
+
+class StagedEndpoint(Endpoint):
+    """Delivers what the test says, keeps to the stage's time."""
+
+    addresses = ("staged:",)
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.events: collections.deque[Any] = collections.deque()
+        self.wakes = 0
+        self.woken = 0  # how often somebody was, ever
+
+    def poll(self, timeout: float | None) -> Event | None:
+        stage, me = self.stage, threading.get_ident()
+        with stage.changed:
+            deadline = stage.time + (ETERNITY if timeout is None else timeout)
+            stage.deadlines[me] = deadline
+            stage.changed.notify_all()
+            stage.wait_for(lambda: bool(self.events) or self.wakes > 0 or stage.time >= deadline)
+            del stage.deadlines[me]
+            if self.events:
+                return self.events.popleft()  # type: ignore[no-any-return]
+            if self.wakes:
+                self.wakes -= 1
+            return None
+
+    def wake(self) -> None:
+        with self.stage.changed:
+            self.wakes += 1
+            self.woken += 1
+            self.stage.changed.notify_all()
+
+    def emit(self, event: Any) -> None:
+        with self.stage.changed:
+            self.events.append(event)
+            self.stage.changed.notify_all()
+
+    def connect(self, address: str, *, timeout: float) -> Channel:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+class Job:
+    """A task that holds its thread until the test lets it go on; if it ``blocks``, three times: before, in, after."""
+
+    def __init__(self, show: Show, *, blocks: bool = False) -> None:
+        self.show = show
+        self.stage = show.stage
+        self.blocks = blocks
+        self.started = self.blocking = self.done = False
+        self.inside: list[bool] = []
+        self.held = False
+
+    def __call__(self) -> None:
+        self._mark(started=True)
+        self._hold()
+        if self.blocks:
+            with self.show.crew.blocking():
+                self._mark(blocking=True)
+                self._hold()
+            self._mark(blocking=False)
+            self._hold()
+        self._mark(done=True)
+
+    def _mark(self, **flags: bool) -> None:
+        self.inside.append(self.show.crew.inside)
+        with self.stage.changed:
+            vars(self).update(flags)
+            self.stage.changed.notify_all()
+
+    def _hold(self) -> None:
+        stage = self.stage
+        with stage.changed:
+            self.held = True
+            stage.held += 1
+            stage.changed.notify_all()
+            stage.wait_for(lambda: not self.held or stage.over)
+            if self.held:
+                self.held = False
+                stage.held -= 1
+
+    def go_on(self) -> None:
+        """Let it leave the hold it is in."""
+        with self.stage.changed:
+            self.stage.wait_for(lambda: self.held)
+            self.held = False
+            self.stage.held -= 1
+            self.stage.changed.notify_all()
+
+
+class Show:
+    """A crew on a stage."""
+
+    def __init__(self, limit: int) -> None:
+        self.stage = Stage()
+        self.endpoint = StagedEndpoint(self.stage)
+        self.delivered: list[Any] = []
+        self.crew = Crew(self.stage, self.endpoint, self.deliver, limit=limit, name="crew")
+        self.wait_for = self.stage.wait_for
+        self.crew.start()
+        self.settle()
+
+    def deliver(self, event: Any) -> Iterable[Task]:
+        self.delivered.append(event)
+        if isinstance(event, BaseException):
+            raise event
+        return event  # type: ignore[no-any-return]
+
+    def settle(self) -> None:
+        """Wait until nothing more happens unless the test makes it happen."""
+        stage, endpoint = self.stage, self.endpoint
+        self.wait_for(
+            lambda: (
+                not endpoint.events
+                and not endpoint.wakes
+                and all(deadline > stage.time for deadline in stage.deadlines.values())
+                and len(stage.deadlines) + stage.held == stage.alive
+            )
+        )
+
+    def submit(self, *jobs: Task) -> None:
+        for job in jobs:
+            self.crew.submit(job)
+        self.settle()
+
+    def advance(self, seconds: float) -> None:
+        self.stage.advance(seconds)
+        self.settle()
+
+    def fill(self) -> None:
+        """Let so much time pass without a task's end that all threads that may join do."""
+        self.advance(0.01)
+
+    def end(self) -> None:
+        with self.stage.changed:
+            self.stage.over = True
+            self.stage.changed.notify_all()
+        assert self.crew.close(timeout=ETERNITY) == []
+        self.wait_for(lambda: self.stage.alive == 0)
+
+
+@pytest.fixture
+def stage_for() -> Iterator[Callable[[int], Show]]:
+    """Makes shows, each with a crew of the limit given; ends them."""
+    shows: list[Show] = []
+
+    def make(limit: int) -> Show:
+        shows.append(Show(limit))
+        return shows[-1]
+
+    yield make
+    for show in shows:
+        show.end()
+
+
+def finish(show: Show, *jobs: Job) -> None:
+    for job in jobs:
+        while not job.done:
+            job.go_on()
+            show.settle()
+
+
+class TestLimit:
+    def test_tasks_run(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        job = Job(show)
+        show.submit(job)
+        assert job.started
+        finish(show, job)
+        assert job.done
+
+    @pytest.mark.parametrize("limit", [1, 2, 5])
+    def test_no_more_run_at_once_than_allowed(self, stage_for: Callable[[int], Show], limit: int) -> None:
+        show = stage_for(limit)
+        jobs = [Job(show) for _ in range(limit + 3)]
+        show.submit(*jobs)
+        show.fill()
+        assert [job.started for job in jobs] == [True] * limit + [False] * 3
+
+    def test_a_place_that_is_free_is_taken_by_the_next_in_line(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(2)
+        jobs = [Job(show) for _ in range(5)]
+        show.submit(*jobs)
+        show.fill()
+        for index in range(3):
+            finish(show, jobs[index])
+            show.fill()
+            assert [job.started for job in jobs] == [True] * (index + 3) + [False] * (2 - index)
+        finish(show, *jobs[3:])
+        assert all(job.done for job in jobs)
+
+    def test_tasks_of_events_count_too(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(2)
+        jobs = [Job(show) for _ in range(4)]
+        show.endpoint.emit(jobs[:3])
+        show.settle()
+        show.submit(jobs[3])
+        show.fill()
+        assert [job.started for job in jobs] == [True, True, False, False]
+        finish(show, jobs[1])
+        show.fill()
+        assert [job.started for job in jobs] == [True, True, True, False]
+        finish(show, *jobs)
+
+    def test_a_task_that_fails_frees_its_place(
+        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        show = stage_for(1)
+
+        def fail() -> None:
+            raise SystemExit("a task must not end its thread")
+
+        with caplog.at_level(logging.CRITICAL, "backhaul"):
+            show.submit(fail, fail, fail)
+        job = Job(show)
+        show.submit(job)
+        assert job.started
+        finish(show, job)
+
+    def test_a_task_is_run_whatever_fails_before_it(
+        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        show = stage_for(1)
+
+        def fail() -> None:
+            raise OSError("no stream")
+
+        show.crew.prepare = fail
+        job = Job(show)
+        with caplog.at_level(logging.CRITICAL, "backhaul"):
+            show.submit(job)
+            finish(show, job)
+        assert job.done
+
+
+class TestCompany:
+    def test_short_tasks_have_one_thread(self, stage_for: Callable[[int], Show]) -> None:
+        """As long as they end, nobody joins."""
+        show = stage_for(8)
+        jobs = [Job(show) for _ in range(6)]
+        show.submit(*jobs)
+        for index, job in enumerate(jobs):
+            assert [other.started for other in jobs] == [True] * (index + 1) + [False] * (5 - index)
+            show.advance(0.0005)
+            finish(show, job)
+
+    def test_long_tasks_have_many(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(8)
+
+        def work() -> None:
+            start = time.thread_time()
+            while time.thread_time() < start + 0.002:
+                pass
+
+        for _ in range(12):
+            show.submit(work)
+        jobs = [Job(show) for _ in range(8)]
+        show.submit(*jobs)
+        assert all(job.started for job in jobs)
+        finish(show, *jobs)
+
+
+class TestBlocking:
+    def test_frees_a_place_and_takes_one_again(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        blocker, second, third = Job(show, blocks=True), Job(show), Job(show)
+        show.submit(blocker, second, third)
+        assert not second.started
+        blocker.go_on()
+        show.settle()
+        assert blocker.blocking
+        assert second.started
+        assert not third.started
+        blocker.go_on()  # blocks no more: it runs beside the second, and the third must wait for both
+        show.settle()
+        finish(show, second)
+        assert not third.started
+        finish(show, blocker)
+        assert third.started
+        finish(show, third)
+
+    def test_any_number_may_block(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        jobs = [Job(show, blocks=True) for _ in range(10)]
+        show.submit(*jobs)
+        for job in jobs:
+            assert job.started
+            job.go_on()
+            show.settle()
+        assert all(job.blocking for job in jobs)
+        assert show.stage.listening >= 1
+        finish(show, *jobs)
+        assert all(job.done for job in jobs)
+
+    def test_twice_is_once(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        job = Job(show, blocks=True)
+        others = [Job(show) for _ in range(2)]
+
+        def nested() -> None:
+            with show.crew.blocking():
+                job()
+
+        show.submit(nested, *others)
+        assert job.started
+        assert [other.started for other in others] == [True, False]
+        job.go_on()
+        show.settle()
+        assert [other.started for other in others] == [True, False]
+        job.go_on()
+        show.settle()
+        finish(show, job)
+        assert [other.started for other in others] == [True, False]
+        finish(show, *others)
+
+    def test_is_left_by_an_exception_too(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+
+        def fail_while_blocking() -> None:
+            with contextlib.suppress(ValueError), show.crew.blocking():
+                raise ValueError
+
+        jobs = [Job(show), Job(show)]
+        show.submit(fail_while_blocking)
+        show.submit(*jobs)
+        assert [job.started for job in jobs] == [True, False]
+        finish(show, *jobs)
+
+    def test_means_nothing_to_other_threads(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        jobs = [Job(show), Job(show)]
+        with show.crew.blocking():
+            assert not show.crew.inside
+            show.submit(*jobs)
+            assert [job.started for job in jobs] == [True, False]
+        finish(show, *jobs)
+
+    def test_inside_is_known_to_the_task(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        job = Job(show, blocks=True)
+        show.submit(job)
+        finish(show, job)
+        assert job.inside == [True, False, True, True]
+        assert not show.crew.inside
+
+
+class TestOverdue:
+    def test_a_task_that_has_waited_long_runs_beyond_the_limit(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        first, second = Job(show), Job(show)
+        show.submit(first, second)
+        assert not second.started
+        show.advance(1)
+        assert second.started
+        finish(show, first, second)
+
+    def test_not_while_others_end(self, stage_for: Callable[[int], Show]) -> None:
+        """A task may wait for long because there are many: that is no reason to run them all at once."""
+        show = stage_for(2)
+        jobs = [Job(show) for _ in range(9)]
+        show.submit(*jobs)
+        show.fill()
+        for job in jobs[:6]:
+            show.advance(0.03)
+            assert sum(job.started and not job.done for job in jobs) == 2
+            finish(show, job)
+        show.fill()
+        finish(show, *jobs)
+
+    def test_all_that_are_overdue_run(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        jobs = [Job(show) for _ in range(10)]
+        show.submit(*jobs)
+        assert sum(job.started for job in jobs) == 1
+        show.advance(1)
+        assert all(job.started for job in jobs)
+        assert show.stage.listening >= 1
+        finish(show, *jobs)
+
+
+class TestListening:
+    @pytest.mark.parametrize("limit", [1, 3])
+    def test_one_thread_polls_however_many_run(self, stage_for: Callable[[int], Show], limit: int) -> None:
+        show = stage_for(limit)
+        jobs = [Job(show, blocks=True) for _ in range(8)]
+        for job in jobs:
+            show.submit(job)
+            assert show.stage.listening >= 1
+        for job in jobs:
+            job.go_on()
+            show.settle()
+            assert show.stage.listening >= 1
+        seen = len(show.delivered)
+        show.endpoint.emit([])
+        show.wait_for(lambda: len(show.delivered) == seen + 1)
+        finish(show, *jobs)
+        assert show.stage.listening >= 1
+
+    def test_events_are_delivered_once_and_in_order(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        ran: list[int] = []
+        for number in range(50):
+            show.endpoint.emit([lambda number=number: ran.append(number)])
+        show.wait_for(lambda: not show.endpoint.events)
+        show.settle()
+        assert len(show.delivered) == 50
+        assert sorted(ran) == list(range(50))
+
+    def test_the_tasks_of_one_event_run_side_by_side(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(4)
+        early = [Job(show) for _ in range(4)]
+        show.submit(*early)
+        show.fill()
+        finish(show, *early)
+        assert show.stage.listening > 1  # so that there are threads to be woken, and none has to be added
+        jobs = [Job(show) for _ in range(4)]
+        show.endpoint.emit(jobs)
+        show.settle()
+        show.fill()
+        assert all(job.started for job in jobs)
+        finish(show, *jobs)
+
+    def test_a_delivery_that_fails_is_not_the_end(
+        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        show = stage_for(1)
+        with caplog.at_level(logging.CRITICAL, "backhaul"):
+            show.endpoint.emit(ValueError("bad event"))
+            show.settle()
+        job = Job(show)
+        show.submit(job)
+        assert job.started
+        finish(show, job)
+
+    def test_idle_threads_end_but_not_all(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(20)
+        jobs = [Job(show) for _ in range(10)]
+        show.submit(*jobs)
+        show.fill()
+        busy = show.stage.alive
+        assert busy > 10
+        finish(show, *jobs)
+        for _ in range(busy):
+            show.advance(100)
+        assert 1 <= show.stage.alive < 5
+        assert show.stage.listening == show.stage.alive
+        job = Job(show)
+        show.submit(job)
+        assert job.started
+        finish(show, job)
+
+    def test_goes_on_with_the_threads_it_has(
+        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        show = stage_for(5)
+        show.stage.refuse_threads = True
+        first, second = Job(show), Job(show)
+        with caplog.at_level(logging.CRITICAL, "backhaul"):
+            show.crew.submit(first)
+            show.crew.submit(second)
+            show.wait_for(lambda: first.started)
+        first.go_on()
+        show.wait_for(lambda: second.started)
+        show.stage.refuse_threads = False
+        second.go_on()
+        show.wait_for(lambda: second.done)
+        show.settle()
+        last = Job(show)
+        show.submit(last)
+        assert last.started
+        assert show.stage.listening >= 1
+        finish(show, last)
+
+
+class TestAlarms:
+    def test_ring_when_their_time_has_come(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        rung: list[str] = []
+        start = show.stage.now()
+        show.crew.call_at(start + 20, lambda: rung.append("second"))
+        show.crew.call_at(start + 10, lambda: rung.append("first"))
+        show.crew.call_at(start + 30, lambda: rung.append("third"))
+        show.settle()
+        assert rung == []
+        show.advance(9.5)
+        assert rung == []
+        show.advance(1)
+        assert rung == ["first"]
+        show.advance(100)
+        assert len(rung) == 3
+        assert rung == ["first", "second", "third"]
+
+    def test_of_the_past_ring_at_once(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        rung: list[str] = []
+        for when in (0.0, float("-inf"), show.stage.now()):
+            show.crew.call_at(when, lambda when=when: rung.append(when))
+        show.wait_for(lambda: len(rung) == 3)
+
+    def test_of_the_same_moment_ring_in_turn(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        rung: list[int] = []
+        when = show.stage.now() + 1
+        for number in range(20):
+            show.crew.call_at(when, lambda number=number: rung.append(number))
+        show.advance(2)
+        show.wait_for(lambda: len(rung) == 20)
+        assert rung == list(range(20))
+
+    def test_ring_while_all_places_are_taken(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        job = Job(show)
+        show.submit(job)
+        rung: list[int] = []
+        show.crew.call_at(show.stage.now() + 1, lambda: rung.append(1))
+        show.advance(2)
+        show.wait_for(lambda: rung == [1])
+        show.settle()
+        assert not job.done
+        finish(show, job)
+
+    def test_ring_in_time_whoever_gets_busy(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(8)
+        warm_up = [Job(show) for _ in range(3)]
+        show.submit(*warm_up)
+        finish(show, *warm_up)
+        rung: list[int] = []
+        when = show.stage.now() + 1
+        show.crew.call_at(when, lambda: rung.append(1))
+        jobs = []
+        for _ in range(6):
+            show.settle()
+            with show.stage.changed:
+                assert min(show.stage.deadlines.values()) <= when, "nobody would wake up for the alarm"
+            jobs.append(Job(show))
+            show.submit(jobs[-1])
+        show.advance(1)
+        show.wait_for(lambda: rung == [1])
+        finish(show, *jobs)
+
+    def test_ahead_wake_nobody_for_each_task(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(8)
+        warm_up = [Job(show) for _ in range(3)]
+        show.submit(*warm_up)
+        finish(show, *warm_up)
+        show.crew.call_at(show.stage.now() + 1, lambda: None)
+        show.settle()
+        woken = []
+        for _ in range(4):
+            job = Job(show)
+            show.endpoint.emit([job])
+            show.wait_for(lambda job=job: job.started)  # type: ignore[misc]
+            show.settle()
+            finish(show, job)
+            woken.append(show.endpoint.woken)
+        assert len(set(woken)) == 1, "after the first, two threads know of the alarm"
+
+    def test_that_fail_do_no_harm(self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture) -> None:
+        show = stage_for(1)
+        rung: list[int] = []
+
+        def fail() -> None:
+            raise ValueError("an alarm")
+
+        with caplog.at_level(logging.CRITICAL, "backhaul"):
+            show.crew.call_at(0, fail)
+            show.crew.call_at(0, lambda: rung.append(1))
+            show.wait_for(lambda: rung == [1])
+
+    def test_may_submit_and_set_more(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        job = Job(show)
+        show.crew.call_at(0, lambda: show.crew.call_at(0, lambda: show.crew.submit(job)))
+        show.wait_for(lambda: job.started)
+        show.settle()
+        finish(show, job)
+
+
+class TestClose:
+    def test_ends_all_threads(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(4)
+        jobs = [Job(show) for _ in range(6)]
+        show.submit(*jobs)
+        finish(show, *jobs)
+        assert show.crew.close(ETERNITY) == []
+        show.wait_for(lambda: show.stage.alive == 0)
+
+    def test_lets_running_tasks_end_but_starts_no_more(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        running, waiting = Job(show), Job(show)
+        rung: list[int] = []
+        show.submit(running, waiting)
+        show.crew.call_at(show.stage.now() + 1, lambda: rung.append(1))
+        left: list[list[str]] = []
+        closer = threading.Thread(target=lambda: left.append(show.crew.close(ETERNITY)))
+        closer.start()
+        try:
+            show.wait_for(lambda: show.stage.alive == 1)  # all but the one that runs have ended
+            show.stage.advance(10)
+            running.go_on()
+        finally:
+            show.end()
+            closer.join()
+        assert left == [[]]
+        assert running.done
+        assert not waiting.started
+        assert rung == []
+
+    def test_names_the_threads_that_did_not_end(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(2)
+        names: list[str] = []
+        stuck = Job(show)
+        show.submit(lambda: (names.append(threading.current_thread().name), stuck()))
+        assert names[0] in show.crew.close(0)
+        show.end()
+        assert stuck.done
+
+    def test_may_be_called_by_a_task(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(3)
+        results: list[list[str]] = []
+        show.crew.submit(lambda: results.append(show.crew.close(ETERNITY)))
+        show.wait_for(lambda: show.stage.alive == 0)
+        assert results == [[]]
+
+    def test_may_be_called_again_and_before_anything_ran(self, stage_for: Callable[[int], Show]) -> None:
+        show = stage_for(1)
+        assert show.crew.close(ETERNITY) == []
+        assert show.crew.close(0) == []
+        job = Job(show)
+        show.crew.submit(job)
+        show.crew.call_at(0, job)
+        assert not job.started
+
+
+def test_over_a_real_transport() -> None:
+    """Requests answered by nested requests, on one place each, with the clock and threads there really are."""
+    near, far = InprocEndpoint(), InprocEndpoint()
+    answers: list[bytes] = []
+    finished = threading.Event()
+
+    def serve(event: Event) -> Iterable[Task]:
+        frames = getattr(event, "frames", [])
+        if frames:
+            event.channel.resume()
+        replies = [Frame(4, frame.number, bytes(frame.body) * 2) for frame in frames]
+        return [functools.partial(event.channel.send, reply) for reply in replies]
+
+    def collect(event: Event) -> Iterable[Task]:
+        frames = getattr(event, "frames", [])
+        answers.extend(bytes(frame.body) for frame in frames)
+        if frames:
+            event.channel.resume()
+        if len(answers) == 100:
+            finished.set()
+        return ()
+
+    crews = [
+        Crew(Runtime(), far, serve, limit=1, name="far"),
+        Crew(Runtime(), near, collect, limit=1, name="near"),
+    ]
+    for crew in crews:
+        crew.start()
+    channel = near.connect(far.addresses[0], timeout=5)
+    for number in range(100):
+        channel.send(Frame(3, number, b"%d," % number))
+    assert finished.wait(FAILSAFE)
+    assert sorted(answers) == sorted(b"%d,%d," % (number, number) for number in range(100))
+    for crew in crews:
+        assert crew.close(FAILSAFE) == []
+    for endpoint in (near, far):
+        endpoint.close()

@@ -1,0 +1,256 @@
+"""Exact moments in the life of a worker at which it dies or stops: set inside of the worker that is to die, by ``arm``.
+
+A moment is a frame that comes or goes (before, in the middle of, or after it), a place in the function that a step
+runs, or a node of its backward. All are patches of this process, which does not outlive them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from backhaul._autograd.messages import AutogradKind
+from backhaul._rpc.node import Node
+from backhaul._sim import random_steps
+from backhaul._transport.sockets.channel import SocketChannel
+from backhaul._wire.frames import Frame, FrameReader
+from backhaul._wire.messages import Kind
+from backhaul._worker.worker import current_worker
+from backhaul.testing.oracle import Body, State
+from tools.fleet import die
+
+When = Literal["before", "amid", "after"]
+Role = Literal["called", "driver"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A moment of a step.
+
+    Attributes:
+        name: For people.
+        arm: What to do in the worker so that it dies then.
+        role: Which part in the step the worker must have for that: it is called, or it drives.
+        calls: Whether it must call others itself.
+    """
+
+    name: str
+    arm: Callable[[signal.Signals], None]
+    role: Role = "called"
+    calls: bool = False
+
+
+# Frames that come.
+
+
+def _incoming(kind: int, text: bytes, how: signal.Signals) -> None:
+    """Die when a frame has been read, and nothing was done about it yet."""
+    fed = FrameReader.fed
+
+    def feed(self: FrameReader, count: int) -> list[Frame]:
+        frames = fed(self, count)
+        if any(frame.kind == kind and text in bytes(frame.body) for frame in frames):
+            die(how)
+        return frames
+
+    FrameReader.fed = feed  # type: ignore[method-assign]
+
+
+def _unread(text: bytes, part: float, how: signal.Signals) -> None:
+    """Die when bytes have come that contain ``text``, with so much of them read."""
+    read = SocketChannel._read
+
+    def look(self: SocketChannel) -> Any:
+        sock = self._sock
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        if poller.poll(0):
+            seen = sock.recv(1 << 16, socket.MSG_PEEK)
+            if text in seen:
+                if part:
+                    sock.recv(max(int(len(seen) * part), 1))
+                die(how)
+        return read(self)
+
+    SocketChannel._read = look  # type: ignore[method-assign]
+
+
+# Frames that go.
+
+
+def _outgoing(kind: int, when: When, how: signal.Signals) -> None:
+    """Die at the first frame of a kind; of replies, the first that answers a part of a step."""
+    served = threading.Event()
+    if kind == Kind.REPLY:
+        _wrap_body(after=lambda _: served.set())
+    else:
+        served.set()
+
+    def patch(name: str) -> None:
+        send = getattr(SocketChannel, name)
+
+        def sending(self: SocketChannel, frame: Frame, *, timeout: float | None = None) -> None:
+            mine = frame.kind == kind and served.is_set()
+            if mine and when == "before":
+                die(how)
+            if mine and when == "amid":
+                data = b"".join(frame.parts())
+                self._sock.send(data[: len(data) // 2])
+                die(how)
+            send(self, frame, timeout=timeout)
+            if mine:
+                self.flush()
+                die(how)
+
+        setattr(SocketChannel, name, sending)
+
+    patch("send")
+    patch("send_soon")
+
+
+# What the step's functions do.
+
+
+def _wrap_body(
+    before: Callable[[list[torch.Tensor]], object] = lambda _: None,
+    after: Callable[[list[torch.Tensor]], object] = lambda _: None,
+) -> None:
+    run_body: Callable[..., list[torch.Tensor]] = vars(random_steps)["run_body"]
+
+    def run(body: Body, args: list[torch.Tensor], state: State, call: Any) -> list[torch.Tensor]:
+        before(args)
+        made = run_body(body, args, state, call)
+        after(made)
+        return made
+
+    vars(random_steps)["run_body"] = run
+
+
+def _in_body(when: When, how: signal.Signals) -> None:
+    def act(_: object) -> None:
+        die(how)
+
+    if when == "before":
+        _wrap_body(before=act)
+    else:
+        _wrap_body(after=act)
+
+
+def _while_it_waits(how: signal.Signals) -> None:
+    """Die while a call of its own is under way."""
+    call = random_steps._call
+
+    def watch(pending: Any) -> None:
+        until = time.monotonic() + 5.0
+        while not pending and time.monotonic() < until:
+            time.sleep(0)
+        if pending:
+            die(how)
+
+    def calling(*args: Any) -> list[torch.Tensor]:
+        pending = current_worker().part(Node).agent.pending
+        threading.Thread(target=watch, args=(pending,), daemon=True).start()
+        return call(*args)
+
+    random_steps._call = calling  # type: ignore[assignment]
+
+
+def _in_backward(where: Literal["results", "parameters", "arguments"], how: signal.Signals) -> None:
+    """Die when the gradient of something is there: results come first, then parameters, and arguments last."""
+
+    def hook(values: list[torch.Tensor]) -> None:
+        for value in values:
+            if value.requires_grad:
+                value.register_hook(lambda _: die(how))
+
+    if where == "results":
+        _wrap_body(after=hook)
+    elif where == "arguments":
+        _wrap_body(before=hook)
+    else:
+        made = State.__init__
+
+        def make(self: State, *args: Any) -> None:
+            made(self, *args)
+            hook(self.parameters)
+
+        State.__init__ = make  # type: ignore[assignment, method-assign]
+
+
+def _out(kind: int, when: When) -> Callable[[signal.Signals], None]:
+    return functools.partial(_outgoing, kind, when)
+
+
+def _in(kind: int, text: bytes = b"") -> Callable[[signal.Signals], None]:
+    return functools.partial(_incoming, kind, text)
+
+
+_SERVE = b"trials:serve"
+
+STAGES: tuple[Stage, ...] = (
+    Stage("parameters are made", _in(Kind.REQUEST, b"trials:prepare")),
+    Stage("request not read", functools.partial(_unread, _SERVE, 0.0)),
+    Stage("request half read", functools.partial(_unread, _SERVE, 0.5)),
+    Stage("request read", _in(Kind.REQUEST, _SERVE)),
+    Stage("handler begins", functools.partial(_in_body, "before")),
+    Stage("handler waits for another", _while_it_waits, calls=True),
+    Stage("handler sends a call: half", _out(Kind.REQUEST, "amid"), calls=True),
+    Stage("handler ends", functools.partial(_in_body, "after")),
+    Stage("reply: before", _out(Kind.REPLY, "before")),
+    Stage("reply: half", _out(Kind.REPLY, "amid")),
+    Stage("reply: after", _out(Kind.REPLY, "after")),
+    Stage("value of a reference is asked for", _in(Kind.REQUEST, b"rref.handle:fetch")),
+    Stage("backward: gradients not read", functools.partial(_unread, b"BkHl\1" + bytes([AutogradKind.GRADIENT]), 0.0)),
+    Stage("backward: gradients half read", functools.partial(_unread, b"BkHl\1" + bytes([AutogradKind.GRADIENT]), 0.5)),
+    Stage("backward: gradients read", _in(AutogradKind.GRADIENT)),
+    Stage("backward: first node", functools.partial(_in_backward, "results")),
+    Stage("backward: a leaf", functools.partial(_in_backward, "parameters")),
+    Stage("backward: last node", functools.partial(_in_backward, "arguments")),
+    Stage("backward: gradients sent: before", _out(AutogradKind.GRADIENT, "before")),
+    Stage("backward: gradients sent: half", _out(AutogradKind.GRADIENT, "amid")),
+    Stage("backward: gradients sent: after", _out(AutogradKind.GRADIENT, "after")),
+    Stage("backward: report: before", _out(AutogradKind.REPORT, "before")),
+    Stage("backward: report: half", _out(AutogradKind.REPORT, "amid")),
+    Stage("backward: report: after", _out(AutogradKind.REPORT, "after")),
+    Stage("gradients are asked for", _in(Kind.REQUEST, b"trials:collect")),
+    Stage("release read", _in(AutogradKind.RELEASE)),
+    Stage("driver waits for a call", _while_it_waits, role="driver"),
+    Stage("driver: half a call", _out(Kind.REQUEST, "amid"), role="driver"),
+    Stage("driver: first gradients: before", _out(AutogradKind.GRADIENT, "before"), role="driver"),
+    Stage("driver: first gradients: half", _out(AutogradKind.GRADIENT, "amid"), role="driver"),
+    Stage("driver: first gradients: after", _out(AutogradKind.GRADIENT, "after"), role="driver"),
+    Stage("driver: report read", _in(AutogradKind.REPORT), role="driver"),
+    Stage("driver: release: before", _out(AutogradKind.RELEASE, "before"), role="driver"),
+    Stage("driver: release: half", _out(AutogradKind.RELEASE, "amid"), role="driver"),
+    Stage("driver: release: after", _out(AutogradKind.RELEASE, "after"), role="driver"),
+)
+"""All moments, in the order in which they come."""
+
+_by_name = {stage.name: stage for stage in STAGES}
+
+
+def arm(name: str, how: signal.Signals = signal.SIGKILL) -> None:
+    """Let this process die (or stop, once) at a stage."""
+    _by_name[name].arm(how)
+
+
+def takes_part(body: Body, worker: int, here: int = 0) -> collections.Counter[str]:
+    """How often a worker is called in a program, and how often it calls others."""
+    found: collections.Counter[str] = collections.Counter()
+    for step in body.steps:
+        if step.body is not None:
+            to = int(step.name)
+            found["called"] += to == worker and here != worker
+            found["calls"] += here == worker and to != worker
+            found += takes_part(step.body, worker, to)
+    return found
