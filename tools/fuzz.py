@@ -31,14 +31,14 @@ import torch
 from backhaul._autograd.forward.functions import ContextId, MessageId
 from backhaul._autograd.messages import (
     Abort,
+    AutogradNote,
     Gradient,
     Gradients,
     Know,
-    Note,
     PassSpec,
+    PassTally,
     Release,
     Report,
-    Tally,
 )
 from backhaul._rpc.cluster.membership_table import Standing, WorkerRecord
 from backhaul._rpc.security.rate_limits import over_limits
@@ -220,7 +220,7 @@ def _frames() -> list[Frame]:
     return found
 
 
-class Frames(Target):
+class FrameTarget(Target):
     """``FrameReader``; the bytes come in pieces, which the input's hash decides on."""
 
     name = "frames"
@@ -256,8 +256,8 @@ class _FakeSlots:
     """The slots of a channel without a peer: places up to 8 exist."""
 
     def __init__(self) -> None:
-        self._borrower = shared_memory.Borrower(0)
-        self._lender = shared_memory.Lender(Budget(0))
+        self._borrower = shared_memory.HostBorrower(0)
+        self._lender = shared_memory.HostLender(Budget(0))
 
     def resolve(self, place: int, size: int) -> Buffer:
         if not 0 < place <= 8 or size > 4096:
@@ -281,7 +281,7 @@ class _CountingSlots(_Counting):
     most = 2 * LIMIT
 
 
-class Slots(Frames):
+class SlotTarget(FrameTarget):
     """Frames with slots, and control frames."""
 
     name = "slots"
@@ -315,7 +315,7 @@ class Slots(Frames):
 
 _STRICT = Options(trusted=False, max_values=_VALUES)
 _SPEC = PassSpec(ContextId(1 << 48), 1, 2, profiles=(3,))
-_NOTE = Note(ContextId(1 << 48), MessageId(7), (0, 2), (1, 2, 3))
+_NOTE = AutogradNote(ContextId(1 << 48), MessageId(7), (0, 2), (1, 2, 3))
 _PAYLOAD = Payload(plain=[1, "two", 3.0])
 _LEFT = messages.Departure("incarnation", 1, "name", "proof")
 _MESSAGES: tuple[msgspec.Struct, ...] = (
@@ -324,11 +324,11 @@ _MESSAGES: tuple[msgspec.Struct, ...] = (
     Request("operator:add", _PAYLOAD, True, {"autograd": b"note"}),
     Reply(_PAYLOAD, {"rref": b"note"}),
     Fault("worker", "ValueError", "text", "trace", _PAYLOAD),
-    messages.Tally(1, 2, 3),
+    messages.CallTally(1, 2, 3),
     messages.Count(1),
     _NOTE,
-    Gradients(_SPEC, [Gradient(MessageId(7), _PAYLOAD, 1, _NOTE)], Tally((1, 2), {3: 4})),
-    Report(_SPEC, Tally((1,), {2: 3}), 4, Fault("w", "t", "m", "tb"), 5, "gone"),
+    Gradients(_SPEC, [Gradient(MessageId(7), _PAYLOAD, 1, _NOTE)], PassTally((1, 2), {3: 4})),
+    Report(_SPEC, PassTally((1,), {2: 3}), 4, Fault("w", "t", "m", "tb"), 5, "gone"),
     Abort(_SPEC),
     Release(1 << 48),
     Know(1 << 48),
@@ -389,7 +389,7 @@ class Counting(Target):
         return found
 
 
-class Messages(Target):
+class MessageTarget(Target):
     """The body of every kind of message. The first byte of an input says which."""
 
     name = "messages"
@@ -403,7 +403,7 @@ class Messages(Target):
         return unpack(data[1:], type(_MESSAGES[data[0] % len(_MESSAGES)])) if data else None
 
 
-class Tensors(Target):
+class TensorTarget(Target):
     """A payload with its buffers: the tensors, and the list they stand in. What is a pickle is not read.
 
     An input is the number of buffers (1), their lengths (2 each), the payload's length (2), payload, buffers.
@@ -538,7 +538,7 @@ def _plain_target() -> Target | None:
                 *(1, None, 2.5, "text", b"x", 1 << 70, "\ud800", 1j, torch.Size([1, 2]), torch.float32),
                 *([1, [2, (3, {4})]], {"a": [1], 2: frozenset([3])}, torch.device("cpu"), [torch.ones(1)]),
                 *([[]] * 700, {(): ()}, set(range(900)), {number: [] for number in range(300)}),
-                *(Tally((1, 2), {3: 4}), [_SPEC, Tally(tuple(range(500)), dict.fromkeys(range(500), 1))]),
+                *(PassTally((1, 2), {3: 4}), [_SPEC, PassTally(tuple(range(500)), dict.fromkeys(range(500), 1))]),
             ]
             flattener = plain.Flattener(TensorWriter())
             return [msgspec.msgpack.encode([flattener.flatten(value, "value")]) for value in values]
@@ -556,7 +556,7 @@ def _plain_target() -> Target | None:
 
 def targets() -> list[Target]:
     """All there are."""
-    found: list[Target] = [Frames(), Slots(), Counting(), Messages(), Tensors(), Server(), Client()]
+    found: list[Target] = [FrameTarget(), SlotTarget(), Counting(), MessageTarget(), TensorTarget(), Server(), Client()]
     plain = _plain_target()
     return [*found, plain] if plain is not None else found
 
@@ -572,7 +572,7 @@ def feed(target: Target, data: bytes) -> str:
         return type(error).__name__
 
 
-class Findings:
+class FuzzFindings:
     """What came out of a run, by target."""
 
     def __init__(self) -> None:
@@ -599,9 +599,9 @@ def keep(folder: Path, target: str, data: bytes) -> Path:
 
 def run(
     chosen: Iterable[Target], *, inputs: int, seconds: float = float("inf"), seed: int = 0, corpus: Path | None = None
-) -> Findings:
+) -> FuzzFindings:
     """Feed ``inputs`` inputs to the targets in turn, or as many as come in ``seconds``."""
-    report, draw = Findings(), random.Random(seed)
+    report, draw = FuzzFindings(), random.Random(seed)
     chosen = list(chosen)
     mutators = {}
     for target in chosen:
@@ -625,7 +625,7 @@ def run(
     return report
 
 
-def _one(target: Target, data: bytes, report: Findings) -> None:
+def _one(target: Target, data: bytes, report: FuzzFindings) -> None:
     report.inputs[target.name] += 1
     try:
         report.outcomes[target.name][feed(target, data)] += 1

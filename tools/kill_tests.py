@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 
 from backhaul._rpc.api import rpc_async, rpc_sync
-from backhaul._sim.random_steps import Trial, draw_trial, run_trial
+from backhaul._sim.random_steps import RandomStep, draw_trial, run_trial
 from backhaul._types import Options
 from backhaul.errors import BackhaulError, BackwardTimeoutError, CallTimeoutError, PeerLostError, SerializationError
 from tools.fleet import Exam, Fleet
@@ -41,7 +41,7 @@ _REFERENCES = "num_owner_rrefs", "num_forks", "num_user_rrefs"
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class KillSetting:
     """What one run is about.
 
     Attributes:
@@ -81,7 +81,7 @@ class Setting:
 
 
 @dataclasses.dataclass
-class Outcome:
+class KillOutcome:
     """How the step of one kill ended.
 
     Attributes:
@@ -102,10 +102,10 @@ class Outcome:
 
 
 @dataclasses.dataclass
-class Verdict:
+class KillVerdict:
     """What a run gave; ``problems`` is what must not be."""
 
-    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    outcomes: list[KillOutcome] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     steps: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     first: dict[str, Exam] = dataclasses.field(default_factory=dict)
@@ -115,7 +115,7 @@ class Verdict:
 class Killer:
     """Kills one worker after another of a fleet."""
 
-    def __init__(self, fleet: Fleet, setting: Setting, verdict: Verdict) -> None:
+    def __init__(self, fleet: Fleet, setting: KillSetting, verdict: KillVerdict) -> None:
         self._fleet = fleet
         self._setting = setting
         self._verdict = verdict
@@ -133,7 +133,7 @@ class Killer:
         """One worker at one stage, and all that has to hold after that."""
         stage = self._stages.get(name)
         victim = self._draw.choice(self._fleet.names)
-        outcome = Outcome(name, "", victim)
+        outcome = KillOutcome(name, "", victim)
         timer: threading.Timer | None = None
         if stage is not None:
             rpc_sync(victim, arm, args=(name, self._setting.how))
@@ -169,7 +169,7 @@ class Killer:
     _ended = 0.0
     _drivers_died = False
 
-    def _trial(self, victim: str, stage: Stage | None) -> Trial:
+    def _trial(self, victim: str, stage: Stage | None) -> RandomStep:
         """A step in which the victim has the part that the stage takes; every message of it matters to backward."""
         number = self._fleet.number(victim)
         role = "called" if stage is None else stage.role
@@ -186,7 +186,7 @@ class Killer:
     def _numbers(self) -> list[int]:
         return [0, *(self._fleet.number(name) for name in self._fleet.names)]
 
-    def _step(self, trial: Trial, outcome: Outcome) -> None:
+    def _step(self, trial: RandomStep, outcome: KillOutcome) -> None:
         driver = trial.places[0]
         try:
             differences = run_trial(trial) if driver == 0 else rpc_async(driver, run_trial, args=(trial,)).wait()
@@ -205,7 +205,7 @@ class Killer:
             self._ended = time.monotonic()
         self._verdict.steps[outcome.how] += 1
 
-    def _judge(self, outcome: Outcome) -> None:
+    def _judge(self, outcome: KillOutcome) -> None:
         """Who was killed is to be named, and by what it should be."""
         if outcome.how in ("right", "wrong") or not outcome.reached:
             if not outcome.reached and outcome.how != "right":
@@ -221,7 +221,7 @@ class Killer:
         elif self._setting.how == signal.SIGKILL and outcome.about != outcome.victim:
             self._complain(outcome, f"{outcome.how} is about {outcome.about}")
 
-    def _aftermath(self, outcome: Outcome) -> None:
+    def _aftermath(self, outcome: KillOutcome) -> None:
         """The others go on; nothing is left; another takes the place."""
         fleet, stopped = self._fleet, self._setting.how == signal.SIGSTOP
         others = [fleet.number(name) for name in fleet.names if name != outcome.victim]
@@ -257,7 +257,7 @@ class Killer:
         if differences:
             self._verdict.problems.append(f"{when}: wrong gradients: {'; '.join(differences)}")
 
-    def _complain(self, outcome: Outcome, what: str) -> None:
+    def _complain(self, outcome: KillOutcome, what: str) -> None:
         self._verdict.problems.append(f"{outcome.victim} killed, {outcome.stage}: {what}")
 
     def compare(self) -> None:
@@ -277,9 +277,9 @@ class Killer:
                 self._verdict.problems.append(f"{exam.segments} files in /dev/shm, were {before.segments}")
 
 
-def run(setting: Setting, tell: Callable[[list[str], int], object] = lambda *_: None) -> Verdict:
+def run(setting: KillSetting, tell: Callable[[list[str], int], object] = lambda *_: None) -> KillVerdict:
     """Kill as many as the setting says."""
-    verdict = Verdict()
+    verdict = KillVerdict()
     with contextlib.ExitStack() as stack:
         fleet = stack.enter_context(Fleet(setting.workers, setting.options()))
         killer = Killer(fleet, setting, verdict)
@@ -301,7 +301,7 @@ def run(setting: Setting, tell: Callable[[list[str], int], object] = lambda *_: 
 # The command.
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
+def table(outcomes: Sequence[KillOutcome]) -> list[str]:
     """For each stage: how often it was reached, how its steps ended, and how fast a death was noticed."""
     rows = [f"{'stage':<38} {'kills':>5} {'reached':>7}  {'noticed after, ms (median, worst)':<34} ended"]
     for stage in dict.fromkeys(outcome.stage for outcome in outcomes):
@@ -340,10 +340,10 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     """The command; returns its exit status."""
     given = _parse(arguments)
     notice = given.notice if given.notice != "auto" else "heartbeat" if has_heartbeats() else "timeout"
-    chosen = tuple(name for name in Setting.stages if given.stages in name)
+    chosen = tuple(name for name in KillSetting.stages if given.stages in name)
     if given.stop:  # who has taken or sent half of something out of turn cannot go on
         chosen = tuple(name for name in chosen if "half" not in name)
-    setting = Setting(
+    setting = KillSetting(
         given.count,
         given.workers,
         given.seed,

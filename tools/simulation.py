@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from backhaul._rpc.node import Node
-from backhaul._sim.cluster import Program, SimCluster
-from backhaul._sim.faults import FAULTS, HARMLESS, SURVIVED, UNREACHABLE, Fate
-from backhaul._sim.network import Weather
-from backhaul._sim.random_steps import Stage, Trial, draw_trial, forget_states, run_trial
+from backhaul._sim.cluster import SimCluster, SimProgram
+from backhaul._sim.faults import FAULTS, HARMLESS, SURVIVED, UNREACHABLE, SimulatedFaults
+from backhaul._sim.network import NetworkConditions
+from backhaul._sim.random_steps import RandomStep, Stage, draw_trial, forget_states, run_trial
 from backhaul._types import Options
 from backhaul._worker.worker import current_worker
 from backhaul.errors import BackhaulError
@@ -57,7 +57,7 @@ class Checks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class SimulationSetting:
     """What one run is about.
 
     Attributes:
@@ -80,7 +80,7 @@ class Setting:
 
 
 @dataclasses.dataclass
-class Verdict:
+class SimulationVerdict:
     """What one run gave.
 
     Attributes:
@@ -143,12 +143,14 @@ def _listening() -> Iterator[list[str]]:
 class _Run:
     """One seed."""
 
-    def __init__(self, setting: Setting, cluster: SimCluster, verdict: Verdict, draw: random.Random) -> None:
+    def __init__(
+        self, setting: SimulationSetting, cluster: SimCluster, verdict: SimulationVerdict, draw: random.Random
+    ) -> None:
         self._setting = setting
         self._cluster = cluster
         self._verdict = verdict
         self._draw = draw
-        self._programs: list[Program[None]] = []
+        self._programs: list[SimProgram[None]] = []
         self._taken = 0  # steps that have begun
         self._begun: dict[int, tuple[str, float]] = {}  # steps under way: driver, and since when
 
@@ -161,7 +163,7 @@ class _Run:
         """The workers that run programs."""
         return {program.worker for program in self._programs if not program.ended}
 
-    def run(self, fate: Fate, drivers: int) -> None:
+    def run(self, fate: SimulatedFaults, drivers: int) -> None:
         cluster = self._cluster
         cluster.spawn(functools.partial(self._guard, fate.work), "fate")
         while self._taken < self._setting.steps or fate.busy or self.driving():
@@ -236,7 +238,7 @@ class _Run:
     def _note_stage(self, stages: dict[Stage, float], stage: Stage) -> None:
         stages[stage] = self._cluster.scheduler.now
 
-    def _had_to_survive(self, trial: Trial, stages: dict[Stage, float]) -> bool:
+    def _had_to_survive(self, trial: RandomStep, stages: dict[Stage, float]) -> bool:
         """Whether replay was possible for a step that has failed: all who were lost were replaced in time."""
         if not set(self._verdict.faults) <= SURVIVED or "collecting" in stages or "running" not in stages:
             return False
@@ -288,18 +290,18 @@ class _Run:
             self._verdict.problems += [f"after shutdown {text}" for text in left_open]
 
 
-def run_seed(setting: Setting) -> Verdict:
+def run_seed(setting: SimulationSetting) -> SimulationVerdict:
     """Run one seed. On a thread of its own: torch numbers the nodes of a graph by thread."""
-    verdict = Verdict(setting.seed)
+    verdict = SimulationVerdict(setting.seed)
     thread = threading.Thread(target=functools.partial(_run_seed, setting, verdict), name=f"seed {setting.seed}")
     thread.start()
     thread.join()
     return verdict
 
 
-def _run_seed(setting: Setting, verdict: Verdict) -> None:
+def _run_seed(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
     draw = random.Random(setting.seed)
-    weather = Weather(
+    conditions = NetworkConditions(
         delay=draw.choice((0.0, 0.0001, 0.0005, 0.002)),
         capacity=draw.choice((float("inf"), float("inf"), 4096.0)),
         patience=4.0,
@@ -319,14 +321,14 @@ def _run_seed(setting: Setting, verdict: Verdict) -> None:
         setting.workers,
         seed=draw.getrandbits(64),
         options=options,
-        weather=weather,
+        conditions=conditions,
         eagerness=draw.choice((0.0, 0.1, 0.5)),
         keep_trace=setting.keep_trace,
     )
     try:
         with _listening() as errors, cluster:
             run = _Run(setting, cluster, verdict, draw)
-            fate = Fate(
+            fate = SimulatedFaults(
                 cluster,
                 draw,
                 setting.faults,
@@ -386,7 +388,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     faults = () if given.faults == "none" else tuple(given.faults.split(","))
     if unknown := set(faults) - set(FAULTS):
         raise SystemExit(f"unknown faults {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-    setting = Setting(
+    setting = SimulationSetting(
         0,
         given.workers,
         given.steps,

@@ -42,7 +42,7 @@ _MEASURES = ("rss", "threads", "sockets", "descriptors", "shm_bytes", "segments"
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class SoakSetting:
     """What one run is about.
 
     Attributes:
@@ -65,7 +65,7 @@ class Setting:
 
 
 @dataclasses.dataclass
-class Verdict:
+class SoakVerdict:
     """What a run gave. ``outcomes`` counts by (operation, how it ended)."""
 
     outcomes: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
@@ -91,10 +91,10 @@ def nested(x: torch.Tensor, to: str) -> torch.Tensor:
 class Soak:
     """One run."""
 
-    def __init__(self, fleet: Fleet, setting: Setting) -> None:
+    def __init__(self, fleet: Fleet, setting: SoakSetting) -> None:
         self._fleet = fleet
         self._setting = setting
-        self.verdict = Verdict()
+        self.verdict = SoakVerdict()
         self._lock = threading.Lock()  # guards the verdict
         self._runs = itertools.count()
         self._over = threading.Event()
@@ -103,7 +103,7 @@ class Soak:
         self._idle = [threading.Event() for _ in range(setting.threads)]
         self._names = fleet.names
 
-    def run(self) -> Verdict:
+    def run(self) -> SoakVerdict:
         """Until the time is over."""
         begun = time.monotonic()
         draw = random.Random(self._setting.seed)
@@ -254,7 +254,7 @@ class Soak:
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
 
-def run(setting: Setting) -> tuple[Verdict, Soak]:
+def run(setting: SoakSetting) -> tuple[SoakVerdict, Soak]:
     """Run one."""
     options = Options(timeout=30.0, backward_timeout=40.0)
     with contextlib.ExitStack() as stack:
@@ -263,7 +263,7 @@ def run(setting: Setting) -> tuple[Verdict, Soak]:
         return soak.run(), soak
 
 
-def table(verdict: Verdict) -> list[str]:
+def table(verdict: SoakVerdict) -> list[str]:
     """What was measured of the driver, and of all others at most, over time."""
     head = f"{'second':>7} {'driver: MiB':>12} {'threads':>8} {'sockets':>8} {'fds':>5} {'shm MiB':>8}"
     rows = [f"{head}   others at most: MiB, threads, sockets; values, contexts left"]
@@ -281,7 +281,7 @@ def table(verdict: Verdict) -> list[str]:
     return rows
 
 
-def plot(verdict: Verdict) -> str:
+def plot(verdict: SoakVerdict) -> str:
     """An SVG of the driver's memory, threads and descriptors over time; each is drawn from 0 to its maximum."""
     width, height = 720, 240
     last = max((at for at, _ in verdict.samples), default=1.0)
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     faulthandler.dump_traceback_later(given.minutes * 60 + 300, exit=True)
     seconds = given.minutes * 60
     sampled = max(seconds / 60, 2.0)
-    verdict, soak = run(Setting(seconds, given.workers, every=given.every, seed=given.seed, sampled=sampled))
+    verdict, soak = run(SoakSetting(seconds, given.workers, every=given.every, seed=given.seed, sampled=sampled))
     for row in table(verdict):
         write(row)
     for what in _MEASURES:

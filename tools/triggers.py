@@ -158,7 +158,7 @@ def _while_it_waits(how: signal.Signals) -> None:
             die(how)
 
     def calling(*args: Any) -> list[torch.Tensor]:
-        pending = current_worker().part(Node).agent.pending
+        pending = current_worker().part(Node).client.pending
         threading.Thread(target=watch, args=(pending,), daemon=True).start()
         return call(*args)
 

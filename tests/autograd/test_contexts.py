@@ -21,7 +21,7 @@ import backhaul as bh
 from backhaul._autograd.backward.engine import Engine
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import ContextId, MessageId
-from backhaul._autograd.forward.recording import Recorder, current_scope
+from backhaul._autograd.forward.recording import ForwardRecorder, current_scope
 from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, Release
 from backhaul._transport.inproc import InprocChannel
 from backhaul._wire.codec import encode
@@ -479,9 +479,9 @@ def test_a_call_that_outlives_its_context(gate: str) -> None:
 
 def test_a_release_that_overtakes_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of one channel may be dealt with by different threads."""
-    over, request_in, release = threading.Event(), Recorder.request_in, Engine.release
+    over, request_in, release = threading.Event(), ForwardRecorder.request_in, Engine.release
 
-    def hold(self: Recorder, *args: Any) -> Any:
+    def hold(self: ForwardRecorder, *args: Any) -> Any:
         if self._worker.name == "worker1":
             assert over.wait(PATIENCE)
         return request_in(self, *args)
@@ -493,12 +493,12 @@ def test_a_release_that_overtakes_the_request(monkeypatch: pytest.MonkeyPatch) -
 
     with bh.cluster(2) as workers:
         bh.rpc_sync(1, len, args=("",))
-        monkeypatch.setattr(Recorder, "request_in", hold)
+        monkeypatch.setattr(ForwardRecorder, "request_in", hold)
         monkeypatch.setattr(Engine, "release", tell)
         with bh.context() as ctx:
             late = bh.rpc_async(1, torch.mul, args=(vector(3.0), 2))
             # The driver has told nobody yet; this is its message, come early.
-            channel = workers[0].part(Engine).agent.peers.find("worker1").channel
+            channel = workers[0].part(Engine).client.peers.find("worker1").channel
             channel.send(Frame(AutogradKind.RELEASE, 0, pack(Release(int(ctx)))))
             assert late.wait().tolist() == [6.0]
         monkeypatch.undo()
@@ -511,7 +511,7 @@ def test_other_messages_of_a_released_context() -> None:
         with bh.context() as ctx:
             bh.rpc_sync(1, scale, args=(vector(1.0),))
         expect_no_contexts(workers)
-        channel = engine_of(workers[0]).agent.peers.find("worker1").channel
+        channel = engine_of(workers[0]).client.peers.find("worker1").channel
         spec = PassSpec(ContextId(int(ctx)), 0, 99)
         encoded = encode([torch.ones(1)], names=["gradient"])
         gradient = Gradients(spec, [Gradient(MessageId(5), encoded.payload, 1)])
@@ -527,7 +527,7 @@ def test_messages_of_what_was_never_there() -> None:
     """Or is so long gone that it is forgotten."""
     with bh.cluster(2) as workers:
         bh.rpc_sync(1, len, args=("",))
-        channel = engine_of(workers[0]).agent.peers.find("worker1").channel
+        channel = engine_of(workers[0]).client.peers.find("worker1").channel
         spec = PassSpec(ContextId(77), 0, 1)
         encoded = encode([torch.ones(1)], names=["gradient"])
         channel.send(Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))

@@ -271,13 +271,13 @@ def test_a_contribution_that_is_added_twice_is_noticed(monkeypatch: pytest.Monke
 
 def test_a_gradient_that_is_lost_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth message arrives, but without its gradients."""
-    arrive, calls = local_pass.Run.arrive, iter(range(1 << 30))
+    arrive, calls = local_pass.LocalPass.arrive, iter(range(1 << 30))
 
-    def lose(self: local_pass.Run, source: Any, grads: Any) -> Any:
+    def lose(self: local_pass.LocalPass, source: Any, grads: Any) -> Any:
         keep = source == functions.ROOTS or next(calls) % 4
         return arrive(self, source, grads if keep else [None] * len(grads))
 
-    monkeypatch.setattr(local_pass.Run, "arrive", lose)
+    monkeypatch.setattr(local_pass.LocalPass, "arrive", lose)
     assert count_differences() > 5
 
 

@@ -50,7 +50,7 @@ def assert_cancelled(future: bh.Future[Any]) -> None:
 def assert_idle(workers: list[bh.Worker]) -> None:
     """Nothing is pending or under way anywhere."""
     for worker in workers:
-        agent = worker.part(Node).agent
+        agent = worker.part(Node).client
         until(lambda agent=agent: not agent.pending and not agent.under_way)
 
 
@@ -59,7 +59,7 @@ def assert_idle(workers: list[bh.Worker]) -> None:
 
 def test_before_it_was_sent(workers: list[bh.Worker]) -> None:
     ran: list[int] = seen.setdefault("unsent", [])
-    Faults(lambda call: [call.label], delay={"_note_run": 0.05}).install(workers[0].part(Node).agent)
+    Faults(lambda call: [call.label], delay={"_note_run": 0.05}).install(workers[0].part(Node).client)
     future = bh.rpc_async("bob", _note_run)
     assert future.cancel()
     assert_cancelled(future)
@@ -76,22 +76,22 @@ def _note_run() -> None:
 def test_while_it_waits_for_a_thread(workers: list[bh.Worker], gate_name: str) -> None:
     bob = workers[1].part(Node)
     tasks: list[Any] = []
-    submit = workers[1].crew.submit
+    submit = workers[1].thread_pool.submit
     try:
         # All of bob's requests wait from here on, as if all his threads were busy.
-        keep = bob.dispatcher._on_request
+        keep = bob.server._on_request
         workers[1].on_frame(Kind.REQUEST, lambda channel, frame: tasks.append(keep(channel, frame)))
         future = bh.rpc_async("bob", wait_at, args=(gate_name,))
         until(lambda: tasks)
         assert future.cancel()
-        until(lambda: any(getattr(answer, "cancelled", False) for answer in bob.agent.under_way.values()))
+        until(lambda: any(getattr(answer, "cancelled", False) for answer in bob.client.under_way.values()))
     finally:
         workers[1].on_frame(Kind.REQUEST, keep)
         for task in tasks:
             submit(task)
     assert_cancelled(future)
     assert_idle(workers)
-    assert bob.dispatcher.dropped == 1
+    assert bob.server.dropped == 1
     assert not gate(f"{gate_name} reached").is_set()
 
 
@@ -283,7 +283,7 @@ def test_what_waits_for_a_thread_when_its_channel_is_lost_is_dropped(workers: li
     for n in range(limit):
         reached(f"{gate_name} {n}")
     queued = [bh.rpc_async("bob", _note, args=(gate_name,)) for _ in range(50)]
-    until(lambda: len(bob.agent.under_way) + seen.get(gate_name, 0) == limit + 50)  # one that waits long runs anyway
+    until(lambda: len(bob.client.under_way) + seen.get(gate_name, 0) == limit + 50)  # one that waits long runs anyway
     lose_channel(workers)
     for future in running:
         with pytest.raises(bh.PeerLostError):
@@ -297,9 +297,9 @@ def test_what_waits_for_a_thread_when_its_channel_is_lost_is_dropped(workers: li
             pass
     assert_idle(workers)
     ran = seen.pop(gate_name, 0)
-    assert bob.dispatcher.dropped + ran == 50
+    assert bob.server.dropped + ran == 50
     assert answered <= ran
-    assert bob.dispatcher.dropped
+    assert bob.server.dropped
 
 
 def _spin(name: str) -> None:

@@ -184,11 +184,11 @@ def test_nothing_is_sent_when_the_time_is_over() -> None:
 def test_a_request_whose_time_is_over_is_not_run(gate_name: str) -> None:
     with bh.cluster(["alice", "bob"], options=bh.Options(threads=1)) as (_, bob):
         ran: list[int] = []
-        dispatcher = bob.part(Node).dispatcher
+        dispatcher = bob.part(Node).server
         late = bob.runtime.now() + LONG
         now = bob.runtime.now
         blocked = bh.rpc_async("bob", wait_at, args=(gate_name,))
-        remote.gate(f"{gate_name} reached").wait(PATIENCE)
+        remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
         begun = dispatcher.served
         try:
             # By the time that it comes to run, a lot of time has passed at its worker.

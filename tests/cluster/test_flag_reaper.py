@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from backhaul._devices import flag_reaper
-from backhaul._devices.flag_reaper import Span, Undertaker
+from backhaul._devices.flag_reaper import FlagReaper, Span
 from backhaul._devices.segments import HEAD, span_of_done, span_of_ready
 from backhaul._transport.shm import shared_memory
 
@@ -73,7 +73,7 @@ def test_flags_of_a_process_that_is_killed_are_set(flags: Flags, peer: subproces
     targets = [0, 1, 2, 0, 2**32 - 1, 6, 7, 8]
     flags.set(ready, targets)
     flags.set(done, targets)
-    under = Undertaker()
+    under = FlagReaper()
     watch = under.watch(flags.file, peer.pid, ready)
     assert watch is not None
     assert {reached for _, reached in flags.numbers(ready)} == {0}
@@ -87,14 +87,14 @@ def test_a_process_that_has_ended_before(flags: Flags, peer: subprocess.Popen[by
     flags.set(span_of_done(COUNT), [5] * COUNT)
     peer.kill()
     peer.wait()
-    under = Undertaker()
+    under = FlagReaper()
     watch = under.watch(flags.file, peer.pid, span_of_done(COUNT))
     assert wait_for(lambda: flags.numbers(span_of_done(COUNT)) == [(5, 5)] * COUNT)
     assert watch is not None
 
 
 def test_what_is_not_watched_any_more_is_left_alone(flags: Flags, peer: subprocess.Popen[bytes]) -> None:
-    other, under = Flags(), Undertaker()
+    other, under = Flags(), FlagReaper()
     for one in (flags, other):
         one.set(span_of_ready(COUNT), [1] * COUNT)
     watches = [under.watch(one.file, peer.pid, span_of_ready(COUNT)) for one in (flags, other)]
@@ -147,7 +147,7 @@ def test_it_ends_with_its_master(how: str) -> None:
 
 def test_no_descriptor_is_left(flags: Flags, peer: subprocess.Popen[bytes]) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    under = Undertaker()
+    under = FlagReaper()
     watches = [under.watch(flags.file, peer.pid, span_of_ready(COUNT)) for _ in range(20)]
     assert None not in watches
     assert len(os.listdir("/proc/self/fd")) == before + 1
@@ -156,7 +156,7 @@ def test_no_descriptor_is_left(flags: Flags, peer: subprocess.Popen[bytes]) -> N
 
 
 def test_one_that_was_killed_is_started_again(flags: Flags, peer: subprocess.Popen[bytes]) -> None:
-    under = Undertaker()
+    under = FlagReaper()
     watches = [under.watch(flags.file, peer.pid, span_of_ready(COUNT))]
     for pid in undertakers_of(os.getpid()):
         os.kill(pid, signal.SIGKILL)
@@ -175,5 +175,5 @@ def test_where_it_cannot_be_started(
     flags: Flags, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert Undertaker().watch(flags.file, os.getppid(), span_of_ready(COUNT)) is None
+    assert FlagReaper().watch(flags.file, os.getppid(), span_of_ready(COUNT)) is None
     assert "nobody lets streams go on" in caplog.text

@@ -363,7 +363,7 @@ def test_what_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_name: str) -> None:
     with bh.cluster(["a", "b", "c"], endpoints=endpoints) as (_, b, _c):
         call = bh.rpc_async("b", remote.wait_at, args=(gate_name, "in time"), timeout=0)
-        assert remote.gate(f"{gate_name} reached").wait(PATIENCE)
+        assert remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
 
         def leave() -> None:
             with b:
@@ -436,13 +436,13 @@ def test_members_that_do_not_answer_hold_up_no_newcomer(endpoints: EndpointFacto
         own = describe("late", 20, endpoint, bh.Options(), host="here")
         late = start_node(own, [*records, first.peers.own.record], endpoint, bh.Options())
         meeting = threading.Barrier(len(records) + 1)
-        asked = late.agent.call
+        asked = late.client.call
 
         def call(*args: Any, **more: Any) -> Any:
             meeting.wait(PATIENCE)  # all are asked before any has answered
             return asked(args[0], args[1], None, None, 0.5, mode="internal")
 
-        late.agent.call = call  # type: ignore[method-assign]
+        late.client.call = call  # type: ignore[method-assign]
         late.worker.run(introduce, late, PATIENCE)
         assert [peer.info.name for peer in first.peers] == ["first", "late"]
         late.shutdown(graceful=False, timeout=5)

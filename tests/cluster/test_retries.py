@@ -29,7 +29,7 @@ def last_word(pending: Pending) -> list[str]:
 
 
 def lose(worker: bh.Worker, *names: str, times: int) -> None:
-    Faults(last_word, lose=names, times=times).install(worker.part(Node).agent)
+    Faults(last_word, lose=names, times=times).install(worker.part(Node).client)
 
 
 WAYS: dict[str, Any] = {
@@ -92,7 +92,7 @@ def test_all_attempts_have_the_time_of_the_call(workers: list[bh.Worker], way: s
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_an_attempt_that_takes_too_long_is_made_again_if_asked_for(workers: list[bh.Worker], way: str) -> None:
     late = Faults(last_word, delay={"identity": PATIENCE})
-    late.install(workers[0].part(Node).agent)
+    late.install(workers[0].part(Node).client)
     patient = bh.Retry(attempts=3, timeout=0.05, backoff=0, on=(bh.CallTimeoutError,))
     with pytest.raises(bh.CallTimeoutError) as caught:
         WAYS[way]("bob", remote.identity, args=(7,), retry=patient)
@@ -108,7 +108,7 @@ def test_cancelling_ends_the_attempts(workers: list[bh.Worker]) -> None:
     with pytest.raises(bh.CallCancelledError):
         future.wait(PATIENCE)
     assert not future.cancel()
-    assert not workers[0].part(Node).agent._busy, "a shutdown would wait for the end of the pause"
+    assert not workers[0].part(Node).client._busy, "a shutdown would wait for the end of the pause"
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
@@ -133,7 +133,7 @@ def test_gradients_after_a_channel_broke_under_way(workers: list[bh.Worker], mod
     with bh.context() as ctx:
         x = w * 3
         future = bh.rpc_async("bob", _slow_square, args=(gate_name, x), retry=QUICK)
-        assert remote.gate(f"{gate_name} reached").wait(PATIENCE)
+        assert remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
         channel = workers[0].part(Node).peers.find("bob").channel
         assert channel is not None
         channel.close()

@@ -33,7 +33,7 @@ def test_a_queue_that_is_emptied_while_something_is_put_there(monkeypatch: pytes
             event = endpoint.poll(0.05)
             if isinstance(event, Received):
                 arrived[0] += len(event.frames)
-                event.channel.resume()
+                event.channel.release()
                 if arrived[0] == 2:
                     all_there.set()
 

@@ -85,7 +85,7 @@ def frame_of(size: int) -> Frame:
 def test_a_large_frame_is_read_in_turns(channel: SocketChannel, fast: FastSocket) -> None:
     sent = frame_of(256 * MIB)
     fast.head = sent.parts()[0]
-    assert channel.hold()
+    assert channel.acquire()
     before, seen = channel.bytes_received, []
     while not isinstance(event := channel.take(), Received):
         assert event is None

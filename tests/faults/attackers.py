@@ -137,7 +137,7 @@ class Target(abc.ABC):
         self.allocated.clear()
 
     def check_new(self, channel: Channel) -> None:
-        assert channel.hold()
+        assert channel.acquire()
         for frame in (*self.opening(), request(7)):
             channel.send(frame)
         numbers: list[int] = []
@@ -145,7 +145,7 @@ class Target(abc.ABC):
             event = channel.receive(PATIENCE)
             assert isinstance(event, Received), event
             numbers += [frame.number for frame in event.frames if frame.kind == Kind.REPLY]
-        channel.resume()
+        channel.release()
 
 
 def request(number: int) -> Frame:

@@ -21,7 +21,7 @@ from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.handshake import MAGIC, VERSION, ClientHandshake, ServerHandshake
 from backhaul._wire.frames import HEADER, Frame, control_frame
 from backhaul._wire.frames import MAGIC as FRAME_MAGIC
-from backhaul._wire.messages import Count, Hello, Kind, Payload, Refuse, Request, Tally, pack
+from backhaul._wire.messages import CallTally, Count, Hello, Kind, Payload, Refuse, Request, pack
 from backhaul.errors import AuthenticationError
 from backhaul.testing.transport_conformance import PATIENCE, Aside, Pollers
 
@@ -276,7 +276,7 @@ def test_impossible_frames_close_their_channel_before_anything_is_allocated(
 VALID = wire(
     Frame(Kind.HELLO, 0, pack(Hello("attacked", "2", b"nobody"))),
     Frame(Kind.COUNT, 0, pack(Count(1))),
-    Frame(Kind.TALLY, 0, pack(Tally(1, 2, 3))),
+    Frame(Kind.TALLY, 0, pack(CallTally(1, 2, 3))),
     Frame(Kind.REFUSE, 0, pack(Refuse("no"))),
     Frame(Kind.REPLY, 12, b"nothing", [bytes(300), b"", bytes(70_000)]),
     request(3),
@@ -375,7 +375,7 @@ def test_a_bad_frame_takes_no_good_ones_with_it(whole: WholeWorker) -> None:
         sock.shutdown(socket.SHUT_WR)
         read_to_end(sock)
     whole.check()
-    agent = whole.workers[1].part(Node).agent
+    agent = whole.workers[1].part(Node).client
     idle = threading.Event()
     agent.when_idle(idle.set)
     assert idle.wait(10), "the worker thinks for ever that it is busy"

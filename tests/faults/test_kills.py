@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from backhaul._autograd.backward.driver import Drive
-from backhaul._autograd.backward.report_buffer import Journal
-from backhaul._autograd.messages import PassSpec, Tally
+from backhaul._autograd.backward.driver import PassDriver
+from backhaul._autograd.backward.report_buffer import ReportBuffer
+from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._runtime.runtime import Runtime
-from tools.kill_tests import RANDOM, Outcome, Setting, run, table
+from tools.kill_tests import RANDOM, KillOutcome, KillSetting, run, table
 
 SAMPLE = (
     "request half read",
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 
 @pytest.mark.timeout(240)
 def test_workers_that_are_killed() -> None:
-    verdict = run(Setting(len(SAMPLE), stages=SAMPLE, seed=1))
+    verdict = run(KillSetting(len(SAMPLE), stages=SAMPLE, seed=1))
     assert verdict.problems == []
     assert [outcome.stage for outcome in verdict.outcomes if outcome.reached]
     assert len(table(verdict.outcomes)) == 1 + len(SAMPLE)
@@ -36,20 +36,20 @@ def test_workers_that_are_killed() -> None:
 @pytest.mark.timeout(240)
 def test_a_worker_that_is_stopped_and_goes_on() -> None:
     """Without heartbeats it is the timeout of a call that tells."""
-    verdict = run(Setting(1, stages=("handler begins",), how=signal.SIGSTOP))
+    verdict = run(KillSetting(1, stages=("handler begins",), how=signal.SIGSTOP))
     assert verdict.problems == []
-    assert isinstance(verdict.outcomes[0], Outcome)
+    assert isinstance(verdict.outcomes[0], KillOutcome)
 
 
-def drive() -> Drive:
-    return Drive(PassSpec(1, 0, 1), None, Runtime())  # type: ignore[arg-type]
+def drive() -> PassDriver:
+    return PassDriver(PassSpec(1, 0, 1), None, Runtime())  # type: ignore[arg-type]
 
 
 def test_a_worker_that_reported_what_it_had_not_sent_yet_takes_the_pass_with_it() -> None:
     """Message 8 is on the account of worker 3, but worker 2 died before it was sent."""
     passing = drive()
-    assert passing.account(Tally((0,), {7: 2})) is None
-    assert passing.account(Tally((7,), {8: 3})) is None
+    assert passing.account(PassTally((0,), {7: 2})) is None
+    assert passing.account(PassTally((7,), {8: 3})) is None
     assert not passing.lose(4, "four", "never took part")
     assert passing.lose(2, "two", "gone")
 
@@ -57,22 +57,22 @@ def test_a_worker_that_reported_what_it_had_not_sent_yet_takes_the_pass_with_it(
 def test_a_worker_lost_before_its_report_came_by_another_way() -> None:
     passing = drive()
     assert not passing.lose(2, "two", "gone")
-    loss = passing.account(Tally((0,), {7: 2}))
+    loss = passing.account(PassTally((0,), {7: 2}))
     assert loss is not None
     assert (loss.worker, loss.messages) == ("two", (7,))
 
 
 def test_a_worker_that_is_lost_when_all_is_done_harms_nobody() -> None:
     passing = drive()
-    passing.account(Tally((0,), {7: 2}))
-    passing.account(Tally((7,), {}))
+    passing.account(PassTally((0,), {7: 2}))
+    passing.account(PassTally((7,), {}))
     assert not passing.lose(2, "two", "gone")
 
 
 def test_what_a_group_that_is_not_done_has_produced_is_reported() -> None:
     """The driver has to know where its gradients went, should a worker there be lost."""
-    journal = Journal()
+    journal = ReportBuffer()
     journal.begin()
-    journal.add(Tally((), {7: 2}))
+    journal.add(PassTally((), {7: 2}))
     tally, _ = journal.end()
-    assert tally == Tally((), {7: 2})
+    assert tally == PassTally((), {7: 2})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tools.soak import Setting, plot, run, table
+from tools.soak import SoakSetting, plot, run, table
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 
 
 @pytest.mark.timeout(240)
 def test_a_few_seconds() -> None:
-    verdict, _ = run(Setting(seconds=5, workers=2, threads=2, every=1.5, sampled=1.5, growth=1 << 40))
+    verdict, _ = run(SoakSetting(seconds=5, workers=2, threads=2, every=1.5, sampled=1.5, growth=1 << 40))
     assert verdict.problems == []
     assert verdict.kills >= 1
     assert sum(count for (_, how), count in verdict.outcomes.items() if how == "right") > 10

@@ -18,7 +18,17 @@ import torch
 
 import backhaul as bh
 from backhaul._autograd.backward.engine import Engine
-from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, Know, Note, PassSpec, Release, Report
+from backhaul._autograd.messages import (
+    Abort,
+    AutogradKind,
+    AutogradNote,
+    Gradient,
+    Gradients,
+    Know,
+    PassSpec,
+    Release,
+    Report,
+)
 from backhaul._rpc.cluster.membership import expect
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.node import Node
@@ -141,7 +151,7 @@ PICKLED = Payload(pickle=PICKLE)
 NO_GRAD = Payload(plain=[None])
 BOOL = TensorTable(ordinary=(msgspec.msgpack.encode(Ordinary("bool", (1,), False, False)),))
 FAULT = Fault("evil", "builtins.ValueError", "", "", PICKLED)
-NOTE = pack(Note(1 << 48, 5 << 48 | 1, (0,)))
+NOTE = pack(AutogradNote(1 << 48, 5 << 48 | 1, (0,)))
 
 CLOSING = {
     "a pickled argument": [call("attacked.add", PICKLED)],
@@ -366,7 +376,7 @@ def test_messages_of_others_are_not_dropped() -> None:
         y = bh.rpc_sync("attacked", "attacked.scale", args=(x,)).sum()
         context = workers[1].part(Engine).container.find(int(ctx))
         assert context is not None
-        note = pack(Note(context.id, next(iter(context.sends)), (0,)))
+        note = pack(AutogradNote(context.id, next(iter(context.sends)), (0,)))
         sock.sendall(wire(call("attacked.add", PLAIN, notes={"autograd": note})))
         assert [frame.kind for frame in answers(sock)] == [Kind.FAULT]
         sock.sendall(wire(Frame(Kind.REPLY, 999, pack(Reply(Payload(plain=[1]), {"autograd": note})))))
@@ -396,7 +406,7 @@ def test_what_goes_on_after_a_call_was_cancelled_counts() -> None:
         while not promised:
             time.sleep(0.01)
         sock.sendall(wire(Frame(Kind.CANCEL, 0, pack(Cancel((1,))))))
-        while workers[1].part(Node).agent.under_way:
+        while workers[1].part(Node).client.under_way:
             time.sleep(0.01)
         sock.sendall(wire(call("attacked.add", PLAIN, number=2)))
         assert [(frame.kind, frame.number) for frame in answers(sock)] == [(Kind.FAULT, 2)]
@@ -428,7 +438,7 @@ def test_replies_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
             for number in range(1, 200):
                 sock.sendall(wire(Frame(Kind.REQUEST, number, pack(request))))
         check(workers)
-        while workers[1].part(Node).dispatcher._ledger.calls:  # type: ignore[attr-defined]
+        while workers[1].part(Node).server._ledger.calls:  # type: ignore[attr-defined]
             check(workers)
         read_to_end(sock)  # it was closed
 

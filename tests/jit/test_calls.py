@@ -77,7 +77,9 @@ def test_names_of_calls() -> None:
     @script
     def call(to: str, a: Tensor, b: Tensor) -> Tensor:
         return (
-            start(to, blend, (a, b)).wait() + inner.rpc_sync(to, blend, (a, b)) + bh.rpc.api.rpc_sync(to, blend, (a, b))
+            start(to, blend, (a, b)).wait()
+            + inner.rpc_sync(to, blend, (a, b))
+            + bh._rpc.api.rpc_sync(to, blend, (a, b))
         )
 
     assert torch.equal(call("worker1", A, B), blend(A, B) * 3)
@@ -249,10 +251,10 @@ def slow() -> int:
 
 class _Hold:
     def __init__(self) -> None:
-        self.gate: Future[None] = Future()
+        self.one_shot: Future[None] = Future()
 
     def wait(self) -> None:
-        self.gate.wait()
+        self.one_shot.wait()
 
 
 hold = _Hold()
@@ -273,14 +275,14 @@ def test_timeouts() -> None:
     def call_far(to: str, timeout: float) -> int:
         return bh.remote(to, wait_there).to_here(timeout)
 
-    hold.gate = Future()
+    hold.one_shot = Future()
     try:
         for slow_call in (call, call_far):
             with pytest.raises(RuntimeError, match=r"0\.05 s"):
                 slow_call("worker1", 0.05)
         waiting = bh.rpc_async("worker1", call, ("worker2", 0.0))
     finally:
-        hold.gate.set_result(None)
+        hold.one_shot.set_result(None)
     assert waiting.wait() == 1
     assert call("worker1", 30.0) == 1
 
@@ -340,7 +342,7 @@ def test_references_to_nobody_knows_what() -> None:
 
 def counts_here(_: int) -> bool:
     """Whether what runs here counts against the limit of its worker's threads."""
-    return bh.current_worker().crew.inside
+    return bh.current_worker().thread_pool.inside
 
 
 ignored_counts = torch.jit.ignore(counts_here)

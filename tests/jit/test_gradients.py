@@ -36,7 +36,7 @@ def check(remote: Callable[..., Tensor], plain: Callable[..., Tensor], leaves: L
 
 def recorded() -> int:
     """How many messages with gradients the context that is current here has seen, on all workers."""
-    contexts = [context for worker in bh.worker.running_workers() for context in contexts_of(worker)]
+    contexts = [context for worker in bh._worker.worker.running_workers() for context in contexts_of(worker)]
     return sum(len(context.sends) for context in contexts)
 
 
@@ -225,7 +225,7 @@ def own_context(a: Tensor, b: Tensor) -> list[Tensor]:
 
 
 def own_worker(name: str) -> list[str]:
-    (worker,) = [worker for worker in bh.worker.running_workers() if worker.name == name]
+    (worker,) = [worker for worker in bh._worker.worker.running_workers() if worker.name == name]
     with worker:
         return [script(who)("worker1"), whoami(0)]
 

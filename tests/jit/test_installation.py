@@ -16,7 +16,7 @@ import torch.distributed.rpc
 
 import backhaul as bh
 import backhaul.jit
-from backhaul.jit.thread_state import stashed
+from backhaul.jit.thread_state import saved
 
 from . import functions
 from .functions import blend, script
@@ -183,10 +183,10 @@ def test_nothing_hangs_on_threads_when_all_is_over() -> None:
     """What is current for a script is not for what follows it on the same thread."""
     with bh.cluster(2), bh.context():
         functions.after_wait("worker1", torch.ones(1), torch.ones(1, requires_grad=True))
-        assert stashed("backhaul") is None
+        assert saved("backhaul") is None
         with pytest.raises(torch.jit.Error, match="too many"):
             functions.fail(torch.ones(2))
-        assert stashed("backhaul") is None
+        assert saved("backhaul") is None
 
 
 def test_other_scripts_are_what_they_are_without_it(run: Run, tmp_path: Path) -> None:

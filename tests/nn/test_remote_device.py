@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.nn.remote_device import Place, parse_place
+from backhaul.nn.remote_device import RemoteDevice, parse_place
 
 names = st.from_regex(r"[A-Za-z0-9_.-]{1,20}", fullmatch=True)
 devices = st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:3", "meta", "cpu:0"])
@@ -13,18 +13,18 @@ devices = st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:3", "meta", "cpu:0"])
 
 @given(names, devices)
 def test_worker_and_device(name: str, device: str) -> None:
-    assert parse_place(f"{name}/{device}") == Place(name, torch.device(device))
+    assert parse_place(f"{name}/{device}") == RemoteDevice(name, torch.device(device))
 
 
 @given(names)
 def test_a_worker_alone_means_its_cpu(name: str) -> None:
-    assert parse_place(name) == Place(name, torch.device("cpu"))
+    assert parse_place(name) == RemoteDevice(name, torch.device("cpu"))
 
 
 @given(st.integers(0, 10**6), devices)
 def test_ranks(rank: int, device: str) -> None:
-    assert parse_place(f"rank:{rank}/{device}") == Place(rank, torch.device(device))
-    assert parse_place(f"rank:{rank}") == Place(rank, torch.device("cpu"))
+    assert parse_place(f"rank:{rank}/{device}") == RemoteDevice(rank, torch.device(device))
+    assert parse_place(f"rank:{rank}") == RemoteDevice(rank, torch.device("cpu"))
 
 
 @given(st.text(max_size=30))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from backhaul.profiler.model import Arrow, Call, Segment, Slice, Timeline, Track, WorkerRow
+from backhaul.profiler.model import Arrow, PathSegment, Slice, Timeline, TimelineCall, Track, WorkerRow
 
 US = 1_000
 MS = 1_000_000
 HOSTILE = "</script><img src=x onerror=\"window.hacked=1\"><!-- {{script}} \u2028 & 'quoted'"
 
-Done = tuple[int, list[Segment]]
+Done = tuple[int, list[PathSegment]]
 Body = Callable[["Step", int, int, int], Done]  # simulation, worker, call, time it begins
 
 
@@ -74,7 +74,7 @@ class Step:
             outer = self.slice(track, "op", op, time, end, parent=parent, call=call, shapes="[32, 128]")
             if op == "aten::linear":
                 self.slice(track, "op", "aten::addmm", time + 4 * US, end - 2 * US, parent=outer, call=call)
-            segments.append(Segment("compute", worker, name, time, end, outer, call))
+            segments.append(PathSegment("compute", worker, name, time, end, outer, call))
             time = end
         return time, segments
 
@@ -98,7 +98,7 @@ class Step:
     ) -> Done:  # fmt: skip
         """A call, all of it; the thread of the caller is free again once the call is sent."""
         names = [row.name for row in self.timeline.workers]
-        call = Call(
+        call = TimelineCall(
             len(self.timeline.calls),
             f"{mode}#{function}({names[near]} -> {names[far]})",
             mode,
@@ -115,12 +115,12 @@ class Step:
         number = call.id
         call.sent = start + self.about(40 * US)
         coded = self.slice(thread, "encode", "encode", start, call.sent, parent=within, call=number, nbytes=out)
-        segments = [Segment("encode", near, function, start, call.sent, coded, number)]
+        segments = [PathSegment("encode", near, function, start, call.sent, coded, number)]
         if self.timeline.workers[far].missing:
             call.received = call.sent + self.about(900 * US)
             call.done = call.received + self.about(10 * US)
             call.near = self.slice(self.lane_of(near, start), "call", call.name, start, call.done, call=number)
-            return call.done, [*segments, Segment("idle", near, function, call.sent, call.done, call.near, number)]
+            return call.done, [*segments, PathSegment("idle", near, function, call.sent, call.done, call.near, number)]
 
         call.arrived = call.sent + self.about(90 * US)
         server = self.thread_of(far, call.arrived)
@@ -147,13 +147,13 @@ class Step:
             Arrow("reply", encode, decoded, call.replied, call.received, back, number),
         ]
         segments += [
-            Segment("wire", near, function, call.sent, call.arrived, -1, number),
-            Segment("queue", far, function, call.arrived, call.begun, waiting, number),
-            Segment("decode", far, function, call.begun, call.decoded, decode, number),
+            PathSegment("wire", near, function, call.sent, call.arrived, -1, number),
+            PathSegment("queue", far, function, call.arrived, call.begun, waiting, number),
+            PathSegment("decode", far, function, call.begun, call.decoded, decode, number),
             *inside,
-            Segment("encode", far, function, call.ran, call.replied, encode, number),
-            Segment("wire", far, function, call.replied, call.received, -1, number),
-            Segment("decode", near, function, call.received, call.done, decoded, number),
+            PathSegment("encode", far, function, call.ran, call.replied, encode, number),
+            PathSegment("wire", far, function, call.replied, call.received, -1, number),
+            PathSegment("decode", near, function, call.received, call.done, decoded, number),
         ]
         return call.done, segments
 
@@ -168,7 +168,7 @@ class Step:
             if sender >= 0:
                 sent, source = time, self.timeline.slices[sender]
                 time = max(sent + self.about(85 * US), self.busy.get(track, 0) if worker else 0)
-                segments.append(Segment("wire", self.timeline.tracks[source.track].worker, "gradients", sent, time))
+                segments.append(PathSegment("wire", self.timeline.tracks[source.track].worker, "gradients", sent, time))
             group = self.slice(track, "group", f"backward of micro-batch {micro}", time, time, **{"pass": micro})
             if sender >= 0:
                 self.timeline.arrows.append(Arrow("gradient", sender, group, sent, time, 65_536))
@@ -206,7 +206,7 @@ def brief(step: Step, worker: int, call: int, start: int) -> Done:
     return step.compute(server, "optimizer.step", start, 180 * US, parent=run, call=call)
 
 
-def clipped(segments: list[Segment], start: int) -> list[Segment]:
+def clipped(segments: list[PathSegment], start: int) -> list[PathSegment]:
     """What is after a time."""
     kept = [segment for segment in segments if segment.end > start]
     if kept:
@@ -223,7 +223,7 @@ def sample(*, hostile: str = "") -> Timeline:
     step = Step()
     path = step.timeline.path
     time = 120 * US
-    path.append(Segment("idle", 0, "", 0, time))
+    path.append(PathSegment("idle", 0, "", 0, time))
     for micro in range(5):
         time, did = step.compute(step.main, "embed", time, 320 * US)
         path += did
@@ -244,7 +244,7 @@ def sample(*, hostile: str = "") -> Timeline:
             step.timeline.slices[name].name = hostile
         path[1].name = hostile
     step.timeline.end = time + 60 * US
-    path.append(Segment("idle", 0, "", time, step.timeline.end))
+    path.append(PathSegment("idle", 0, "", time, step.timeline.end))
     return step.timeline
 
 
@@ -263,7 +263,7 @@ def fan_out(step: Step, time: int, micro: int) -> int:
         done, did = step.call("rpc_async", function, 0, step.main, far, time, brief, out=2_048, back=184, failed=failed)
         dones.append((done, did))
         sent = step.timeline.calls[-1].sent
-        step.timeline.path.append(Segment("encode", 0, function, time, sent, did[0].slice, did[0].call))
+        step.timeline.path.append(PathSegment("encode", 0, function, time, sent, did[0].slice, did[0].call))
         time = sent
     last, did = max(dones, key=lambda one: one[0])
     step.wait(time, last, "wait_all", call=first)
@@ -280,7 +280,7 @@ def big(slices: int = 50_000) -> Timeline:
     time = 0
     while len(made.slices) < slices:
         number, far = len(made.calls), 1 + len(made.calls) % 3
-        call = Call(
+        call = TimelineCall(
             number,
             f"rpc_sync#layer{number % 7}(worker0 -> worker{far})",
             "rpc_sync",
@@ -298,7 +298,7 @@ def big(slices: int = 50_000) -> Timeline:
         for op in range(draw.randrange(4, 30)):
             end = moment + draw.randrange(1, 60) * US
             made.slices.append(Slice(len(made.slices), far, "op", f"aten::op{op}", moment, end, call.far, number))
-            made.path.append(Segment("compute", far, call.function, moment, end, made.slices[-1].id, number))
+            made.path.append(PathSegment("compute", far, call.function, moment, end, made.slices[-1].id, number))
             moment = end
         call.ran, call.replied = moment, moment + 4 * US
         made.slices[call.far].end = call.replied

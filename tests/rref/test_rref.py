@@ -22,7 +22,7 @@ import backhaul as bh
 from backhaul._rpc.calls import server
 from backhaul._rpc.node import Node
 from backhaul._rref import registry
-from backhaul._rref.registry import RRefs
+from backhaul._rref.registry import RRefRegistry
 from backhaul._transport.inproc import InprocEndpoint
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul.testing.faults import Faults
@@ -357,9 +357,9 @@ def test_a_leak_is_reported() -> None:
     with bh.cluster(2, endpoints=sockets) as made:
         rref = bh.remote(1, Counter)
         rref.to_here()
-        registry = made[1].part(RRefs)
+        registry = made[1].part(RRefRegistry)
         assert registry.end() == ["a value of type Counter is still referred to by worker 0"]
-        made[0].part(RRefs).begin()
+        made[0].part(RRefRegistry).begin()
         eventually(lambda: registry.end() == [])
         del rref
 
@@ -425,12 +425,12 @@ def test_arguments_are_counted_as_the_user_does(workers: Any) -> None:
             bh.remote(1, torch.add, args=(1, threading.Lock()))
         assert caught.value.path == "args[1]"
     for worker in workers:
-        assert not worker.part(RRefs)._owned._early
+        assert not worker.part(RRefRegistry)._owned._early
 
 
 def test_a_call_that_was_not_sent_leaves_nothing_behind(workers: Any) -> None:
     faults = Faults(lambda pending: ["give_back" if "give_back" in pending.label else ""], lose={"give_back"}, times=2)
-    faults.install(workers[0].part(Node).agent)
+    faults.install(workers[0].part(Node).client)
     for owner in (0, 1):
         with pytest.raises(bh.PeerLostError):
             bh.rpc_sync(2, give_back, args=(bh.remote(owner, Counter),))
@@ -441,9 +441,9 @@ def test_news_that_are_lost_again_and_again(workers: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(registry, "_TRIES", 5)
     rref = bh.remote(1, Counter)
     rref.to_here()
-    rrefs = workers[0].part(RRefs)
+    rrefs = workers[0].part(RRefRegistry)
     faults = Faults(lambda pending: ["news" if "take_news" in pending.label else ""], lose={"news"}, times=5)
-    faults.install(workers[0].part(Node).agent)
+    faults.install(workers[0].part(Node).client)
     del rref
     gc.collect()
     eventually(lambda: any(outbox._idle for outbox in rrefs._outboxes.values()))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from backhaul._sim.network import SimNetwork, Weather
-from backhaul._sim.runtime import SimGate
-from backhaul._sim.scheduler import Scheduler, Strand
+from backhaul._sim.network import NetworkConditions, SimNetwork
+from backhaul._sim.runtime import SimOneShotEvent
+from backhaul._sim.scheduler import Scheduler, SimTask
 from backhaul._transport.base import EndpointFactory
 from backhaul.testing import transport_conformance
 from backhaul.testing.transport_conformance import TransportConformance
@@ -31,10 +31,10 @@ class Thread:
     def __init__(self, scheduler: Scheduler, target: Callable[[], None], name: str, daemon: bool) -> None:
         self._scheduler = scheduler
         self._start = functools.partial(scheduler.spawn, target, name=name, home=scheduler.outside)
-        self._strand: Strand | None = None
+        self._strand: SimTask | None = None
 
     def start(self) -> None:
-        self._strand = self._start().strand
+        self._strand = self._start().sim_task
 
     def join(self, timeout: float | None = None) -> None:
         assert self._strand is not None
@@ -47,7 +47,7 @@ class Thread:
 class Condition:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._waiters: list[Strand] = []
+        self._waiters: list[SimTask] = []
 
     def __enter__(self) -> None: ...
 
@@ -69,7 +69,7 @@ class Condition:
 
 class Event:
     def __init__(self, scheduler: Scheduler) -> None:
-        self._gate = SimGate(scheduler)
+        self._gate = SimOneShotEvent(scheduler)
         self.set = self._gate.open
         self.wait = self._gate.wait
 
@@ -86,5 +86,5 @@ class TestSim(TransportConformance):
             shim: Any = Threading(scheduler)
             monkeypatch.setattr(transport_conformance, "threading", shim)
             # The kit takes what has been sent to be there; on a real machine it is.
-            network = SimNetwork(scheduler, Weather(delay=0.0, capacity=1e6))
+            network = SimNetwork(scheduler, NetworkConditions(delay=0.0, capacity=1e6))
             yield lambda: network.endpoint(scheduler.home("here"))

@@ -16,9 +16,9 @@ import backhaul as bh
 from backhaul._autograd.messages import AutogradKind
 from backhaul._rpc.calls.client import Pending
 from backhaul._rpc.cluster.joining import join
-from backhaul._sim.cluster import Program, SimCluster
+from backhaul._sim.cluster import SimCluster, SimProgram
 from backhaul._sim.endpoints import SimChannel
-from backhaul._sim.network import Weather
+from backhaul._sim.network import NetworkConditions
 from backhaul._transport.base import Channel, ChannelBrokenError
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Hello, Kind, pack
@@ -53,7 +53,7 @@ def test_a_release_into_a_channel_that_only_the_other_knows_to_be_lost() -> None
     def program() -> None:
         with bh.context():
             bh.rpc_sync("worker1", torch.mul, args=(torch.ones(2, requires_grad=True), 2))
-            bh.current_worker().runtime.gate().wait(1.0)
+            bh.current_worker().runtime.one_shot().wait(1.0)
 
     with SimCluster(2, seed=1) as cluster:
         going = cluster.run("worker0", program)
@@ -120,7 +120,7 @@ def test_values_whose_references_die_together() -> None:
 def test_a_channel_that_is_lost_while_a_call_is_being_sent() -> None:
     """Seed 230: the call failed twice, once for the loss and once for the sending."""
     with SimCluster(2, seed=1) as cluster:
-        agent = cluster.nodes["worker0"].agent
+        agent = cluster.nodes["worker0"].client
 
         def break_down(pending: Pending, send: Callable[[], None]) -> None:
             assert pending.channel is not None
@@ -154,7 +154,7 @@ def test_a_value_that_was_never_asked_for() -> None:
     value gave up, its owner waited for ever, and with it everyone who shut down.
     """
     with SimCluster(3, seed=1) as cluster:
-        agent = cluster.nodes["worker0"].agent
+        agent = cluster.nodes["worker0"].client
 
         def program() -> bool:
             agent.outlet = lambda pending, send: None
@@ -176,7 +176,7 @@ def test_a_value_that_was_never_asked_for() -> None:
 
 def wait_until_cancelled_and_ask() -> None:
     with contextlib.suppress(bh.CallCancelledError):
-        bh.current_worker().runtime.gate().wait(2.0)
+        bh.current_worker().runtime.one_shot().wait(2.0)
         rref = bh.remote("worker1", torch.ones, args=(1,))
         rref.to_here()
 
@@ -231,7 +231,7 @@ def test_a_value_that_could_not_be_made(failing: Callable[[], object], ask: Call
     def program() -> None:
         rref = bh.remote("worker0", failing)
         if failing is later:
-            bh.current_worker().runtime.gate().wait(1.0)
+            bh.current_worker().runtime.one_shot().wait(1.0)
             unset.pop().set_exception(KeyError("it fails"))
         with pytest.raises(KeyError):
             ask(rref)
@@ -246,7 +246,7 @@ def test_a_value_that_could_not_be_made(failing: Callable[[], object], ask: Call
 
 def test_a_worker_that_connects_again() -> None:
     """Seed 449: the first connection is dead, but only one end knows it. The other uses the newer one."""
-    with SimCluster(2, seed=1, weather=Weather(duplicates=1.0)) as cluster:
+    with SimCluster(2, seed=1, conditions=NetworkConditions(duplicates=1.0)) as cluster:
         cluster.run("worker0", lambda: bh.rpc_sync("worker1", torch.ones, args=(1,))).result()
         back = cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,), timeout=1.0))
         assert back.result().tolist() == [1.0]
@@ -267,7 +267,7 @@ def test_a_driver_that_has_come_back() -> None:
 def test_a_reference_whose_value_is_lost() -> None:
     """Seed 25: passing it on said that it cannot be sent, and not why."""
     with SimCluster(3, seed=1) as cluster:
-        agent = cluster.nodes["worker0"].agent
+        agent = cluster.nodes["worker0"].client
 
         def break_down(pending: Pending, send: Callable[[], None]) -> None:
             raise ChannelBrokenError("broken")
@@ -317,7 +317,7 @@ def test_contexts_of_a_driver_that_is_lost(crashing: tuple[str, ...], restarted:
         x = torch.ones(2, requires_grad=True)
         with bh.context():
             pass_along(x, ["worker1", "worker2", "worker3"])
-            gate = bh.current_worker().runtime.gate()
+            gate = bh.current_worker().runtime.one_shot()
             gate.wait()
 
     with SimCluster(4, seed=1) as cluster:
@@ -342,7 +342,7 @@ def test_a_release_while_only_the_other_end_knows_of_a_loss() -> None:
             bh.rpc_sync("worker1", torch.mul, args=(x, 2))
             (channel,) = [channel for channel in cluster.network.channels if channel.home == "worker0"]
             cluster.network.drop(channel, 1.0, 0.0)
-            bh.current_worker().runtime.gate().wait(0.5)
+            bh.current_worker().runtime.one_shot().wait(0.5)
 
     with SimCluster(2, seed=1) as cluster:
         cluster.run("worker0", program).result()
@@ -448,7 +448,7 @@ def test_a_successor_that_not_everybody_knows(monkeypatch: pytest.MonkeyPatch) -
             return cluster.scheduler.now - began
 
     with SimCluster(3, seed=1, options=bh.Options(connect_timeout=1.0)) as cluster:
-        replaced = cluster.nodes["worker0"].worker.runtime.gate()
+        replaced = cluster.nodes["worker0"].worker.runtime.one_shot()
         going = cluster.run("worker0", program)
         cluster.sleep(1.0)
         cluster.crash("worker2")
@@ -512,7 +512,7 @@ def test_an_address_that_does_not_answer_keeps_nobody_from_joining(silent: str) 
             cluster.crash("worker0", silent=True)
             addresses = [addresses[1]]
         come = functools.partial(join, endpoint, record, addresses, options, runtime=runtime)
-        node = Program(cluster.scheduler, runtime, come).result()
+        node = SimProgram(cluster.scheduler, runtime, come).result()
         assert node.peers.own.record.id == 3
         node.worker.abandon()
 
@@ -541,7 +541,7 @@ def test_a_channel_that_is_lost_while_some_wait_for_all_to_be_done(home: str, ne
     def work() -> None:
         for _ in range(10):
             bh.rpc_sync("worker1", torch.ones, args=(1,))
-            bh.current_worker().runtime.gate().wait(1.0)
+            bh.current_worker().runtime.one_shot().wait(1.0)
 
     with SimCluster(3, seed=1) as cluster:
         working = cluster.run("worker2", work)

@@ -12,7 +12,7 @@ import torch
 import backhaul as bh
 from backhaul._sim.cluster import SimCluster
 from backhaul._sim.endpoints import SimEndpoint
-from backhaul._sim.network import SimNetwork, Weather
+from backhaul._sim.network import NetworkConditions, SimNetwork
 from backhaul._sim.scheduler import Scheduler
 from backhaul._transport.base import ChannelClosedError, ConnectTimeoutError, Lost, Received
 from backhaul._types import Options
@@ -27,7 +27,7 @@ OPTIONS = Options(timeout=5.0, connect_timeout=2.0, backward_timeout=10.0)
 class Pair:
     """Two endpoints and a channel, with frames noted as they come."""
 
-    def __init__(self, scheduler: Scheduler, weather: Weather) -> None:
+    def __init__(self, scheduler: Scheduler, weather: NetworkConditions) -> None:
         self.scheduler = scheduler
         self.network = SimNetwork(scheduler, weather)
         self.here = self.network.endpoint(scheduler.home("here"))
@@ -43,7 +43,7 @@ class Pair:
                 event = end.poll(None)
                 if isinstance(event, Received):
                     self.came += [(end.home.name, frame.number) for frame in event.frames]
-                    event.channel.resume()
+                    event.channel.release()
                 elif isinstance(event, Lost):
                     self.lost.append(end.home.name)
 
@@ -56,11 +56,11 @@ class Pair:
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     with Scheduler(3) as scheduler:
-        yield Pair(scheduler, Weather(delay=0.01, patience=20.0))
+        yield Pair(scheduler, NetworkConditions(delay=0.01, patience=20.0))
 
 
 def test_frames_of_one_channel_keep_their_order(pair: Pair) -> None:
-    pair.network.weather.slow = 0.3
+    pair.network.conditions.slow = 0.3
     channel = pair.here.connect(pair.there.addresses[0], timeout=1e3)
     for number in range(100):
         channel.send(Frame(1, number))
@@ -142,7 +142,7 @@ def test_a_crash_closes_channels_and_a_silent_one_does_not(pair: Pair) -> None:
 
 def test_a_receiver_that_does_not_read_holds_its_sender_up() -> None:
     with Scheduler(3) as scheduler:
-        network = SimNetwork(scheduler, Weather(capacity=1000.0))
+        network = SimNetwork(scheduler, NetworkConditions(capacity=1000.0))
         here, there = (network.endpoint(scheduler.home(name)) for name in ("here", "there"))
         channel = here.connect(there.addresses[0], timeout=10.0)
         channel.send(Frame(1, 1, bytes(900)))
@@ -176,7 +176,7 @@ def nest(path: list[int]) -> int:
 
 @pytest.fixture
 def cluster() -> Iterator[SimCluster]:
-    with SimCluster(3, seed=5, options=OPTIONS, weather=Weather(patience=4.0)) as cluster:
+    with SimCluster(3, seed=5, options=OPTIONS, conditions=NetworkConditions(patience=4.0)) as cluster:
         yield cluster
         cluster.calm()
         cluster.sleep(30.0)
@@ -301,7 +301,7 @@ def test_channels_that_are_dropped_far_from_the_driver(cluster: SimCluster, near
 
 
 def test_a_broken_send_fails_its_call(cluster: SimCluster) -> None:
-    cluster.network.weather.breaks = 1.0
+    cluster.network.conditions.breaks = 1.0
     with pytest.raises(bh.PeerLostError):
         cluster.run("worker0", ask).result()
 

@@ -306,7 +306,7 @@ def test_nobody_takes_the_place(cluster: SimCluster) -> None:
 
 
 def pause(seconds: float) -> None:
-    bh.current_worker().runtime.gate().wait(seconds)
+    bh.current_worker().runtime.one_shot().wait(seconds)
 
 
 def lose(cluster: SimCluster, name: str) -> None:
@@ -485,7 +485,7 @@ def expect_the_same_if_replaced(cluster: SimCluster, program: Callable[[Call, Re
     def replace(name: str) -> None:
         if disturbed:
             cluster.scheduler.after(0.0, lambda: cluster.spawn(functools.partial(crash, name), "fate"))
-            bh.current_worker().runtime.gate().wait(2.0)
+            bh.current_worker().runtime.one_shot().wait(2.0)
 
     def crash(name: str) -> None:
         cluster.crash(name)
@@ -548,7 +548,7 @@ def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster
         if not again:
             again.append("worker1")
             cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
-            bh.current_worker().runtime.gate().wait(2.0)
+            bh.current_worker().runtime.one_shot().wait(2.0)
         repeat(self, context, place, to, incarnation)
 
     def crash() -> None:
@@ -602,7 +602,7 @@ def test_references_are_refused(cluster: SimCluster) -> None:
             rref = bh.remote("worker1", torch.mul, args=(x, 2))
             rref.to_here()
             cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
-            bh.current_worker().runtime.gate().wait(2.0)
+            bh.current_worker().runtime.one_shot().wait(2.0)
             bh.rpc_sync("worker1", torch.mul, args=(x, 2))
 
     def crash() -> None:
@@ -648,7 +648,7 @@ def test_arguments_that_change_after_they_were_sent(cluster: SimCluster) -> None
             y = bh.rpc_sync("worker1", torch.mul, args=(x, factor))
             factor.fill_(100.0)
             cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
-            bh.current_worker().runtime.gate().wait(2.0)
+            bh.current_worker().runtime.one_shot().wait(2.0)
             ctx.backward(y.sum())
             return ctx.grads[x].tolist()
 

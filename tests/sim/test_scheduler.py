@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from backhaul._sim.runtime import SimGate, SimRuntime
+from backhaul._sim.runtime import SimOneShotEvent, SimRuntime
 from backhaul._sim.scheduler import DeadlockError, Killed, Scheduler
 
 
@@ -20,7 +20,7 @@ def several(scheduler: Scheduler, *targets: Callable[[], None]) -> None:
         scheduler.spawn(target, name=f"strand{number}", home=scheduler.outside) for number, target in enumerate(targets)
     ]
     for thread in threads:
-        scheduler.join(thread.strand, None)
+        scheduler.join(thread.sim_task, None)
 
 
 def interleaving(seed: int) -> tuple[list[int], str]:
@@ -81,7 +81,7 @@ def test_timers_go_off_in_order() -> None:
 
 def test_a_deadlock_says_who_waits_where() -> None:
     with Scheduler(1) as scheduler:
-        gate = SimGate(scheduler)
+        gate = SimOneShotEvent(scheduler)
         scheduler.spawn(lambda: gate.wait() and None, name="somebody", home=scheduler.outside)
         with pytest.raises(DeadlockError, match="somebody waits for a gate"):
             scheduler.wait("Godot")
@@ -99,13 +99,13 @@ class TestGate:
     def test_lets_all_through_once_it_is_open(self) -> None:
         passed: list[bool] = []
         with Scheduler(1) as scheduler:
-            gate = SimGate(scheduler)
+            gate = SimOneShotEvent(scheduler)
             several(scheduler, *[lambda: passed.append(gate.wait())] * 3, gate.open)
         assert passed == [True] * 3
 
     def test_gives_up_after_its_time(self) -> None:
         with Scheduler(1) as scheduler:
-            assert not SimGate(scheduler).wait(5.0)
+            assert not SimOneShotEvent(scheduler).wait(5.0)
             assert scheduler.now >= 5.0
 
 
@@ -150,7 +150,7 @@ class TestQueue:
             scheduler.wait("a while", 1.0)
             assert not found
             del thing
-            scheduler.join(reader.strand, None)
+            scheduler.join(reader.sim_task, None)
         assert found == ["dead"]
 
 
@@ -195,7 +195,7 @@ class TestHomes:
             scheduler.wait("a while", 2.5)
             scheduler.kill(home)
             assert seen == ["ran", "ran", "caught", "unwound"]
-            assert thread.strand.done
+            assert thread.sim_task.done
             with pytest.raises(Killed):
                 scheduler.spawn(stubborn, name="late", home=home)
             scheduler.wait("a while", 5.0)

@@ -11,14 +11,14 @@ import torch
 
 import backhaul as bh
 from backhaul._sim.cluster import SimCluster
-from tools.simulation import FAULTS, Setting, main, run_seed
+from tools.simulation import FAULTS, SimulationSetting, main, run_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_seed(seed: int) -> None:
-    verdict = run_seed(Setting(seed, workers=5, steps=8))
+    verdict = run_seed(SimulationSetting(seed, workers=5, steps=8))
     assert verdict.problems == []
     assert verdict.outcomes.total() == 8
 
@@ -29,21 +29,21 @@ def test_a_kind_of_fault(fault: str) -> None:
     struck = 0
     for seed in range(100):
         if not struck:
-            verdict = run_seed(Setting(seed, workers=5, steps=4, faults=kinds))
+            verdict = run_seed(SimulationSetting(seed, workers=5, steps=4, faults=kinds))
             assert verdict.problems == []
             struck += verdict.faults[fault]
     assert struck
 
 
 def test_every_step_is_right_where_nothing_goes_wrong() -> None:
-    verdict = run_seed(Setting(3, workers=6, steps=10, faults=()))
+    verdict = run_seed(SimulationSetting(3, workers=6, steps=10, faults=()))
     assert verdict.problems == []
     assert verdict.outcomes["right"] + verdict.outcomes["right, with replay"] == 10
 
 
 @pytest.mark.parametrize("seed", [1, 4, 6])
 def test_a_seed_is_one_run(seed: int) -> None:
-    first, second = (run_seed(Setting(seed, workers=5, steps=6, keep_trace=True)) for _ in range(2))
+    first, second = (run_seed(SimulationSetting(seed, workers=5, steps=6, keep_trace=True)) for _ in range(2))
     differing = [pair for pair in zip(first.trace, second.trace, strict=False) if pair[0] != pair[1]]
     assert not differing[:1]
     assert first.digest == second.digest
@@ -51,7 +51,7 @@ def test_a_seed_is_one_run(seed: int) -> None:
 
 def test_a_seed_is_one_run_in_every_process() -> None:
     """Strings hash differently in each; objects lie elsewhere."""
-    program = "from tools.simulation import *; print(run_seed(Setting(6, workers=5, steps=5)).digest)"
+    program = "from tools.simulation import *; print(run_seed(SimulationSetting(6, workers=5, steps=5)).digest)"
     other = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         env={**os.environ, "PYTHONHASHSEED": "1"},
@@ -59,7 +59,7 @@ def test_a_seed_is_one_run_in_every_process() -> None:
         capture_output=True,
         text=True,
     )
-    assert other.stdout.strip() == run_seed(Setting(6, workers=5, steps=5)).digest
+    assert other.stdout.strip() == run_seed(SimulationSetting(6, workers=5, steps=5)).digest
 
 
 def test_the_command_says_how_to_run_a_failure_again(monkeypatch: pytest.MonkeyPatch) -> None:

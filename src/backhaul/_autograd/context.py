@@ -13,8 +13,8 @@ from backhaul._devices.cuda import process
 from backhaul._devices.stream_order import Mark
 
 if TYPE_CHECKING:
-    from backhaul._autograd.backward.local_pass import Run
-    from backhaul._autograd.failure.replay import Log
+    from backhaul._autograd.backward.local_pass import LocalPass
+    from backhaul._autograd.failure.replay import ReplayLog
 
 Snapshot = tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -36,7 +36,7 @@ class Context:
         doubtful: Workers of those known that have lost a channel, to whatever worker, and asked to be told of the end.
     """
 
-    replay: Log | None = None
+    replay: ReplayLog | None = None
     doubtful: frozenset[int] = frozenset()
 
     def __init__(self, number: ContextId) -> None:
@@ -47,7 +47,7 @@ class Context:
         self.sends: dict[MessageId, SendRecord] = {}
         self.recvs: dict[MessageId, Recv] = {}
         self.spent: set[MessageId] = set()
-        self.runs: dict[tuple[int, int], Run] = {}
+        self.runs: dict[tuple[int, int], LocalPass] = {}
         self.aborted: set[tuple[int, int]] = set()
         self.orphans: dict[MessageId, tuple[str, str]] = {}
         self._mark: Mark | None = None  # what gradients come of that is still to be done on devices
@@ -128,7 +128,7 @@ class Context:
     def accumulate(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None) -> None:
         """Add to a leaf's gradient. With ``order`` contributions are summed in that order, whenever they came."""
         with self.lock:
-            if process.frontier is not None:
+            if process.stream_order is not None:
                 self._follow(self._grads.get(leaf))
             if order is not None:
                 self._loose.setdefault(leaf, []).append((order, grad))
@@ -136,13 +136,13 @@ class Context:
                 total = add(self._grads.get(leaf), grad)
                 assert total is not None
                 self._grads[leaf] = total
-            if process.frontier is not None:
+            if process.stream_order is not None:
                 self._note()
 
     def accumulate_first(self, leaf: torch.Tensor, grad: torch.Tensor) -> bool:
         """Make ``grad`` a leaf's gradient; False if there is something to add it to."""
         with self.lock:
-            if process.frontier is not None:
+            if process.stream_order is not None:
                 self._note()
             return not self._loose and self._grads.setdefault(leaf, grad) is grad
 
@@ -153,7 +153,7 @@ class Context:
             self._grads.pop(leaf, None)
             if grad is not None:
                 self._grads[leaf] = grad
-            if process.frontier is not None:
+            if process.stream_order is not None:
                 self._note()
 
     def gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
@@ -161,7 +161,7 @@ class Context:
         with self.lock:
             self._settle()
             found = self._grads.get(leaf)
-            if process.frontier is not None:
+            if process.stream_order is not None:
                 self._follow(found)
             return found
 
@@ -170,7 +170,7 @@ class Context:
         """Leaf -> gradient, a copy of the table."""
         with self.lock:
             self._settle()
-            if process.frontier is not None:
+            if process.stream_order is not None:
                 self._follow(self._grads)
             return dict(self._grads)
 
@@ -186,17 +186,17 @@ class Context:
 
     def _note(self) -> None:
         """Gradients here come after what this thread's streams have to do."""
-        if process.frontier is not None:
-            self._mark = process.frontier.mark(self._mark)
+        if process.stream_order is not None:
+            self._mark = process.stream_order.mark(self._mark)
 
     def _follow(self, grads: object = None) -> None:
         """This thread goes on with gradients."""
-        if process.frontier is not None and self._mark is not None:
-            process.frontier.join(self._mark, grads)
+        if process.stream_order is not None and self._mark is not None:
+            process.stream_order.join(self._mark, grads)
 
     @torch.enable_grad()  # contributions of a pass that records itself stay recorded, whoever asks
     def _settle(self) -> None:
-        if self._loose and process.frontier is not None:
+        if self._loose and process.stream_order is not None:
             self._follow((self._loose, [self._grads.get(leaf) for leaf in self._loose]))
         for leaf, contributions in self._loose.items():
             total = self._grads.get(leaf)

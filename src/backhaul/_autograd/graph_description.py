@@ -6,7 +6,7 @@ from typing import Any
 
 from backhaul._autograd.backward.engine import Engine
 from backhaul._autograd.backward.groups import Grouping
-from backhaul._autograd.backward.local_pass import Run
+from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.forward.recording import enter, leave
 from backhaul._rpc.security.policy import internal
 from backhaul._worker.worker import current_worker
@@ -44,7 +44,7 @@ def describe(engine: Engine, context: int) -> dict[str, Any] | None:
     }
 
 
-def _describe_run(engine: Engine, run: Run) -> dict[str, Any]:
+def _describe_run(engine: Engine, run: LocalPass) -> dict[str, Any]:
     drive = engine.drives.get((run.spec.context, run.spec.number))
     described = {
         "driver": engine.name_of(run.spec.driver),
@@ -70,7 +70,7 @@ def describe_everywhere(engine: Engine, context: int) -> dict[str, Any]:
             if name in found:
                 continue
             own = name == engine.worker.name
-            share = describe(engine, context) if own else engine.agent.call(name, share_of, (context,), None, None)
+            share = describe(engine, context) if own else engine.client.call(name, share_of, (context,), None, None)
             if share is not None:
                 found[name] = share
                 todo.extend(share["known"])

@@ -22,7 +22,7 @@ class AutogradKind(enum.IntEnum):
     KNOW = 20
 
 
-class Note(msgspec.Struct, array_like=True, frozen=True):
+class AutogradNote(msgspec.Struct, array_like=True, frozen=True):
     """On a request, a reply or a gradient message: which context it belongs to, and how it was recorded.
 
     ``message`` 0: nothing in it requires grad, so it was not recorded.
@@ -54,7 +54,7 @@ class PassSpec(msgspec.Struct, array_like=True, frozen=True):
     anomaly: int = 0  # the level of anomaly mode at the driver
 
 
-class Tally(msgspec.Struct, array_like=True, frozen=True):
+class PassTally(msgspec.Struct, array_like=True, frozen=True):
     """Messages that groups consumed, and all that those groups produced: message -> worker it went to."""
 
     consumed: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class Gradient(msgspec.Struct, array_like=True, frozen=True):
     message: MessageId
     payload: Payload
     buffers: int  # of the frame's, how many are this one's
-    note: Note | None = None  # under create_graph
+    note: AutogradNote | None = None  # under create_graph
 
 
 class Gradients(msgspec.Struct, array_like=True, frozen=True):
@@ -75,7 +75,7 @@ class Gradients(msgspec.Struct, array_like=True, frozen=True):
 
     spec: PassSpec
     gradients: list[Gradient]
-    tally: Tally | None = None  # for the driver; whoever gets it passes it on
+    tally: PassTally | None = None  # for the driver; whoever gets it passes it on
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
@@ -84,7 +84,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     """
 
     spec: PassSpec
-    tally: Tally = Tally()
+    tally: PassTally = PassTally()
     message: int = 0
     fault: Fault | None = None
     lost: int = -1
@@ -103,11 +103,11 @@ def in_parts(report: Report, most: int = _MOST) -> Iterator[Report]:
         yield report
         return
     for start in range(0, len(produced), most):
-        yield Report(report.spec, Tally(produced=dict(produced[start : start + most])))
+        yield Report(report.spec, PassTally(produced=dict(produced[start : start + most])))
     for start in range(0, len(consumed), most):
-        yield Report(report.spec, Tally(consumed[start : start + most]))
+        yield Report(report.spec, PassTally(consumed[start : start + most]))
     if report.fault is not None or report.lost >= 0:
-        yield msgspec.structs.replace(report, tally=Tally())
+        yield msgspec.structs.replace(report, tally=PassTally())
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):
@@ -128,5 +128,5 @@ class Know(msgspec.Struct, array_like=True, frozen=True):
     context: int
 
 
-prepare(Note, Gradients, Report, Abort, Release, Know)
-register(PassSpec, Tally)
+prepare(AutogradNote, Gradients, Report, Abort, Release, Know)
+register(PassSpec, PassTally)

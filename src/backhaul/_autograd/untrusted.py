@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from backhaul._autograd.container import Container, split
-from backhaul._autograd.forward.recording import UNRECORDED, Recorder
-from backhaul._autograd.messages import Abort, AutogradKind, Gradients, Know, Note, Release, Report
+from backhaul._autograd.forward.recording import UNRECORDED, ForwardRecorder
+from backhaul._autograd.messages import Abort, AutogradKind, AutogradNote, Gradients, Know, Release, Report
 from backhaul._autograd.plan.termination import Summary
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.node import Node
@@ -22,26 +22,26 @@ from backhaul._rpc.security.untrusted import checks, strict_payload
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import pack, unpack
 from backhaul._wire.plain import register
-from backhaul._wire.tensors.subclasses import Tensors
+from backhaul._wire.tensors.subclasses import TensorList
 from backhaul._worker.worker import Worker
 from backhaul.errors import ProtocolError
 
 register(Summary)
 
 
-def recorder_for(node: Node, container: Container) -> Recorder:
+def recorder_for(node: Node, container: Container) -> ForwardRecorder:
     """The recorder of a worker: one that checks what it is told, where there is something to check."""
     options = node.worker.options
     if options.trusted and node.quotas.contexts is None:
-        made = Recorder(node.worker, container)
+        made = ForwardRecorder(node.worker, container)
     else:
         node.worker.attach(container)
-        made = CheckedRecorder(node.worker, container, node.quotas.contexts)
+        made = UntrustedRecorder(node.worker, container, node.quotas.contexts)
     made.leaves = options.follows_reference
     return made
 
 
-class CheckedRecorder(Recorder):
+class UntrustedRecorder(ForwardRecorder):
     """Takes no more contexts than a peer may bring, and no message that is not its sender's."""
 
     def __init__(self, worker: Worker, container: Container, limit: int | None) -> None:
@@ -52,7 +52,7 @@ class CheckedRecorder(Recorder):
 
     def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         if note is not None and note != UNRECORDED:
-            read = unpack(note, Note)
+            read = unpack(note, AutogradNote)
             _check_note(peer, read, tensors)
             self._take(peer, read.context)
             if (read.replay >= 0 or read.anomaly) and not self._worker.options.trusted:
@@ -62,7 +62,7 @@ class CheckedRecorder(Recorder):
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if note is not None:
-            _check_note(peer, unpack(note, Note), tensors)
+            _check_note(peer, unpack(note, AutogradNote), tensors)
         return super().reply_in(peer, kept, note, tensors)
 
     def discard(self, peer: Peer, note: bytes) -> None:
@@ -90,11 +90,11 @@ class CheckedRecorder(Recorder):
             brought.add(context)
 
 
-def _check_note(peer: Peer, note: Note, tensors: list[torch.Tensor]) -> None:
+def _check_note(peer: Peer, note: AutogradNote, tensors: list[torch.Tensor]) -> None:
     if note.message and split(note.message)[0] != peer.record.id:
         raise ProtocolError(f"a message of worker {split(note.message)[0]} from '{peer.info.name}'")
     positions, count = note.positions, len(tensors)
-    if isinstance(tensors, Tensors):  # wrappers follow, which are made when the values are put together
+    if isinstance(tensors, TensorList):  # wrappers follow, which are made when the values are put together
         count += tensors.wrapped
     if len(set(positions)) != len(positions) or not all(0 <= place < count for place in positions):
         raise ProtocolError(f"a note on {count} tensors for those at {positions}")

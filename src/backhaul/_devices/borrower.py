@@ -18,19 +18,19 @@ from backhaul._devices.segments import (
     HEAD,
     SMALLEST,
     TAKEN,
-    Answer,
     Ipc,
     Offer,
     Pages,
+    SegmentReply,
     Stretch,
     bury,
     has_ended,
-    life_of,
+    identity_of,
     pages_size,
     probe,
     span_of_ready,
 )
-from backhaul._devices.stream_order import Event, Frontier
+from backhaul._devices.stream_order import DeviceEvent, StreamOrder
 from backhaul._transport.shm import shared_memory
 from backhaul._transport.shm.slots import FREE, LENT, MAX_SLOTS
 from backhaul._wire.device_link import Form, Slot
@@ -42,19 +42,19 @@ _MAX_SEGMENT = 1 << 48
 log = logging.getLogger("backhaul")
 
 
-class _Borrowed:
+class _BorrowedDevice:
     """A segment as its receiver knows it."""
 
-    __slots__ = ("device", "frontier", "life", "memory", "pages", "sender", "slot_bytes", "start", "taken", "watch")
+    __slots__ = ("device", "life", "memory", "pages", "sender", "slot_bytes", "start", "stream_order", "taken", "watch")
 
-    def __init__(self, frontier: Frontier, device: int, offer: Offer, pages: Pages, memory: Stretch) -> None:
-        self.frontier = frontier
+    def __init__(self, stream_order: StreamOrder, device: int, offer: Offer, pages: Pages, memory: Stretch) -> None:
+        self.stream_order = stream_order
         self.device = device
         self.memory = memory
         self.start = HEAD if memory is pages.pinned else 0
         self.pages = pages
         self.sender = offer.process
-        self.life = life_of(offer.process)
+        self.life = identity_of(offer.process)
         self.slot_bytes = offer.slot_bytes
         self.taken = bytearray(offer.count)  # which slots are in use here, whatever the states say
         self.watch: Sequence[object] = ()
@@ -99,7 +99,7 @@ class Patience:
         self._credit = self.MOST
         self._skipped = 0
 
-    def await_(self, flag: Event) -> bool:
+    def await_(self, flag: DeviceEvent) -> bool:
         """Whether it was passed within a moment."""
         if self._credit <= 0:
             self._skipped += 1
@@ -116,27 +116,27 @@ class Patience:
         return False
 
 
-class _Lease(weakref.ref[Any]):
+class _DeviceLease(weakref.ref[Any]):
     """Tells when a slot is no longer used."""
 
     __slots__ = ("index", "segment")
-    segment: _Borrowed
+    segment: _BorrowedDevice
     index: int
 
 
-_leases: dict[int, _Lease] = {}  # by id, of this process; they outlive their channels
+_leases: dict[int, _DeviceLease] = {}  # by id, of this process; they outlive their channels
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leases.clear)  # the parent's to return; CUDA does not work in the child
 
 
-def _end(lease: _Lease) -> None:
+def _end(lease: _DeviceLease) -> None:
     """Called wherever the last reference happens to go: takes no lock."""
     if _leases.pop(id(lease), None) is not None:
         segment, index = lease.segment, lease.index
-        segment.frontier.drain(segment.pages.done[index], segment.device, functools.partial(segment.free, index))
+        segment.stream_order.drain(segment.pages.done[index], segment.device, functools.partial(segment.free, index))
 
 
-class Borrower:
+class DeviceBorrower:
     """Makes tensors of slots. Thread-safe.
 
     Args:
@@ -145,11 +145,11 @@ class Borrower:
         identities: What this process's devices are.
     """
 
-    def __init__(self, ipc: Ipc, frontier: Frontier, identities: Sequence[str]) -> None:
+    def __init__(self, ipc: Ipc, stream_order: StreamOrder, identities: Sequence[str]) -> None:
         self._ipc = ipc
-        self._frontier = frontier
+        self._frontier = stream_order
         self._identities = list(identities)
-        self._segments: dict[int, _Borrowed] = {}
+        self._segments: dict[int, _BorrowedDevice] = {}
         self._opening = threading.Lock()  # for one offer at a time
         self._closed = False
         self._patience = Patience()
@@ -164,13 +164,13 @@ class Borrower:
         if offer.number in self._segments or not 0 < offer.number < 1 << 31:
             raise ProtocolError(f"impossible segment number {offer.number}")
 
-    def open(self, offer: Offer) -> Answer:
+    def open(self, offer: Offer) -> SegmentReply:
         """Open a segment that the sender offers, and return the answer. Takes a while."""
         with self._opening:
             accepted = offer.number not in self._segments and self._open(offer)
         if self._closed:
             self.close()  # not all was there yet
-        return Answer(offer.number, accepted)
+        return SegmentReply(offer.number, accepted)
 
     def _open(self, offer: Offer) -> bool:
         if len(self._segments) >= _MAX_SEGMENTS or offer.device not in self._identities or offer.process <= 0:
@@ -194,7 +194,7 @@ class Borrower:
         except RuntimeError:
             pages.opened = 0
             return False
-        segment = _Borrowed(self._frontier, device, offer, pages, memory)
+        segment = _BorrowedDevice(self._frontier, device, offer, pages, memory)
         del memory
         try:
             probe(self._ipc, self._frontier, pages, device, sender=False)
@@ -242,7 +242,7 @@ class Borrower:
         except BaseException:
             segment.free(index)
             raise
-        lease = _Lease(owner, _end)
+        lease = _DeviceLease(owner, _end)
         lease.segment, lease.index = segment, index
         _leases[id(lease)] = lease
         return tensor
@@ -256,7 +256,7 @@ class Borrower:
             if not segment.taken[index] and segment.pages.states[index] == LENT:
                 segment.free(index)
 
-    def _known(self, slot: Slot) -> tuple[_Borrowed, int]:
+    def _known(self, slot: Slot) -> tuple[_BorrowedDevice, int]:
         number, index = slot
         segment = self._segments.get(number)
         if segment is None or not 0 <= index < len(segment.taken):

@@ -46,7 +46,7 @@ def settle(memory: memoryview, span: Span) -> None:
             words[place + 1] = words[place]  # at once, not byte by byte
 
 
-class Watch:
+class ProcessWatch:
     """Flags are watched as long as this is there."""
 
     __slots__ = ("_number", "_process", "_socket")
@@ -61,7 +61,7 @@ class Watch:
             self._socket.send(_MESSAGE.pack(self._number, self._process, 0, 0, 0))
 
 
-class Undertaker:
+class FlagReaper:
     """The process, as the one sees it that has it; started when there is something to watch. Thread-safe."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Undertaker:
         self._numbers = itertools.count(1)
         self._socket: socket.socket | None = None
 
-    def watch(self, file: int, process: int, span: Span) -> Watch | None:
+    def watch(self, file: int, process: int, span: Span) -> ProcessWatch | None:
         """Set flags in a file when a process has ended; None if that cannot be done."""
         with self._lock:
             number = next(self._numbers)
@@ -82,7 +82,7 @@ class Undertaker:
                     self._close()  # to be started again next time; what it watched is watched no longer
                 log.warning("nobody lets streams go on that wait for a worker which is killed: %s", str(error))
                 return None
-            return Watch(number, process, ours)
+            return ProcessWatch(number, process, ours)
 
     def _close(self) -> None:
         if self._socket is not None:
@@ -115,13 +115,13 @@ def _start() -> socket.socket:
     return ours
 
 
-shared = Undertaker()
+shared = FlagReaper()
 """This process's."""
 
 
 def _renew() -> None:
     global shared
-    shared = Undertaker()  # the other is the parent's
+    shared = FlagReaper()  # the other is the parent's
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backhaul._devices.stream_order import Event, Frontier
+from backhaul._devices.stream_order import DeviceEvent, StreamOrder
 from backhaul._wire.device_link import Slot
 from backhaul.errors import ProtocolError
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from backhaul._devices.links import Memory
 
 _numbers = itertools.count(1)
-_handed: dict[int, tuple[torch.Tensor, Event, int, int]] = {}
+_handed: dict[int, tuple[torch.Tensor, DeviceEvent, int, int]] = {}
 """What is on its way: memory, when it is there, on which device, and whose it was."""
 
 
 class Handover:
     """Both ends, as ``lender`` and ``borrower`` are of shared memory. Thread-safe."""
 
-    def __init__(self, memory: Memory, frontier: Frontier) -> None:
+    def __init__(self, memory: Memory, stream_order: StreamOrder) -> None:
         self._memory = memory
-        self._frontier = frontier
+        self._frontier = stream_order
 
     def lend(self, flat: torch.Tensor, device: int, source: int) -> Slot | None:
         """Copy bytes; whoever knows the slot may have them."""

@@ -15,22 +15,22 @@ from backhaul._devices.segments import (
     HEAD,
     SMALL,
     SMALLEST,
-    Answer,
     Ipc,
     Item,
     Offer,
     Pages,
     Retire,
+    SegmentReply,
     Stretch,
     bury,
+    free_deferred,
     has_ended,
-    life_of,
+    identity_of,
     pages_size,
     probe,
     span_of_done,
-    visit_graves,
 )
-from backhaul._devices.stream_order import Frontier
+from backhaul._devices.stream_order import StreamOrder
 from backhaul._transport.shm import shared_memory
 from backhaul._transport.shm.slots import FREE, RESERVE, Budget, Pool, Segment
 from backhaul._wire.device_link import Slot
@@ -82,7 +82,7 @@ class _Lent:
         self.budget.give_back(self.nbytes)
 
 
-class Lender:
+class DeviceLender:
     """Puts tensors into slots. Thread-safe, and waits for nobody: what finds no slot is staged.
 
     Args:
@@ -100,7 +100,7 @@ class Lender:
     def __init__(
         self,
         ipc: Ipc,
-        frontier: Frontier,
+        stream_order: StreamOrder,
         identities: Sequence[str],
         budgets: Callable[[int], Budget],
         now: Callable[[], float] = time.monotonic,
@@ -108,7 +108,7 @@ class Lender:
         self.news: collections.deque[Item] = collections.deque()
         self.bytes_lent = 0
         self._ipc = ipc
-        self._frontier = frontier
+        self._frontier = stream_order
         self._identities = identities
         self._budgets = budgets
         self._now = now
@@ -152,15 +152,15 @@ class Lender:
         return segment.number, index
 
     def _copy(self, lent: _Lent, index: int, offset: int, stretch: tuple[int, int], source: int) -> None:
-        frontier, ipc, ready, done = self._frontier, self._ipc, lent.pages.ready[index], lent.pages.done[index]
+        stream_order, ipc, ready, done = self._frontier, self._ipc, lent.pages.ready[index], lent.pages.done[index]
         settled = ready.query() and done.query()
-        if settled and lent.on_host and (host := ipc.on_host(*stretch)) and frontier.idle(source):
+        if settled and lent.on_host and (host := ipc.on_host(*stretch)) and stream_order.idle(source):
             ipc.copy_on_host(lent.memory, offset, host, stretch[1])
             return  # and ``ready`` is passed as it was
         if not settled:
-            frontier.follow(source, (ready, done))
+            stream_order.follow(source, (ready, done))
         ipc.copy(lent.memory, offset, stretch, source)
-        frontier.record(ready, source)
+        stream_order.record(ready, source)
 
     def take_back(self, slots: Iterable[Slot]) -> None:
         """Slots that were not named to the receiver are free again. Takes no lock."""
@@ -221,7 +221,7 @@ class Lender:
         identity = self._identities[device]
         self.news.append(Offer(number, identity, slot_bytes, count, name, os.getpid(), descriptor, cookie))
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: SegmentReply) -> None:
         """The receiver says whether it has opened a segment."""
         with self._lock:
             segment = self._segments.get(answer.number)
@@ -236,14 +236,14 @@ class Lender:
                 return
             if not lent.pages.opened:
                 raise ProtocolError(f"segment {answer.number} was accepted and is not open")
-            lent.life = life_of(lent.pages.opened)
+            lent.life = identity_of(lent.pages.opened)
             lent.watch = self._ipc.watch(lent.descriptor, lent.pages.opened, span_of_done(len(segment.states)))
             lent.close_descriptor()
             segment.ready = True
 
     def trim(self) -> bool:
         """Let unused segments go; whether there may be more of them later."""
-        visit_graves(self._frontier)
+        free_deferred(self._frontier)
         if not self._lock.acquire(blocking=False):
             return True
         try:

@@ -1,6 +1,7 @@
 """The links of one worker: for each peer where tensors arrive, for each channel to it how they get there.
 
-``Plane`` is what they have in common; a ``PeerLink`` is for one peer, a ``ChannelLink`` is the ``wire.devices.Link``
+``DeviceContext`` is what they have in common; a ``DeviceLink`` is for one peer, a ``ChannelLink`` is the
+``wire.devices.Link``
 for messages over one channel, in one of the two directions of a map.
 """
 
@@ -17,12 +18,12 @@ from typing import Protocol
 
 import torch
 
-from backhaul._devices.borrower import Borrower
+from backhaul._devices.borrower import DeviceBorrower
 from backhaul._devices.handover import Handover
-from backhaul._devices.lender import HOST, Lender
+from backhaul._devices.lender import HOST, DeviceLender
 from backhaul._devices.placement import CPU, Party, Route, backward, index_of, onward, same_device
-from backhaul._devices.segments import Answer, Ipc, Item, Offer, visit_graves
-from backhaul._devices.stream_order import Frontier
+from backhaul._devices.segments import Ipc, Item, Offer, SegmentReply, free_deferred
+from backhaul._devices.stream_order import StreamOrder
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._transport.shm import shared_memory
 from backhaul._transport.shm.slots import Budget
@@ -74,7 +75,7 @@ class Memory(Protocol):
         """How much a device has."""
 
 
-class Plane:
+class DeviceContext:
     """What the links of one worker share. Thread-safe.
 
     Args:
@@ -96,13 +97,13 @@ class Plane:
     verify: Callable[[], None] | None = None
 
     def __init__(
-        self, own: Member, memory: Memory, ipc: Ipc | None, frontier: Frontier, slot_bytes: int | None = None
+        self, own: Member, memory: Memory, ipc: Ipc | None, stream_order: StreamOrder, slot_bytes: int | None = None
     ) -> None:
         self.own = own
         self.memory = memory
         self.ipc = ipc
-        self.frontier = frontier
-        self.mourn = functools.partial(visit_graves, frontier)
+        self.stream_order = stream_order
+        self.mourn = functools.partial(free_deferred, stream_order)
         self.counting = threading.Lock()  # guards lent_before, together with the links that it is about
         self.lent_before = 0
         self._limit = slot_bytes
@@ -114,7 +115,7 @@ class Plane:
         if self.verify is not None:
             self.verify()
             self.verify = None
-        self.frontier.check()
+        self.stream_order.check()
 
     def budget(self, device: int) -> Budget:
         """How much of a device's memory may be used for slots, or of the host's."""
@@ -145,9 +146,9 @@ _living: dict[str, int] = {}  # incarnations of workers in this process, and the
 class Shared:
     """Both ends of the memory that two processes share over one channel."""
 
-    def __init__(self, plane: Plane, ipc: Ipc) -> None:
-        self.lender = Lender(ipc, plane.frontier, plane.own.devices, plane.budget)
-        self.borrower = Borrower(ipc, plane.frontier, plane.own.devices)
+    def __init__(self, device_context: DeviceContext, ipc: Ipc) -> None:
+        self.lender = DeviceLender(ipc, device_context.stream_order, device_context.own.devices, device_context.budget)
+        self.borrower = DeviceBorrower(ipc, device_context.stream_order, device_context.own.devices)
         self.lend = self.lender.lend
         self.take_back = self.lender.take_back
         self.borrow = self.borrower.borrow
@@ -165,7 +166,7 @@ class Shared:
             if isinstance(item, Offer):
                 self.borrower.check(item)
                 offers.append(item)
-            elif isinstance(item, Answer):
+            elif isinstance(item, SegmentReply):
                 self.lender.answered(item)
             else:
                 self.borrower.retired(item.number)
@@ -188,12 +189,14 @@ class ChannelLink:
         channel: The one that messages with slots have to take.
     """
 
-    def __init__(self, route: Route, peer: Member, plane: Plane | None, ends: Shared | Handover | None) -> None:
+    def __init__(
+        self, route: Route, peer: Member, device_context: DeviceContext | None, ends: Shared | Handover | None
+    ) -> None:
         self.channel: Channel | None = None
         self.takes_host = route.takes_host or index_at(_HOST) is not None
         self._route = route
         self._peer = peer
-        self._plane = plane
+        self._plane = device_context
         self._ends = ends
         self._names: dict[torch.device, str] = {}
         self._slots: dict[torch.device, int | None] = {}  # where slots for a device's tensors lie, by index here
@@ -240,22 +243,22 @@ class ChannelLink:
         return place
 
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        plane, staged = self._plane, []
+        device_context, staged = self._plane, []
         devices: set[int] = set()
         for flat in flats:
             index = index_at(flat.device)
             if index is None:
                 staged.append(flat)
                 continue
-            assert plane is not None
-            plane.check()
-            host = plane.memory.pinned(len(flat))
-            plane.memory.copy(host, flat)
+            assert device_context is not None
+            device_context.check()
+            host = device_context.memory.pinned(len(flat))
+            device_context.memory.copy(host, flat)
             devices.add(index)
             staged.append(host)
         if devices:
-            assert plane is not None
-            plane.frontier.settle(devices)
+            assert device_context is not None
+            device_context.stream_order.settle(devices)
         return staged
 
     def borrow(self, slot: Slot, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -309,14 +312,16 @@ class _Pair:
 
     __slots__ = ("back", "ends", "onward")
 
-    def __init__(self, peer: PeerLink, record: Member, channel: Channel | None, ends: Shared | Handover | None) -> None:
+    def __init__(
+        self, peer: DeviceLink, record: Member, channel: Channel | None, ends: Shared | Handover | None
+    ) -> None:
         self.ends = ends
-        self.onward = ChannelLink(peer.onward, record, peer.plane, ends)
-        self.back = ChannelLink(peer.back, record, peer.plane, ends)
+        self.onward = ChannelLink(peer.onward, record, peer.device_context, ends)
+        self.back = ChannelLink(peer.back, record, peer.device_context, ends)
         self.onward.channel = self.back.channel = channel
 
 
-class PeerLink:
+class DeviceLink:
     """What stands between one worker and another for tensors of devices. Thread-safe.
 
     Args:
@@ -326,43 +331,43 @@ class PeerLink:
         open: Whether the two may share memory: they trust each other.
     """
 
-    def __init__(self, own: Member, record: Member, plane: Plane | None, *, open: bool) -> None:
-        self.plane = plane
+    def __init__(self, own: Member, record: Member, device_context: DeviceContext | None, *, open: bool) -> None:
+        self.device_context = device_context
         self.onward, self.back = onward(own, record), backward(own, record)
         self._own = own
         self._record = record
-        self._open = open and plane is not None
+        self._open = open and device_context is not None
         self._staged = _Pair(self, record, None, None)
         self._pairs: dict[Channel, _Pair] = {}
 
     @property
     def needed(self) -> bool:
         """Whether there is anything to do: a worker without devices has not, unless its tensors go to another's."""
-        return self.plane is not None or self.onward.takes_host or self.back.takes_host
+        return self.device_context is not None or self.onward.takes_host or self.back.takes_host
 
     def opened(self, channel: Channel) -> None:
         """There is a channel to the peer."""
         ends: Shared | Handover | None = None
         if self._open and self._record.devices:
-            plane = self.plane
-            assert plane is not None
+            device_context = self.device_context
+            assert device_context is not None
             if _living.get(self._record.incarnation) == os.getpid():
-                ends = Handover(plane.memory, plane.frontier)
-            elif plane.ipc is not None and self._record.host == self._own.host and shared_memory.available():
-                ends = Shared(plane, plane.ipc)
+                ends = Handover(device_context.memory, device_context.stream_order)
+            elif device_context.ipc is not None and self._record.host == self._own.host and shared_memory.available():
+                ends = Shared(device_context, device_context.ipc)
         self._pairs[channel] = _Pair(self, self._record, channel, ends)
 
     def lost(self, channel: Channel) -> None:
         """A channel to the peer is gone."""
-        plane = self.plane
-        with contextlib.nullcontext() if plane is None else plane.counting:
+        device_context = self.device_context
+        with contextlib.nullcontext() if device_context is None else device_context.counting:
             pair = self._pairs.pop(channel, None)
-            if plane is not None and pair is not None and isinstance(pair.ends, Shared):
-                plane.lent_before += pair.ends.lender.bytes_lent
+            if device_context is not None and pair is not None and isinstance(pair.ends, Shared):
+                device_context.lent_before += pair.ends.lender.bytes_lent
         if pair is not None and pair.ends is not None:
-            assert plane is not None
+            assert device_context is not None
             pair.ends.close()
-            plane.mourn()
+            device_context.mourn()
 
     def close(self) -> None:
         """The worker ends."""
@@ -399,29 +404,29 @@ class PeerLink:
 
     def depart(self) -> None:
         """A message is about to go out."""
-        if self.plane is not None:
-            self.plane.frontier.depart()
+        if self.device_context is not None:
+            self.device_context.stream_order.depart()
             self.tell()
 
     def tell(self) -> None:
         """Let the peer know of memory that there is for it."""
         for channel, pair in list(self._pairs.items()):
             if isinstance(pair.ends, Shared) and pair.ends.news:
-                assert self.plane is not None
-                self.plane.tell(channel, pair.ends)
+                assert self.device_context is not None
+                self.device_context.tell(channel, pair.ends)
 
     def arrive(self, channel: Channel | None) -> ChannelLink:
         """A message has come over ``channel``, and this thread goes on with it; what to read it with."""
-        if self.plane is not None:
-            self.plane.frontier.arrive()
+        if self.device_context is not None:
+            self.device_context.stream_order.arrive()
         return self._pair(channel).back
 
 
-def link_to(own: Member, record: Member, plane: Plane | None, *, open: bool) -> PeerLink | None:
+def link_to(own: Member, record: Member, device_context: DeviceContext | None, *, open: bool) -> DeviceLink | None:
     """What stands between two workers; None: nothing, for there are no devices."""
-    if plane is None and not (own.maps or record.maps):
+    if device_context is None and not (own.maps or record.maps):
         return None
-    made = PeerLink(own, record, plane, open=open)
+    made = DeviceLink(own, record, device_context, open=open)
     return made if made.needed else None
 
 

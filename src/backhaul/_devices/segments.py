@@ -2,7 +2,8 @@
 into *slots*.
 
 A ``Lender`` is the sending end of one direction of a channel, a ``Borrower`` the receiving end, as in
-``transport.shm``. Here is what they have in common: the ``News`` they tell each other, which others carry; the *pages*
+``transport.shm``. Here is what they have in common: the ``SegmentUpdate`` they tell each other, which others
+carry; the *pages*
 that both have mapped, with the state of each slot and two *flags* for it; and ``Ipc``, all that is needed of CUDA.
 
     sender                                        receiver
@@ -37,7 +38,7 @@ import msgspec
 import torch
 
 from backhaul._devices.flag_reaper import Span
-from backhaul._devices.stream_order import Event, Frontier
+from backhaul._devices.stream_order import DeviceEvent, StreamOrder
 from backhaul._transport.shm import shared_memory
 from backhaul._transport.shm.slots import MAX_SLOTS
 from backhaul._wire.device_link import Form
@@ -77,7 +78,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, tag="offer"):
     cookie: bytes
 
 
-class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
+class SegmentReply(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
     """Whether an offer was accepted."""
 
     number: int
@@ -90,19 +91,19 @@ class Retire(msgspec.Struct, array_like=True, frozen=True, tag="retire"):
     number: int
 
 
-Item = Offer | Answer | Retire
+Item = Offer | SegmentReply | Retire
 
 
-class News(msgspec.Struct, array_like=True, frozen=True):
+class SegmentUpdate(msgspec.Struct, array_like=True, frozen=True):
     """What the two ends of a link have to tell each other."""
 
     items: tuple[Item, ...]
 
 
-prepare(News)
+prepare(SegmentUpdate)
 
 
-class Flag(Event, Protocol):
+class Flag(DeviceEvent, Protocol):
     """An event that two processes see. One of them records it, again and again but never before it was passed."""
 
     def force(self) -> None:
@@ -224,13 +225,13 @@ def span_of_done(count: int) -> Span:
     return Span(shared_memory.PAGE + count * _FLAG, count, _LOST + count)
 
 
-def probe(ipc: Ipc, frontier: Frontier, pages: Pages, device: int, *, sender: bool) -> None:
+def probe(ipc: Ipc, stream_order: StreamOrder, pages: Pages, device: int, *, sender: bool) -> None:
     """Find out whether a device can record flags; some cannot. Raises ``RuntimeError``. Else the pages must be kept
     until they are ``passed``: it is going to write there.
     """
-    frontier.prepare(device)
+    stream_order.prepare(device)
     flag = ipc.flag(pages.pinned, _PROBES + (0 if sender else _FLAG))
-    frontier.try_out(flag, device)
+    stream_order.try_out(flag, device)
     pages.probe = flag
 
 
@@ -239,7 +240,7 @@ def pages_size(slot_bytes: int, count: int, *, slots: bool) -> int:
     return HEAD + (slot_bytes * count if slots else 0)
 
 
-class Grave(Protocol):
+class DeferredFree(Protocol):
     """Memory of a segment that is no longer lent from."""
 
     def release(self) -> None:
@@ -252,41 +253,42 @@ class Grave(Protocol):
         """It goes."""
 
 
-graves: collections.deque[Grave] = collections.deque()
+deferred_frees: collections.deque[DeferredFree] = collections.deque()
 """Memory that cannot go yet."""
 
 
-def bury(grave: Grave) -> None:
+def bury(grave: DeferredFree) -> None:
     """Keep memory until it can go."""
-    graves.append(grave)
+    deferred_frees.append(grave)
 
 
-def visit_graves(frontier: Frontier | None = None) -> bool:
-    """Let memory go that can; whether there is more. None goes while anything is under way on streams of ``frontier``:
+def free_deferred(stream_order: StreamOrder | None = None) -> bool:
+    """Let memory go that can; whether there is more. None goes while anything is under way on streams of
+    ``stream_order``:
     CUDA would wait for all of it first, and it may itself wait for the other process.
     """
-    gone: list[Grave] = []
+    gone: list[DeferredFree] = []
     if not _visiting.acquire(blocking=False):
         return True
     try:
-        for grave in list(graves):
+        for grave in list(deferred_frees):
             grave.release()
-        gone = [grave for grave in list(graves) if grave.over()]
-        if gone and frontier is not None and not frontier.quiet():
+        gone = [grave for grave in list(deferred_frees) if grave.over()]
+        if gone and stream_order is not None and not stream_order.quiet():
             gone = []
         for grave in gone:
-            graves.remove(grave)
+            deferred_frees.remove(grave)
     finally:
         _visiting.release()
     for grave in gone:
         grave.let_go()
-    return bool(graves)
+    return bool(deferred_frees)
 
 
 _visiting = threading.Lock()
 
 
-def life_of(process: int) -> int:
+def identity_of(process: int) -> int:
     """Tells a process of this host from another that gets its number later; 0 if it is gone, also if its parent has not
     noticed, -1 if that cannot be seen.
     """
@@ -302,5 +304,5 @@ def life_of(process: int) -> int:
 
 def has_ended(process: int, life: int) -> bool:
     """Whether a process that had this ``life`` is gone."""
-    now = life_of(process)
+    now = identity_of(process)
     return now == 0 or (min(now, life) > 0 and now != life)

@@ -31,14 +31,14 @@ Key = tuple[int, int]
 """Names a stream: its device and a number."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point on a stream, which any stream may wait for."""
 
     def query(self) -> bool:
         """Whether the stream has passed it; also if it was never recorded."""
 
 
-class OwnEvent(Event, Protocol):
+class OwnEvent(DeviceEvent, Protocol):
     """One of this process's. After the first, only streams of the same device may record it."""
 
     def synchronize(self) -> None:
@@ -80,10 +80,10 @@ class Backend(Protocol):
     def event(self, device: int) -> OwnEvent:
         """A new one."""
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: DeviceEvent, stream: Stream) -> None:
         """The event is at the end of what the stream has to do now."""
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
         """What the stream is given from now on is done after the event."""
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -99,15 +99,15 @@ class Backend(Protocol):
 
 
 class Mark:
-    """What was under way on a thread's streams when it handed a value on. Made by ``Frontier.mark``."""
+    """What was under way on a thread's streams when it handed a value on. Made by ``StreamOrder.mark``."""
 
     __slots__ = ("_events",)
 
-    def __init__(self, events: list[tuple[Key, Event]]) -> None:
+    def __init__(self, events: list[tuple[Key, DeviceEvent]]) -> None:
         self._events = events
 
     @property
-    def pending(self) -> list[tuple[Key, Event]]:
+    def pending(self) -> list[tuple[Key, DeviceEvent]]:
         """What of it is still under way."""
         if self._events:
             self._events = [(key, event) for key, event in self._events if not event.query()]
@@ -128,14 +128,14 @@ class _Lanes(dict[int, "Stream"]):
             self._spare.setdefault(device, collections.deque()).append(lane)
 
 
-class _Here(threading.local):
+class _ThreadStreams(threading.local):
     """What is known of a thread."""
 
     lanes: _Lanes | None = None  # if it has any
     relaxed = False
 
 
-class Frontier:
+class StreamOrder:
     """The order of one process's streams. Thread-safe and without locks: destructors come here too, from anywhere.
 
     Attributes:
@@ -145,13 +145,15 @@ class Frontier:
     def __init__(self, backend: Backend) -> None:
         self.trouble = ""
         self._backend = backend
-        self._departed: dict[Key, Event] = {}
+        self._departed: dict[Key, DeviceEvent] = {}
         self._known: dict[Key, Stream] = {}  # all streams that were ever used by those who call here
         self._drains: dict[int, Stream] = {}
         self._spare: dict[int, collections.deque[Stream]] = {}  # of threads that have ended
-        self._ended: collections.deque[tuple[Event, int, Callable[[], None]]] = collections.deque()  # to be drained
+        self._ended: collections.deque[tuple[DeviceEvent, int, Callable[[], None]]] = (
+            collections.deque()
+        )  # to be drained
         self._held_up = False  # something could not be drained
-        self._here = _Here()
+        self._here = _ThreadStreams()
 
     def quiet(self) -> bool:
         """Whether nothing is under way on any stream that is known here."""
@@ -176,7 +178,7 @@ class Frontier:
             if one not in self._drains:
                 self._drains.setdefault(one, self._backend.fresh(one))
 
-    def try_out(self, event: Event, device: int) -> None:
+    def try_out(self, event: DeviceEvent, device: int) -> None:
         """Record an event on a stream apart. Raises ``RuntimeError`` if the device cannot."""
         self._backend.record(event, self._drains[device])
 
@@ -260,7 +262,7 @@ class Frontier:
         backend = self._backend
         if backend.capturing():
             return None
-        events: list[tuple[Key, Event]] = []
+        events: list[tuple[Key, DeviceEvent]] = []
         for device in backend.devices():
             stream = self._current(device)
             if not stream.query():
@@ -315,7 +317,7 @@ class Frontier:
 
     # Memory that others may use again.
 
-    def drain(self, event: Event, device: int, then: Callable[[], None]) -> None:
+    def drain(self, event: DeviceEvent, device: int, then: Callable[[], None]) -> None:
         """Record ``event`` behind all that this process has begun on any stream it is known to use, and call ``then``:
         now, or soon, if the calling thread makes a CUDA graph, which this is not to be part of.
 
@@ -348,7 +350,7 @@ class Frontier:
             self._held_up = False
             then()
 
-    def _record_behind(self, event: Event, device: int) -> None:
+    def _record_behind(self, event: DeviceEvent, device: int) -> None:
         """Record an event behind all streams that are not idle; on one of them, if it is the only one. Where several
         processes share a device, whatever one of them does costs a switch to it.
         """
@@ -370,7 +372,7 @@ class Frontier:
             self._follow_stream(drain, stream)
         backend.record(event, drain)
 
-    def follow(self, device: int, events: Iterable[Event]) -> None:
+    def follow(self, device: int, events: Iterable[DeviceEvent]) -> None:
         """What this thread begins on ``device`` from now on is done after these events."""
         stream = self._current(device)
         for event in events:
@@ -381,7 +383,7 @@ class Frontier:
         """Whether nothing that this thread has begun on ``device`` is under way."""
         return self._current(device).query()
 
-    def record(self, event: Event, device: int) -> None:
+    def record(self, event: DeviceEvent, device: int) -> None:
         """Record an event behind what this thread has begun on ``device``."""
         self._backend.record(event, self._current(device))
 
@@ -408,7 +410,7 @@ class Frontier:
             self._known.setdefault(key, stream)
         return stream
 
-    def _follow(self, stream: Stream, events: Iterable[tuple[Key, Event]]) -> None:
+    def _follow(self, stream: Stream, events: Iterable[tuple[Key, DeviceEvent]]) -> None:
         key = stream.key
         for origin, event in events:
             if origin != key:

@@ -43,7 +43,7 @@ _AFTERMATH = 0.5  # seconds to collect further failures, to tell cause from cons
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Outcome:
+class _ProcessOutcome:
     """What a worker process reports: its result, or its failure."""
 
     at: float
@@ -97,7 +97,7 @@ def launch(
         "WORLD_SIZE": str(len(names)),
         SECRET_VARIABLE: secrets.token_hex(32),
     }
-    crowd = _Crowd(names)
+    crowd = _WorkerProcesses(names)
     with contextlib.ExitStack() as stack:
         if options is not None and options.tls == "auto":
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backhaul-tls-"))
@@ -167,12 +167,12 @@ def _uninterrupted() -> Iterator[None]:
 
 
 _NO_GRADIENT = (
-    "this graph reaches back to a result of backhaul._launch, which carries no gradient; compute gradients inside the "
+    "this graph reaches back to a result of backhaul.launch, which carries no gradient; compute gradients inside the "
     "launched function, or detach() the result"
 )
 
 
-class _Crowd:
+class _WorkerProcesses:
     """The processes of one launch, as their parent sees them. Used by one thread."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -195,7 +195,7 @@ class _Crowd:
 
     def results(self, deadline: float | None) -> list[Any]:
         """Wait for all; raise the first failure as soon as there is one."""
-        outcomes: dict[int, _Outcome] = {}
+        outcomes: dict[int, _ProcessOutcome] = {}
         dead: dict[int, float] = {}
         while len(outcomes) + len(dead) < len(self._names):
             if not self._collect(outcomes, dead, deadline):
@@ -208,7 +208,7 @@ class _Crowd:
                 raise self._first_failure(outcomes, dead)
         return [self._read(outcomes[rank]) for rank in range(len(self._names))]
 
-    def _collect(self, outcomes: dict[int, _Outcome], dead: dict[int, float], deadline: float | None) -> bool:
+    def _collect(self, outcomes: dict[int, _ProcessOutcome], dead: dict[int, float], deadline: float | None) -> bool:
         """Wait for news of any process that still owes an outcome; False if there was none before the deadline."""
         owing = [r for r in range(len(self._names)) if r not in outcomes and r not in dead]
         if not owing:
@@ -222,13 +222,13 @@ class _Crowd:
                 except (EOFError, OSError):
                     dead[rank] = time.monotonic()
                     continue
-                if isinstance(message, _Outcome):
+                if isinstance(message, _ProcessOutcome):
                     outcomes[rank] = message
                 else:
                     self._table.serve(self._pipes[rank], message)
         return bool(ready)
 
-    def _first_failure(self, outcomes: dict[int, _Outcome], dead: dict[int, float]) -> BaseException:
+    def _first_failure(self, outcomes: dict[int, _ProcessOutcome], dead: dict[int, float]) -> BaseException:
         faults = sorted((outcome.at, rank) for rank, outcome in outcomes.items() if isinstance(outcome.body, Fault))
         if faults and not dead:  # a death comes before what follows from it
             outcome = outcomes[faults[0][1]]
@@ -242,7 +242,7 @@ class _Crowd:
         name = self._names[rank]
         return WorkerFailedError(f"worker '{name}' {how} before it had a result", worker=name, exitcode=code)
 
-    def _read(self, outcome: _Outcome) -> Any:
+    def _read(self, outcome: _ProcessOutcome) -> Any:
         assert isinstance(outcome.body, Payload)
         (result,) = decode(outcome.body, [bytearray(buffer) for buffer in outcome.buffers], why=_NO_GRADIENT)
         return result
@@ -298,14 +298,14 @@ def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocess
         result = function(*args, **kwargs)
         shutdown(timeout=_ANY_TIME)
         encoded = encode([result], names=[f"the result of worker '{name}'"])
-        outcome = _Outcome(time.monotonic(), encoded.payload, [bytes(b) for b in encoded.buffers])
+        outcome = _ProcessOutcome(time.monotonic(), encoded.payload, [bytes(b) for b in encoded.buffers])
         pipe.send_bytes(pickle.dumps(outcome))
     except BaseException as error:
         at = time.monotonic()
         fault, carried = encode_fault(error, name)
         buffers = [bytes(b) for b in carried.buffers] if carried is not None else []
         try:
-            pipe.send_bytes(pickle.dumps(_Outcome(at, fault, buffers)))
+            pipe.send_bytes(pickle.dumps(_ProcessOutcome(at, fault, buffers)))
         except OSError:  # the parent has heard enough
             pass
         shutdown(graceful=False, timeout=1.0)

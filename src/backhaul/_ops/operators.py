@@ -70,7 +70,7 @@ class Grad:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OperatorRun:
     """A run of an operator but for its tensors.
 
     Attributes:
@@ -135,7 +135,7 @@ class Operators:
 
     def _run_recorded(self, keys: Any, *args: Any) -> Tensors:
         *plain, grad, call = args
-        return self._record(keys, Run(Template(plain), how=(grad, call)), None, values_of(plain))
+        return self._record(keys, OperatorRun(Template(plain), how=(grad, call)), None, values_of(plain))
 
     def _run_batched(self, info: Any, in_dims: Any, *args: Any) -> Any:
         return _one_by_one(self.op, info, in_dims, args)
@@ -143,8 +143,8 @@ class Operators:
     # Orders above.
 
     def _pull(self, *args: Any) -> Tensors:
-        *plain, ticket, seeds, levels = args
-        return self._does.pull(plain, ticket, seeds, unpack(levels))
+        *plain, replay_token, seeds, levels = args
+        return self._does.pull(plain, replay_token, seeds, unpack(levels))
 
     def _pull_fake(self, *args: Any) -> Tensors:
         *plain, _, seeds, levels = args
@@ -153,34 +153,40 @@ class Operators:
         return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in wanted]
 
     def _pull_recorded(self, keys: Any, *args: Any) -> Tensors:
-        *plain, ticket, seeds, levels = args
-        return self._record(keys, Run(Template(plain), tuple(levels)), ticket, [*values_of(plain), *seeds])
+        *plain, replay_token, seeds, levels = args
+        return self._record(
+            keys, OperatorRun(Template(plain), tuple(levels)), replay_token, [*values_of(plain), *seeds]
+        )
 
     def _pull_batched(self, info: Any, in_dims: Any, *args: Any) -> Any:
         return _one_by_one(self._pull_op, info, in_dims, args)
 
     def pull(
-        self, run: Run, values: Sequence[torch.Tensor], ticket: torch.Tensor, *levels: Level
+        self, run: OperatorRun, values: Sequence[torch.Tensor], replay_token: torch.Tensor, *levels: Level
     ) -> Sequence[torch.Tensor]:
         """The results of the order that has so many levels more than ``run``."""
         packed = [*run.levels, *itertools.chain.from_iterable(level.pack() for level in levels)]
         args, seeds = run.template.split(values)
-        found: Tensors = self._pull_op(*args, ticket, seeds, packed)
+        found: Tensors = self._pull_op(*args, replay_token, seeds, packed)
         return found
 
     # Recording.
 
-    def _record(self, keys: Any, run: Run, ticket: torch.Tensor | None, values: Sequence[torch.Tensor]) -> Tensors:
+    def _record(
+        self, keys: Any, run: OperatorRun, replay_token: torch.Tensor | None, values: Sequence[torch.Tensor]
+    ) -> Tensors:
         with enable_single_level_autograd_function():  # under torch.func too: this is the one whose turn it is
-            return list(_Recorded.apply(self, keys, run, ticket, *values))  # type: ignore[attr-defined]
+            return list(_Recorded.apply(self, keys, run, replay_token, *values))  # type: ignore[attr-defined]
 
-    def pass_on(self, keys: Any, run: Run, ticket: torch.Tensor | None, values: Sequence[torch.Tensor]) -> Tensors:
+    def pass_on(
+        self, keys: Any, run: OperatorRun, replay_token: torch.Tensor | None, values: Sequence[torch.Tensor]
+    ) -> Tensors:
         """What comes after recording."""
         args, seeds = run.template.split(values)
         found: Tensors = (
             self.op.redispatch(keys, *args, *run.how)
-            if ticket is None
-            else self._pull_op.redispatch(keys, *args, ticket, seeds, list(run.levels))
+            if replay_token is None
+            else self._pull_op.redispatch(keys, *args, replay_token, seeds, list(run.levels))
         )
         return found
 
@@ -203,16 +209,21 @@ class _Recorded(_SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, operators: Operators, keys: Any, run: Run, ticket: torch.Tensor | None, *values: torch.Tensor
+        ctx: Any,
+        operators: Operators,
+        keys: Any,
+        run: OperatorRun,
+        replay_token: torch.Tensor | None,
+        *values: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         if run.how[:1] == (Grad.UNUSED,) and any(ctx.needs_input_grad):  # tensors inside of torch.func do not tell
-            run = Run(run.template, how=(Grad.WANTED, *run.how[1:]))
+            run = OperatorRun(run.template, how=(Grad.WANTED, *run.how[1:]))
         # Recording is off while a Function runs, but torch.func may have more transforms than the one whose turn it is.
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            results = operators.pass_on(keys & torch._C._after_autograd_keyset, run, ticket, values)
+            results = operators.pass_on(keys & torch._C._after_autograd_keyset, run, replay_token, values)
         ctx.operators, ctx.run = operators, run
         ctx.set_materialize_grads(False)
-        kept = (*values, results[-1] if ticket is None else ticket)
+        kept = (*values, results[-1] if replay_token is None else replay_token)
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
         ctx.kinds = [
@@ -223,21 +234,21 @@ class _Recorded(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        *values, ticket = ctx.saved_tensors
+        *values, replay_token = ctx.saved_tensors
         seeds = {place: grad for place, grad in enumerate(grads) if grad is not None}
         needs = ctx.needs_input_grad[_LEADING:]
         wanted = [place for place, need in enumerate(needs) if need]
         if not (seeds and wanted):
             return (None,) * (_LEADING + len(needs))
         level = Level(tuple(seeds), tuple(wanted))
-        results = ctx.operators.pull(ctx.run, [*values, *seeds.values()], ticket, level)
+        results = ctx.operators.pull(ctx.run, [*values, *seeds.values()], replay_token, level)
         found = dict(zip(wanted, results, strict=True))
         return (*[None] * _LEADING, *(found.get(place) for place in range(len(needs))))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
         """The gradient is linear in its seeds, and its gradient by them is the derivative: two orders at once."""
-        *values, ticket = ctx.saved_tensors
+        *values, replay_token = ctx.saved_tensors
         given = {place: tangent for place, tangent in enumerate(tangents[_LEADING:]) if tangent is not None}
         seeds = {
             place: torch.zeros(kind[0], dtype=kind[1], device=kind[2])
@@ -246,7 +257,7 @@ class _Recorded(_SingleLevelFunction):
         }
         first = Level(tuple(seeds), tuple(given))
         second = Level(tuple(range(len(given))), tuple(range(len(values), len(values) + len(seeds))))
-        results = ctx.operators.pull(ctx.run, [*values, *seeds.values(), *given.values()], ticket, first, second)
+        results = ctx.operators.pull(ctx.run, [*values, *seeds.values(), *given.values()], replay_token, first, second)
         found = dict(zip(seeds, results, strict=True))
         return tuple(found.get(place) for place in range(len(ctx.kinds)))
 

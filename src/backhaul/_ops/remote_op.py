@@ -20,8 +20,8 @@ from backhaul._autograd.forward.recording import current_scope, enter, leave
 from backhaul._ops import served
 from backhaul._ops.gradient_levels import Level
 from backhaul._ops.operators import Implementation, Operators
-from backhaul._ops.replay_token import Ticket, blank
-from backhaul._ops.served import Call
+from backhaul._ops.replay_token import ReplayToken, blank
+from backhaul._ops.served import ServedOp
 from backhaul._ops.signature import Args, Signature, Template, call, values_of
 from backhaul._ops.write_detector import ForeignWriteError, NoForeignWrites
 from backhaul._rpc.node import Node
@@ -85,11 +85,16 @@ class RemoteOp:
         )
 
     def _pull(
-        self, args: Args, ticket: torch.Tensor, seeds: Sequence[torch.Tensor], levels: Sequence[Level]
+        self, args: Args, replay_token: torch.Tensor, seeds: Sequence[torch.Tensor], levels: Sequence[Level]
     ) -> list[torch.Tensor]:
         seeds = [seed.detach() for seed in seeds]
         return self._call(
-            served.pull, args, ticket, seeds, list(levels), self._take_part(Ticket.unpack(ticket).context)
+            served.pull,
+            args,
+            replay_token,
+            seeds,
+            list(levels),
+            self._take_part(ReplayToken.unpack(replay_token).context),
         )
 
     def _take_part(self, number: int) -> int | None:
@@ -102,16 +107,16 @@ class RemoteOp:
 
     def _call(self, function: Callable[..., list[torch.Tensor]], args: Args, *more: Any) -> list[torch.Tensor]:
         """Call one of ``served``. That is not part of any context: its gradients are computed by calling another."""
-        agent = current_worker().part(Node).agent
-        peer = agent.peers.find(self._to)
+        client = current_worker().part(Node).client
+        peer = client.peers.find(self._to)
         what = name_of(self._function, main_shared=peer.main_shared) or self._function
         plain = Template(args).fill([value.detach() for value in values_of(args)])
         token = enter(None)
         try:
-            found: list[torch.Tensor] = agent.call(
+            found: list[torch.Tensor] = client.call(
                 peer.record.id,
                 function,
-                (Call(what, self._signature.named, plain), *more),
+                (ServedOp(what, self._signature.named, plain), *more),
                 None,
                 self._timeout,
                 label=label_of(self._function),

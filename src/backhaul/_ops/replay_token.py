@@ -14,7 +14,7 @@ _SIGNED = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class ReplayToken:
     """How to run a function again so that it does the same.
 
     Attributes:
@@ -38,7 +38,7 @@ class Ticket:
         return made
 
     @classmethod
-    def unpack(cls, tensor: torch.Tensor) -> Ticket:
+    def unpack(cls, tensor: torch.Tensor) -> ReplayToken:
         """What ``pack`` made."""
         check, context, drew = tensor[:_HEAD].tolist()
         random = tensor[_HEAD:].view(torch.uint8).clone() if drew else None

@@ -18,7 +18,7 @@ from backhaul._autograd.forward.recording import Scope, enter, leave
 from backhaul._autograd.torch_engine.run import LeafNode
 from backhaul._ops.gradient_levels import Level
 from backhaul._ops.operators import Grad
-from backhaul._ops.replay_token import Ticket, checksum
+from backhaul._ops.replay_token import ReplayToken, checksum
 from backhaul._ops.signature import Args, Template, call, values_of
 from backhaul._ops.write_detector import WATCHES, ForeignWriteError, NoForeignWrites
 from backhaul._wire.callables import label_of, resolve
@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 _replaying = threading.Lock()  # held while the generator of random numbers is put back to an earlier state
 
 
-class Call(NamedTuple):
+class ServedOp(NamedTuple):
     """A function and its arguments.
 
     Attributes:
@@ -53,12 +53,12 @@ class Call(NamedTuple):
         return call(self.function, self.named, Template(self.args).fill(values))
 
 
-def run(given: Call, grad: int, context: int) -> list[torch.Tensor]:
+def run(given: ServedOp, grad: int, context: int) -> list[torch.Tensor]:
     """Order 0: the results of the function, and the ticket."""
     values = values_of(given.args)
     if grad == Grad.OFF:
         with torch.no_grad():
-            return [*_on_their_own(given.run(values)), Ticket().pack()]
+            return [*_on_their_own(given.run(values)), ReplayToken().pack()]
     if grad == Grad.UNUSED:
         outputs = given.run(values)
         if any(output.requires_grad for output in outputs):
@@ -68,30 +68,34 @@ def run(given: Call, grad: int, context: int) -> list[torch.Tensor]:
                 "tensors there that do; call it under torch.no_grad(), let an argument require grad, or use rpc_sync "
                 "in a context"
             )
-        return [*_on_their_own(outputs), Ticket().pack()]
+        return [*_on_their_own(outputs), ReplayToken().pack()]
     before = torch.get_rng_state()
     outputs = given.run(_leaves(values))  # as it runs again: whether they require grad may decide how it is computed
     drew = not torch.equal(before, torch.get_rng_state())
-    ticket = Ticket(checksum(outputs), context, before if drew else None)
-    return [*_on_their_own(outputs), ticket.pack()]
+    replay_token = ReplayToken(checksum(outputs), context, before if drew else None)
+    return [*_on_their_own(outputs), replay_token.pack()]
 
 
 def pull(
-    given: Call, ticket: torch.Tensor, seeds: Sequence[torch.Tensor], levels: Sequence[Level], context: int | None
+    given: ServedOp,
+    replay_token: torch.Tensor,
+    seeds: Sequence[torch.Tensor],
+    levels: Sequence[Level],
+    context: int | None,
 ) -> list[torch.Tensor]:
     """Order 1 and higher: gradients of values.
 
     Those of tensors of this worker that require grad are added to the context; 0: there is none, None: it is over.
     """
-    return _Pull(given, Ticket.unpack(ticket), context).run(seeds, levels)
+    return _Pull(given, ReplayToken.unpack(replay_token), context).run(seeds, levels)
 
 
 class _Pull:
     """One run of the function and back through it."""
 
-    def __init__(self, given: Call, ticket: Ticket, context: int | None) -> None:
+    def __init__(self, given: ServedOp, replay_token: ReplayToken, context: int | None) -> None:
         self._given = given
-        self._ticket = ticket
+        self._ticket = replay_token
         self._engine = current_worker().part(Engine)
         self._context: Context | None = None
         if context:

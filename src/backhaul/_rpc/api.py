@@ -13,7 +13,7 @@ from backhaul._devices.placement import check
 from backhaul._rpc.calls.retry import Attempts, Retry
 from backhaul._rpc.cluster.joining import join as join_cluster
 from backhaul._rpc.cluster.membership import MembershipEvent
-from backhaul._rpc.cluster.rendezvous import Meeting, check_rank, credentials_of, open_store, secret_of
+from backhaul._rpc.cluster.rendezvous import StoreMeeting, check_rank, credentials_of, open_store, secret_of
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node, describe, start_node
 from backhaul._runtime.compile_marks import graph_break
@@ -91,7 +91,7 @@ def init(
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
-    meeting = Meeting(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
+    meeting = StoreMeeting(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
     if join:
         secret = meeting.agree_on_secret(secret)
         worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)
@@ -267,11 +267,11 @@ def rpc_sync(
         ...     bh.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
         tensor([4., 4.])
     """
-    agent = current_worker().part(Node).agent
+    client = current_worker().part(Node).client
     result: T = (
-        agent.call(to, func, args, kwargs, timeout)
+        client.call(to, func, args, kwargs, timeout)
         if retry is None
-        else Attempts(agent, retry, to, func, args, kwargs, timeout).run()
+        else Attempts(client, retry, to, func, args, kwargs, timeout).run()
     )
     return result
 
@@ -299,10 +299,10 @@ def rpc_async(
         ...     bh.wait_all(futures)
         [tensor([1.]), tensor([2.]), tensor([3.])]
     """
-    agent = current_worker().part(Node).agent
+    client = current_worker().part(Node).client
     if retry is not None:
-        return Attempts(agent, retry, to, func, args, kwargs, timeout).start()
-    return agent.call_async(to, func, args, kwargs, timeout)
+        return Attempts(client, retry, to, func, args, kwargs, timeout).start()
+    return client.call_async(to, func, args, kwargs, timeout)
 
 
 @graph_break

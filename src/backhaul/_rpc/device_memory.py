@@ -6,8 +6,8 @@ import functools
 import threading
 import time
 
-from backhaul._devices.links import Plane, Shared
-from backhaul._devices.segments import News, Offer, visit_graves
+from backhaul._devices.links import DeviceContext, Shared
+from backhaul._devices.segments import Offer, SegmentUpdate, free_deferred
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
@@ -20,22 +20,22 @@ _TRIM = 10.0  # seconds between looks at what is not used
 _MOURN = 0.05, 1.0  # seconds between looks at what was given up, at first and later
 
 
-class Devices:
+class DeviceMemory:
     """Of one worker that has devices. Thread-safe."""
 
-    def __init__(self, worker: Worker, peers: Peers, plane: Plane) -> None:
+    def __init__(self, worker: Worker, peers: Peers, device_context: DeviceContext) -> None:
         self._worker = worker
         self._peers = peers
-        self._plane = plane
+        self._plane = device_context
         self._trimming = False
         self._mourning = False
-        plane.tell = self._tell
-        plane.mourn = self._mourn
-        worker.crew.prepare = plane.frontier.enter
+        device_context.tell = self._tell
+        device_context.mourn = self._mourn
+        worker.thread_pool.prepare = device_context.stream_order.enter
         worker.on_frame(Kind.SEGMENTS, self._on_news)
         worker.on_close(self._close)
-        worker.counters["device_slot_bytes"] = lambda: plane.slot_bytes
-        worker.counters["cuda_usable"] = lambda: not plane.frontier.trouble
+        worker.counters["device_slot_bytes"] = lambda: device_context.slot_bytes
+        worker.counters["cuda_usable"] = lambda: not device_context.stream_order.trouble
 
     @property
     def bytes_sent(self) -> int:
@@ -50,7 +50,7 @@ class Devices:
         shared = None if peer is None or peer.link is None else peer.link.ends_of(channel)
         if shared is None:
             raise ProtocolError("device memory from a peer with which none is shared")
-        offers = shared.hear(unpack(frame.body, News).items)
+        offers = shared.hear(unpack(frame.body, SegmentUpdate).items)
         self._mourn()
         return functools.partial(self._open, channel, shared, offers) if offers else None
 
@@ -72,12 +72,12 @@ class Devices:
         if not items:
             return
         try:
-            channel.send(Frame(Kind.SEGMENTS, 0, pack(News(tuple(items)))), timeout=0)
+            channel.send(Frame(Kind.SEGMENTS, 0, pack(SegmentUpdate(tuple(items)))), timeout=0)
         except ChannelClosedError:
             return  # it is all forgotten with the channel
         if not self._trimming and any(isinstance(item, Offer) for item in items):
             self._trimming = True
-            self._worker.crew.call_at(self._worker.runtime.now() + _TRIM, self._trim)
+            self._worker.thread_pool.call_at(self._worker.runtime.now() + _TRIM, self._trim)
 
     def _trim(self) -> None:
         again = False
@@ -88,13 +88,15 @@ class Devices:
         self._trimming = again
         self._mourn()
         if again:
-            self._worker.crew.call_at(self._worker.runtime.now() + _TRIM, self._trim)
+            self._worker.thread_pool.call_at(self._worker.runtime.now() + _TRIM, self._trim)
 
     def _mourn(self, pause: float = _MOURN[0]) -> None:
-        if self._mourning or not visit_graves(self._plane.frontier):
+        if self._mourning or not free_deferred(self._plane.stream_order):
             return
         self._mourning = True
-        self._worker.crew.call_at(self._worker.runtime.now() + pause, functools.partial(self._mourn_again, pause))
+        self._worker.thread_pool.call_at(
+            self._worker.runtime.now() + pause, functools.partial(self._mourn_again, pause)
+        )
 
     def _mourn_again(self, pause: float) -> None:
         self._mourning = False
@@ -108,7 +110,7 @@ class Devices:
         self._mourn_on()
 
     def _mourn_on(self) -> None:
-        if visit_graves(self._plane.frontier):  # others may have tensors of ours, or streams of ours wait for them
+        if free_deferred(self._plane.stream_order):  # others may have tensors of ours, or streams of ours wait for them
             threading.Thread(target=_mourn_on, args=(self._plane,), name="backhaul-graves", daemon=True).start()
 
     def settle(self, timeout: float) -> None:
@@ -116,13 +118,13 @@ class Devices:
         shared = [shared for peer in self._peers if peer.link is not None for _, shared in peer.link.shared()]
         over = time.monotonic() + timeout
         while not all(one.lender.settled for one in shared) and time.monotonic() < over:
-            if self._plane.frontier.failed():
+            if self._plane.stream_order.failed():
                 return
             time.sleep(0.001)
 
 
-def _mourn_on(plane: Plane) -> None:
+def _mourn_on(device_context: DeviceContext) -> None:
     pause, longest = _MOURN
-    while visit_graves(plane.frontier):
+    while free_deferred(device_context.stream_order):
         time.sleep(pause)
         pause = min(2 * pause, longest)

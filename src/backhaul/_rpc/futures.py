@@ -90,8 +90,8 @@ class Future(torch.futures.Future[T]):
 
     def _follow(self, value: T) -> T:
         """The value, for who goes on with it on the streams of the calling thread."""
-        if self._mark is not None and process.frontier is not None:
-            process.frontier.join(self._mark, value)
+        if self._mark is not None and process.stream_order is not None:
+            process.stream_order.join(self._mark, value)
         return value
 
     @graph_break
@@ -107,15 +107,15 @@ class Future(torch.futures.Future[T]):
 
     def _note_streams(self) -> None:
         """What this thread's streams are to do comes before what is done with the value."""
-        if process.frontier is not None and not _is_done(self):
-            self._mark = process.frontier.mark()
+        if process.stream_order is not None and not _is_done(self):
+            self._mark = process.stream_order.mark()
 
     def _wait_until_done(self, timeout: float | None) -> None:
         if not _is_done(self):
-            gate = runtime_here().gate()
-            _call_when_done(self, lambda _: gate.open())
+            one_shot = runtime_here().one_shot()
+            _call_when_done(self, lambda _: one_shot.open())
             with blocking(), self._counted():
-                if not deadlines.wait(gate, timeout, "the future was not done"):
+                if not deadlines.wait(one_shot, timeout, "the future was not done"):
                     raise TimeoutError(f"the future was not done within {timeout:g} s")
 
     @contextlib.contextmanager
@@ -412,10 +412,10 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     members = list(futures)
     missing = [member for member in members if not _is_done(member)]
     if missing:
-        gate = runtime_here().gate()
-        _count_down(missing, gate.open)
+        one_shot = runtime_here().one_shot()
+        _count_down(missing, one_shot.open)
         with blocking():
-            deadlines.wait(gate, None, "not all futures were done")
-    if process.frontier is not None:
+            deadlines.wait(one_shot, None, "not all futures were done")
+    if process.stream_order is not None:
         return [member.wait() for member in members]
     return [_value_of(member) for member in members]

@@ -57,13 +57,13 @@ class Interceptor(Protocol):
         """
 
 
-class Guard(Protocol):
+class ReplayHook(Protocol):
     """Keeps requests and, where it can, lets calls survive the loss of the worker they were made to."""
 
     def keep(self, pending: Pending, frame: Frame) -> None:
         """A request is about to go out. May raise ``PeerLostError``, as if its worker were lost."""
 
-    def rescue(self, pending: Pending, error: PeerLostError) -> Any:
+    def recover_call(self, pending: Pending, error: PeerLostError) -> Any:
         """A call has lost its worker. Returns the value it has in the end, or raises."""
 
     def rescue_later(self, pending: Pending, error: PeerLostError, future: Future[Any]) -> bool:

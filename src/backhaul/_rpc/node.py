@@ -9,19 +9,19 @@ from typing import Protocol
 
 from backhaul._devices.cuda import process
 from backhaul._devices.placement import maps_of
-from backhaul._rpc.calls.client import Agent
-from backhaul._rpc.calls.server import Dispatcher
+from backhaul._rpc.calls.client import CallClient
+from backhaul._rpc.calls.server import CallServer
 from backhaul._rpc.cluster.departure import seal_of, secret_of
 from backhaul._rpc.cluster.membership import Membership
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.cluster.partition_healing import Reunion
+from backhaul._rpc.cluster.partition_healing import PartitionHealing
 from backhaul._rpc.cluster.peers import Peers, main_identity
-from backhaul._rpc.device_memory import Devices
+from backhaul._rpc.device_memory import DeviceMemory
 from backhaul._rpc.interceptors import extensions
-from backhaul._rpc.liveness.heartbeats import Heartbeat
-from backhaul._rpc.security.rate_limits import Quotas, bounds_of
-from backhaul._rpc.security.untrusted import GuardedDispatcher, guard_frames
-from backhaul._rpc.shutdown.graceful_shutdown import Farewell
+from backhaul._rpc.liveness.heartbeats import Heartbeats
+from backhaul._rpc.security.rate_limits import RateLimits, bounds_of
+from backhaul._rpc.security.untrusted import UntrustedServer, guard_frames
+from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
 from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
@@ -47,23 +47,25 @@ class Node:
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
         self.worker = worker
         self.peers = Peers(worker, own, records)
-        self.heartbeat = Heartbeat(worker, self.peers)
-        self.agent = Agent(worker, self.peers)
-        self.quotas = Quotas.of(worker.options)
+        self.heartbeat = Heartbeats(worker, self.peers)
+        self.client = CallClient(worker, self.peers)
+        self.quotas = RateLimits.of(worker.options)
         guarded = not worker.options.trusted or self.quotas.any
-        self.dispatcher = (GuardedDispatcher if guarded else Dispatcher)(worker, self.agent)
-        self.farewell = Farewell(worker, self.agent, self.dispatcher)
-        self.membership = Membership(worker, self.agent, self.farewell)
-        self.reunion = Reunion(worker, self.agent, self.farewell, self.membership)
-        self.devices = None if worker.plane is None else Devices(worker, self.peers, worker.plane)
+        self.server = (UntrustedServer if guarded else CallServer)(worker, self.client)
+        self.graceful_shutdown = GracefulShutdown(worker, self.client, self.server)
+        self.membership = Membership(worker, self.client, self.graceful_shutdown)
+        self.partition_healing = PartitionHealing(worker, self.client, self.graceful_shutdown, self.membership)
+        self.devices = (
+            None if worker.device_context is None else DeviceMemory(worker, self.peers, worker.device_context)
+        )
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down
         worker.attach(self)
-        worker.counters["num_pending_calls"] = lambda: len(self.agent.pending)
-        worker.counters["num_calls_served"] = lambda: self.dispatcher.served
-        worker.counters["num_calls_cancelled"] = lambda: self.agent.cancels
-        worker.counters["num_retries"] = lambda: self.agent.retries
-        worker.counters["num_calls_dropped"] = lambda: self.dispatcher.dropped
+        worker.counters["num_pending_calls"] = lambda: len(self.client.pending)
+        worker.counters["num_calls_served"] = lambda: self.server.served
+        worker.counters["num_calls_cancelled"] = lambda: self.client.cancels
+        worker.counters["num_retries"] = lambda: self.client.retries
+        worker.counters["num_calls_dropped"] = lambda: self.server.dropped
         worker.counters["bytes_sent"] = self._bytes_sent
         worker.counters["num_suspected_peers"] = lambda: len(self.heartbeat.suspected)
         worker.counters["shm_bytes"] = lambda: worker.endpoint.shm_bytes
@@ -88,7 +90,7 @@ class Node:
                 for audit in audits:
                     audit.begin()
                 if graceful:
-                    self.farewell.wait(timeout)
+                    self.graceful_shutdown.wait(timeout)
                 elif alone:
                     self.membership.leave(deadline)
                 problems = [problem for audit in audits for problem in audit.end()]
@@ -105,12 +107,12 @@ class Node:
 
     @interrupts.unwavering
     def _end(self, left: float) -> None:
-        self.farewell.started = True  # from now on members that go are no news
-        self.agent.close()
+        self.graceful_shutdown.started = True  # from now on members that go are no news
+        self.client.close()
         self.peers.close()
         self.worker.close(min(max(left, 0.5), 5.0))
-        self.dispatcher.close()
-        self.agent.abandon()
+        self.server.close()
+        self.client.abandon()
 
 
 def refuse_in_handlers(worker: str) -> None:
@@ -153,14 +155,14 @@ def start_node(
 ) -> Node:
     """Make the worker that ``own`` describes and let it listen."""
     worker = Worker(own.info, own.incarnation, endpoint, options, runtime)
-    worker.plane = process.start(own, worker.options.device_slot_bytes)
+    worker.device_context = process.start(own, worker.options.device_slot_bytes)
     node = Node(worker, own, records)
     for extend in extensions:
         extend(node)
     if not options.trusted:
         endpoint.share_nothing()
         endpoint.limit_buffers(most_buffers(node.quotas.tensors or 0))
-        guard_frames(node.worker, node.agent, node.quotas)
+        guard_frames(node.worker, node.client, node.quotas)
     node.worker.start()
     return node
 

@@ -14,8 +14,8 @@ from backhaul._autograd.api import backward
 from backhaul._rpc.calls.server import answers_later, async_execution, run_here
 from backhaul._rpc.futures import Future, Kept
 from backhaul._rpc.node import Node
-from backhaul._rref.ownership import Entry, ForkId, Life, RRefId, maker_of
-from backhaul._rref.registry import RRefs, current_rrefs
+from backhaul._rref.ownership import ForkId, Life, OwnerEntry, RRefId, maker_of
+from backhaul._rref.registry import RRefRegistry, current_rrefs
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
 from backhaul._wire.callables import label_of
@@ -46,11 +46,11 @@ class RRef(Generic[T]):
 
     __slots__ = ("__weakref__", "_created", "_entry", "_fork", "_id", "_life", "_owner", "_rrefs", "_type")
 
-    _rrefs: RRefs
+    _rrefs: RRefRegistry
     _id: RRefId
     _owner: WorkerInfo
     _life: Life  # of the owner's
-    _entry: Entry[Future[Any]] | None  # on the owner
+    _entry: OwnerEntry[Future[Any]] | None  # on the owner
     _fork: ForkId | None  # elsewhere
     _created: Future[Any] | None  # where ``remote`` was called: done when the value is there
     _type: type | None
@@ -64,12 +64,12 @@ class RRef(Generic[T]):
 
     def _set(
         self,
-        rrefs: RRefs,
+        rrefs: RRefRegistry,
         number: RRefId,
         owner: WorkerInfo,
         life: Life,
         *,
-        entry: Entry[Future[Any]] | None = None,
+        entry: OwnerEntry[Future[Any]] | None = None,
         fork: ForkId | None = None,
     ) -> None:
         self._rrefs = rrefs
@@ -142,7 +142,7 @@ class RRef(Generic[T]):
             Exception: What the function raised that was to make the value.
         """
         if self._entry is not None:
-            limit = self._rrefs.agent.timeout if timeout is None else timeout
+            limit = self._rrefs.client.timeout if timeout is None else timeout
             try:
                 value: T = self._entry.value.wait(limit or None)
                 return value if keeps_history(self._rrefs) else detached(value)
@@ -153,7 +153,7 @@ class RRef(Generic[T]):
                     f"the value of {self} was not there within {limit:g} s", worker=self.owner_name(), timeout=limit
                 ) from error
         self._check_created()
-        copy: T = self._rrefs.agent.call(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
+        copy: T = self._rrefs.client.call(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
         self._created = None  # it is there
         return copy
 
@@ -168,14 +168,14 @@ class RRef(Generic[T]):
         """As ``to_here``, for those who cannot wait: a future of the value."""
         future: Future[T]
         if self._entry is not None:
-            limit = self._rrefs.agent.timeout if timeout is None else timeout
+            limit = self._rrefs.client.timeout if timeout is None else timeout
             value = self._entry.value
             future = cast("Future[T]", value if value.done() or not limit else self._within(limit))
             if not keeps_history(self._rrefs):
                 future = future.then(lambda done: detached(done.value()))
         else:
             self._check_created()
-            future = self._rrefs.agent.call_async(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
+            future = self._rrefs.client.call_async(self._owner.id, fetch, self._named(), None, timeout, label="to_here")
         self._keep_until(future)
         return future
 
@@ -197,7 +197,7 @@ class RRef(Generic[T]):
             if not made.done():
                 made.set_exception(CallTimeoutError(text, worker=name, timeout=limit))
 
-        self._rrefs.worker.crew.call_at(self._rrefs.worker.runtime.now() + limit, give_up)
+        self._rrefs.worker.thread_pool.call_at(self._rrefs.worker.runtime.now() + limit, give_up)
         return made
 
     def _check_created(self) -> None:
@@ -214,7 +214,7 @@ class RRef(Generic[T]):
         if self._entry is not None:
             found: Future[Any] = self._entry.value.then(lambda done: type(done.value()))
         else:
-            found = self._rrefs.agent.call_async(self._owner.id, type_of, self._named(), None, timeout)
+            found = self._rrefs.client.call_async(self._owner.id, type_of, self._named(), None, timeout)
         if not blocking:
             return found
         self._type = found.wait()
@@ -232,7 +232,7 @@ class RRef(Generic[T]):
             run_backward(self._entry.value.wait(), context, retain_graph)
         else:
             self._check_created()
-            self._rrefs.agent.call(self._owner.id, backward_of, (self._named(), context, retain_graph), None, 0)
+            self._rrefs.client.call(self._owner.id, backward_of, (self._named(), context, retain_graph), None, 0)
 
     # Calls.
 
@@ -283,7 +283,7 @@ class RRef(Generic[T]):
         self._check_created()
         arguments = (self._named(), what, args, kwargs)
         label = label or (what if isinstance(what, str) else label_of(what))
-        future = self._rrefs.agent.call_async(self._owner.id, invoke, arguments, None, timeout, label=label, mode=mode)
+        future = self._rrefs.client.call_async(self._owner.id, invoke, arguments, None, timeout, label=label, mode=mode)
         self._keep_until(future)
         return future
 
@@ -317,12 +317,12 @@ def _show(number: int) -> str:
 
 
 def make_handle(
-    rrefs: RRefs,
+    rrefs: RRefRegistry,
     number: RRefId,
     owner: WorkerInfo,
     life: Life,
     *,
-    entry: Entry[Future[Any]] | None = None,
+    entry: OwnerEntry[Future[Any]] | None = None,
     fork: ForkId | None = None,
 ) -> RRef[Any]:
     """A handle of what is known already."""
@@ -340,7 +340,7 @@ def _arrive(owner: int, incarnation: str, number: int, fork: int) -> Any:
 
 
 def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId) -> RRef[Any]:
-    rrefs, life = (worker or current_worker()).part(RRefs), (owner, incarnation)
+    rrefs, life = (worker or current_worker()).part(RRefRegistry), (owner, incarnation)
     if life == rrefs.life:
         return make_handle(rrefs, number, rrefs.worker.info, life, entry=rrefs.come_home(number, fork))
     return make_handle(rrefs, number, rrefs.adopt(life, number, fork), life, fork=fork)
@@ -409,7 +409,7 @@ def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Fut
                 )
             return cast("Future[Any]", result)
         if inspect.iscoroutine(result):
-            return current_worker().part(Node).dispatcher.complete(result, (args, kwargs))
+            return current_worker().part(Node).server.complete(result, (args, kwargs))
         made.set_result(result)
     except BaseException as error:  # also one that means to end the program: it ends the call
         made.set_exception(error)
@@ -442,7 +442,7 @@ def forward(
     source.add_done_callback(settle)
 
 
-def keeps_history(rrefs: RRefs) -> bool:
+def keeps_history(rrefs: RRefRegistry) -> bool:
     """Whether a value that is made or fetched now keeps the graph behind it, as the result of an operation does."""
     return torch.is_grad_enabled() or rrefs.worker.options.follows_reference
 

@@ -5,7 +5,8 @@ passes a reference on: the sender tells the owner of the new fork, then sends it
 owner. Everybody is named by the *life* of a worker, so one that was restarted is another.
 
 [Note: order] A worker's news reach the owner in the order in which they were told, each once, because they are numbered
-(``Outbox``, ``Inbox``). So a fork that was passed on is known before the one it was made of is gone, and the first of a
+(``NoticeOutbox``, ``NoticeInbox``). So a fork that was passed on is known before the one it was made of is
+gone, and the first of a
 value (``born``) before its end: a value never dies too early. News of different workers come in any order: a fork may
 be gone before the owner has heard that it was made (``_early``), and used before the value itself was asked for
 (``joined``).
@@ -37,7 +38,7 @@ ForkId = NewType("ForkId", int)
 Life = tuple[int, str]
 """One life of a worker: its id and its incarnation."""
 
-News = tuple[Literal["born", "made", "gone", "absent", "lost"], RRefId, ForkId, Life]
+Update = tuple[Literal["born", "made", "gone", "absent", "lost"], RRefId, ForkId, Life]
 """What happened to a fork of a value, and who holds it. ``born``: it is the first one. ``lost`` is about all forks that
 the sender made for that holder, and no value.
 """
@@ -57,7 +58,7 @@ def is_of(number: int, life: Life) -> bool:
     return maker_of(number) == life[0] and 0 <= (number & (1 << 48) - 1) - first_number(life[1]) < _SPAN
 
 
-class Entry(Generic[V]):
+class OwnerEntry(Generic[V]):
     """A value and who refers to it."""
 
     __slots__ = ("forks", "holds", "id", "joined", "value")
@@ -102,7 +103,7 @@ class Owned(Generic[V]):
     def __init__(
         self, make: Callable[[], V], own: Life, present: Callable[[RRefId], bool] = lambda number: True
     ) -> None:
-        self.entries: dict[RRefId, Entry[V]] = {}
+        self.entries: dict[RRefId, OwnerEntry[V]] = {}
         self.suspects: dict[Life, dict[ForkId, RRefId]] = {}
         self._make = make
         self._own = own
@@ -111,20 +112,20 @@ class Owned(Generic[V]):
         self._given_up: dict[Life, set[ForkId]] = {}  # forks of those that cannot be reached, but may come back
         self._born: dict[Life, RRefId] = {}  # the last value that each has said it asked for
 
-    def entry(self, number: RRefId) -> Entry[V]:
+    def entry(self, number: RRefId) -> OwnerEntry[V]:
         """The entry of that number, made if there is none."""
         found = self.entries.get(number)
         if found is None:
-            found = self.entries[number] = Entry(number, self._make())
+            found = self.entries[number] = OwnerEntry(number, self._make())
         return found
 
-    def hold(self, number: RRefId) -> Entry[V]:
+    def hold(self, number: RRefId) -> OwnerEntry[V]:
         """The owner refers to the value once more."""
         entry = self.entry(number)
         entry.holds += 1
         return entry
 
-    def let_go(self, entry: Entry[V]) -> list[Entry[V]]:
+    def let_go(self, entry: OwnerEntry[V]) -> list[OwnerEntry[V]]:
         """The owner refers to the value once less. Returns the entry if that was the end of it."""
         entry.holds -= 1
         return self._free([entry])
@@ -135,7 +136,7 @@ class Owned(Generic[V]):
             return False
         return not any(number <= last and is_of(number, life) for life, last in self._born.items())
 
-    def join(self, number: RRefId, fork: ForkId, holder: Life) -> Entry[V] | None:
+    def join(self, number: RRefId, fork: ForkId, holder: Life) -> OwnerEntry[V] | None:
         """A fork is being used. If the value is still to be asked for, its place stays until that is certain, one way
         or the other. If it is there, somebody keeps it ([Note: order]); None: it is not there any more.
         """
@@ -146,9 +147,9 @@ class Owned(Generic[V]):
             entry.joined[fork] = holder
         return entry
 
-    def hear(self, sender: Life, news: Iterable[News]) -> list[Entry[V]]:
+    def hear(self, sender: Life, news: Iterable[Update]) -> list[OwnerEntry[V]]:
         """Take in news, in order. Returns the entries that this was the end of."""
-        touched: dict[RRefId, Entry[V]] = {}
+        touched: dict[RRefId, OwnerEntry[V]] = {}
         for what, number, fork, holder in news:
             if what == "lost":
                 self._suspect(sender, holder)
@@ -166,7 +167,7 @@ class Owned(Generic[V]):
                 touched[number] = entry
         return self._free(touched.values())
 
-    def _add(self, number: RRefId, fork: ForkId, holder: Life, *, first: bool) -> Entry[V] | None:
+    def _add(self, number: RRefId, fork: ForkId, holder: Life, *, first: bool) -> OwnerEntry[V] | None:
         if not first and number not in self.entries and not self.expects(number):
             # It was given up with the worker that has passed it on.
             if fork in self._early:
@@ -185,7 +186,7 @@ class Owned(Generic[V]):
         return entry
 
     @staticmethod
-    def _remove(entry: Entry[V], fork: ForkId) -> bool:
+    def _remove(entry: OwnerEntry[V], fork: ForkId) -> bool:
         """Whether the fork was known to be made."""
         entry.joined.pop(fork, None)
         return entry.forks.pop(fork, None) is not None
@@ -210,7 +211,7 @@ class Owned(Generic[V]):
         """Whether somebody refers to values."""
         return any(life in table.values() for entry in self.entries.values() for table in (entry.forks, entry.joined))
 
-    def lose(self, life: Life, *, for_good: bool = True) -> list[Entry[V]]:
+    def lose(self, life: Life, *, for_good: bool = True) -> list[OwnerEntry[V]]:
         """A worker is gone, and its references with it; unless ``for_good`` it may come back. Returns the entries that
         this was the end of.
         """
@@ -233,15 +234,15 @@ class Owned(Generic[V]):
         self._suspect(life)
         return self._free(touched.values())
 
-    def _free(self, entries: Iterable[Entry[V]]) -> list[Entry[V]]:
+    def _free(self, entries: Iterable[OwnerEntry[V]]) -> list[OwnerEntry[V]]:
         return [entry for entry in entries if entry.idle and self.entries.pop(entry.id, None) is not None]
 
 
-Letter = tuple[int, list[News]]
+Notice = tuple[int, list[Update]]
 """News with the number that they were told under."""
 
 
-class Outbox:
+class NoticeOutbox:
     """The news for one owner: numbers them, and keeps each until it was heard.
 
     Example:
@@ -255,26 +256,26 @@ class Outbox:
 
     def __init__(self) -> None:
         self._next = 0
-        self._unheard: dict[int, list[News]] = {}
+        self._unheard: dict[int, list[Update]] = {}
         self._idle: dict[int, None] = {}  # those of them that nobody is trying to deliver
 
-    def add(self, news: list[News]) -> Letter:
+    def add(self, news: list[Update]) -> Notice:
         """Number news; the caller is to deliver them."""
         letter = self._next, news
         self._unheard[self._next] = news
         self._next += 1
         return letter
 
-    def put_back(self, letters: Iterable[Letter]) -> None:
+    def put_back(self, letters: Iterable[Notice]) -> None:
         """They could not be delivered."""
         self._idle.update(dict.fromkeys(number for number, _ in letters if number in self._unheard))
 
-    def take_back(self) -> list[Letter]:
+    def take_back(self) -> list[Notice]:
         """Those that could not be delivered, for another try."""
         idle, self._idle = self._idle, {}
         return [(number, self._unheard[number]) for number in idle]
 
-    def heard(self, letters: Iterable[Letter]) -> None:
+    def heard(self, letters: Iterable[Notice]) -> None:
         """They were delivered."""
         for number, _ in letters:
             self._unheard.pop(number, None)
@@ -285,7 +286,7 @@ class Outbox:
         return number in self._unheard
 
 
-class Inbox:
+class NoticeInbox:
     """Puts one worker's numbered news in order, and drops what comes twice.
 
     Example:
@@ -296,13 +297,13 @@ class Inbox:
 
     def __init__(self) -> None:
         self._next = 0
-        self._waiting: dict[int, list[News]] = {}
+        self._waiting: dict[int, list[Update]] = {}
 
-    def take(self, number: int, news: list[News]) -> list[News]:
+    def take(self, number: int, news: list[Update]) -> list[Update]:
         """A message has come: returns what can be heard now."""
         if number >= self._next:
             self._waiting.setdefault(number, news)
-        found: list[News] = []
+        found: list[Update] = []
         while (due := self._waiting.pop(self._next, None)) is not None:
             found += due
             self._next += 1

@@ -21,7 +21,19 @@ from backhaul._rpc.calls.server import never_dropped
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.futures import Future, Kept
 from backhaul._rpc.node import Node
-from backhaul._rref.ownership import Entry, ForkId, Inbox, Letter, Life, News, Outbox, Owned, RRefId, is_of, maker_of
+from backhaul._rref.ownership import (
+    ForkId,
+    Life,
+    Notice,
+    NoticeInbox,
+    NoticeOutbox,
+    Owned,
+    OwnerEntry,
+    RRefId,
+    Update,
+    is_of,
+    maker_of,
+)
 from backhaul._transport.base import Channel
 from backhaul._types import WorkerId, WorkerInfo, first_number
 from backhaul._wire.codec import Encoded
@@ -34,7 +46,7 @@ log = logging.getLogger("backhaul")
 Dead = tuple[Any, ...]
 """What died: the entry of a value of this worker's, or owner, value and fork."""
 
-Expected = tuple[RRefId, ForkId, Letter]
+Expected = tuple[RRefId, ForkId, Notice]
 """A value to come, its first fork, and the news of that (number -1: the owner is gone)."""
 
 _TRIES = 12  # to tell or to ask somebody, over as many channels
@@ -53,12 +65,12 @@ class Passed(msgspec.Struct, array_like=True, frozen=True):
 prepare(Passed)
 
 
-def life_of(peer: Peer) -> Life:
+def identity_of(peer: Peer) -> Life:
     """Who that worker is now."""
     return peer.record.id, peer.record.incarnation
 
 
-class RRefs:
+class RRefRegistry:
     """Attached to a worker. Thread-safe."""
 
     key = "rref"
@@ -67,12 +79,12 @@ class RRefs:
         self.worker = node.worker
         self.id = node.worker.info.id
         self.life: Life = int(self.id), node.worker.incarnation
-        self.agent = node.agent
+        self.client = node.client
         self._numbers = itertools.count(first_number(node.worker.incarnation))
         self._lock = threading.Lock()  # guards what follows
         self._owned: Owned[Future[Any]] = Owned(Kept, self.life, self._is_present)
-        self._inboxes: dict[Life, Inbox] = {}
-        self._outboxes: dict[Life, Outbox] = {}
+        self._inboxes: dict[Life, NoticeInbox] = {}
+        self._outboxes: dict[Life, NoticeOutbox] = {}
         self._forks: dict[ForkId, tuple[Life, RRefId]] = {}  # held here: fork -> owner, value
         self._orphans: dict[ForkId, str] = {}  # forks held here whose owner is gone for good, and why
         self._refused: dict[ForkId, None] = {}  # forks that this worker has said it does not hold, so takes no more
@@ -80,7 +92,7 @@ class RRefs:
         self._met: set[Life] = set()  # holders to which there is a channel, or is going to be
         self._dead = self.worker.runtime.queue()  # of Dead, or None at the end
         self._cleaner: threading.Thread | None = None
-        node.agent.interceptors.append(self)
+        node.client.interceptors.append(self)
         node.peers.on_lost(self._on_lost)
         node.peers.on_change(self._on_change)
         node.audits.append(self)
@@ -100,13 +112,13 @@ class RRefs:
 
     def _is_present(self, number: RRefId) -> bool:
         try:
-            return is_of(number, life_of(self.agent.peers.find(maker_of(number))))
+            return is_of(number, identity_of(self.client.peers.find(maker_of(number))))
         except UnknownWorkerError:
             return False
 
     # Values that this worker owns.
 
-    def own(self, number: RRefId) -> Entry[Future[Any]]:
+    def own(self, number: RRefId) -> OwnerEntry[Future[Any]]:
         """The entry of a value of this worker's, which stays until ``let_go``."""
         self._start_cleaner()
         with self._lock:
@@ -126,7 +138,7 @@ class RRefs:
             raise PeerLostError(f"the value is gone: {reason}", worker=name, reason=reason)
         return found.value
 
-    def create(self, number: int, fork: int, letter: int, holder: Life, incarnation: str) -> Entry[Future[Any]]:
+    def create(self, number: int, fork: int, letter: int, holder: Life, incarnation: str) -> OwnerEntry[Future[Any]]:
         """A worker has asked for a value to be made; its entry stays until ``let_go``. Its first fork is news like any
         other: one that is over by now, and whose handle is gone, keeps nothing.
         """
@@ -143,14 +155,14 @@ class RRefs:
                 entry.joined[ForkId(fork)] = holder
         return entry
 
-    def let_go(self, entry: Entry[Future[Any]]) -> None:
+    def let_go(self, entry: OwnerEntry[Future[Any]]) -> None:
         """Undo ``own`` or ``create``."""
         with self._lock:
             freed = self._owned.let_go(entry)
         del entry
         self._end(freed)
 
-    def _end(self, freed: list[Entry[Future[Any]]]) -> None:
+    def _end(self, freed: list[OwnerEntry[Future[Any]]]) -> None:
         """Values end here, not under the lock. Whoever waits for one that was never made learns that it will not be:
         the call that was to make it got lost.
         """
@@ -162,7 +174,7 @@ class RRefs:
                     entry.value.set_exception(error)
         freed.clear()
 
-    def _hear(self, news: Sequence[News]) -> None:
+    def _hear(self, news: Sequence[Update]) -> None:
         """This worker's own news about its own values."""
         with self._lock:
             freed = self._owned.hear(self.life, news)
@@ -170,13 +182,13 @@ class RRefs:
         self._end(freed)
         self._look_for(suspects)
 
-    def take_news(self, sender: Life, letters: Iterable[Letter]) -> None:
+    def take_news(self, sender: Life, letters: Iterable[Notice]) -> None:
         """News have come from another worker."""
         strangers: dict[Life, None] = {}
         with self._lock:
-            if isinstance(self.agent.peers.in_life(*sender), tuple):
+            if isinstance(self.client.peers.in_life(*sender), tuple):
                 return  # it is gone, and all that it held
-            inbox = self._inboxes.setdefault(sender, Inbox())
+            inbox = self._inboxes.setdefault(sender, NoticeInbox())
             due = [item for number, news in letters for item in inbox.take(number, news)]
             freed = self._owned.hear(sender, due)
             for what, _, _, holder in due:
@@ -187,14 +199,14 @@ class RRefs:
         self._end(freed)
         self._look_for(suspects)
         for holder in strangers:
-            self.worker.crew.submit(functools.partial(self._meet, holder))
+            self.worker.thread_pool.submit(functools.partial(self._meet, holder))
 
     def _meet(self, holder: Life, tries: int = _MEETINGS) -> None:
         """Have a channel to a worker that holds references, so as to learn of its loss."""
-        peer = self.agent.peers.in_life(*holder)
+        peer = self.client.peers.in_life(*holder)
         try:
             if isinstance(peer, Peer):
-                self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+                self.client.peers.channel_to(peer, self.worker.options.connect_timeout)
                 return
         except BackhaulError as error:
             log.debug("worker %d, which holds references, is not reached: %s", holder[0], error)
@@ -212,7 +224,7 @@ class RRefs:
     def _later(self, task: Callable[[], None], failed: int, *, awaited: bool = False) -> None:
         """Try again what has failed so many times before; ``awaited``: a shutdown waits for it."""
         first, longest = _PAUSES
-        crew, when = self.worker.crew, self.worker.runtime.now() + min(first * 2**failed, longest)
+        thread_pool, when = self.worker.thread_pool, self.worker.runtime.now() + min(first * 2**failed, longest)
 
         def run() -> None:
             try:
@@ -220,11 +232,11 @@ class RRefs:
                     task()
             finally:
                 if awaited:
-                    self.agent.end()
+                    self.client.end()
 
         if awaited:
-            self.agent.begin()
-        crew.call_at(when, functools.partial(crew.submit, run))
+            self.client.begin()
+        thread_pool.call_at(when, functools.partial(thread_pool.submit, run))
 
     # Forks that may have got lost: the owner asks.
 
@@ -237,7 +249,7 @@ class RRefs:
         """Ask those who were to get these forks."""
         for holder, forks in suspects.items():
             named = [(int(number), int(fork)) for fork, number in forks.items()]
-            self.worker.crew.submit(functools.partial(self._ask, holder, named, _TRIES))
+            self.worker.thread_pool.submit(functools.partial(self._ask, holder, named, _TRIES))
 
     def _ask(self, holder: Life, forks: list[tuple[int, int]], tries: int) -> None:
         if holder == self.life:
@@ -253,7 +265,7 @@ class RRefs:
                 else:
                     log.debug("worker %d does not say which references it holds: %s", holder[0], error)
 
-        peer = self.agent.peers.in_life(*holder)
+        peer = self.client.peers.in_life(*holder)
         if isinstance(peer, tuple):
             return  # it is gone, and they with it
         self.call(peer, ask, (self.life, holder[1], forks), check)
@@ -284,7 +296,7 @@ class RRefs:
         self._start_cleaner()
         with self._lock:
             self._take_in(fork)
-            peer = self.agent.peers.in_life(*owner)
+            peer = self.client.peers.in_life(*owner)
             if isinstance(peer, Peer):
                 self._forks[fork] = owner, number
                 return peer.info
@@ -294,7 +306,7 @@ class RRefs:
             self._orphans[fork] = f"worker '{name}' {why}"
             return WorkerInfo(name, WorkerId(owner[0]))
 
-    def come_home(self, number: RRefId, fork: ForkId) -> Entry[Future[Any]]:
+    def come_home(self, number: RRefId, fork: ForkId) -> OwnerEntry[Future[Any]]:
         """A fork of a value of this worker's has come here: it ends, and the entry is held in its place."""
         self._start_cleaner()
         with self._lock:
@@ -333,7 +345,7 @@ class RRefs:
                 self._forks[fork] = owner, number
             return number, fork, letter or (-1, [])
 
-    def asked(self, owner: Life, letter: Letter, *, heard: bool) -> None:
+    def asked(self, owner: Life, letter: Notice, *, heard: bool) -> None:
         """The call that took news along is over. If it cannot be said that it brought them they are told again."""
         with self._lock:
             outbox = self._outboxes.get(owner)
@@ -344,7 +356,7 @@ class RRefs:
                 return
         self._send(owner, [letter], _TRIES)
 
-    def tell(self, owner: Life, news: list[News]) -> None:
+    def tell(self, owner: Life, news: list[Update]) -> None:
         """Let the owner of values know."""
         if owner == self.life:
             self._hear(news)
@@ -354,18 +366,18 @@ class RRefs:
         if letters:
             self._send(owner, letters, _TRIES)
 
-    def _post(self, owner: Life, news: list[News]) -> Letter | None:
+    def _post(self, owner: Life, news: list[Update]) -> Notice | None:
         """Number news for an owner, unless it is gone. Called with the lock."""
-        if isinstance(self.agent.peers.in_life(*owner), tuple) or owner[0] == self.id:
+        if isinstance(self.client.peers.in_life(*owner), tuple) or owner[0] == self.id:
             return None
-        return self._outboxes.setdefault(owner, Outbox()).add(news)
+        return self._outboxes.setdefault(owner, NoticeOutbox()).add(news)
 
-    def _prepare(self, owner: Life, news: list[News]) -> list[Letter]:
+    def _prepare(self, owner: Life, news: list[Update]) -> list[Notice]:
         """The same, with those that did not get there before. Called with the lock."""
         letter = self._post(owner, news)
         return [] if letter is None else [*self._outboxes[owner].take_back(), letter]
 
-    def _send(self, owner: Life, letters: list[Letter], tries: int) -> None:
+    def _send(self, owner: Life, letters: list[Notice], tries: int) -> None:
         """Send numbered news. What is not heard after some tries goes with the next, since none is read before it, or
         when the owner is there again.
         """
@@ -388,7 +400,7 @@ class RRefs:
                     if owner in self._outboxes:
                         self._outboxes[owner].heard(letters)
 
-        peer = self.agent.peers.in_life(*owner)
+        peer = self.client.peers.in_life(*owner)
         if not isinstance(peer, tuple):
             self.call(peer, take_news, (self.life, owner[1], letters), check)
 
@@ -397,7 +409,7 @@ class RRefs:
         try:
             if peer is None:
                 raise UnknownWorkerError("it is not known here yet")
-            done: Future[None] = self.agent.call_async(peer.record.id, function, arguments, None, 0, mode="internal")
+            done: Future[None] = self.client.call_async(peer.record.id, function, arguments, None, 0, mode="internal")
         except NotInitializedError as error:
             log.debug("nothing is said about references any more: %s", error)
             return
@@ -426,7 +438,7 @@ class RRefs:
             del dead, batch  # nothing here may keep values while it waits
 
     def _drop(self, batch: list[Dead]) -> None:
-        by_owner: dict[Life, list[News]] = {}
+        by_owner: dict[Life, list[Update]] = {}
         for item in batch:
             if len(item) == 1:
                 self.let_go(item[0])
@@ -442,7 +454,7 @@ class RRefs:
         self._hear(by_owner.get(self.life, ()))
         self._deliver(letters)
 
-    def _deliver(self, letters: dict[Life, list[Letter]]) -> None:
+    def _deliver(self, letters: dict[Life, list[Notice]]) -> None:
         for owner, some in letters.items():
             if some:
                 self._send(owner, some, _TRIES)
@@ -451,7 +463,7 @@ class RRefs:
         """End all forks held here, whether or not handles exist."""
         with self._lock:
             forks, self._forks = self._forks, {}
-            letters: dict[Life, list[Letter]] = {}
+            letters: dict[Life, list[Notice]] = {}
             for fork, (owner, number) in forks.items():
                 letters.setdefault(owner, []).extend(self._prepare(owner, [("gone", number, fork, self.life)]))
         self._deliver(letters)
@@ -484,12 +496,12 @@ class RRefs:
         """Only the channel may be gone, so see whether the worker is still there; if not, its references are not. Those
         that were on their way may be lost.
         """
-        life, letters = life_of(peer), {}
+        life, letters = identity_of(peer), {}
         if self.worker.closed or peer.gone:
             return
         with self._lock:
             self._met.discard(life)
-            news: list[News] = [("lost", RRefId(-1), ForkId(-1), life)]
+            news: list[Update] = [("lost", RRefId(-1), ForkId(-1), life)]
             for owner in self._passed.get(life, ()):
                 if owner == self.life:
                     self._owned.hear(self.life, news)
@@ -500,21 +512,21 @@ class RRefs:
         self._look_for(suspects)
         # In tasks of their own: it may take a while.
         if letters:
-            self.worker.crew.submit(functools.partial(self._deliver, letters))
+            self.worker.thread_pool.submit(functools.partial(self._deliver, letters))
         if holds_some:
-            self.worker.crew.submit(functools.partial(self._meet, life))
+            self.worker.thread_pool.submit(functools.partial(self._meet, life))
 
     def _on_change(self, what: str, peer: Peer, reason: str) -> None:
         """A worker that is gone for good holds nothing any more, and there is nothing to be said to it or heard of it.
         One that is there again may not have heard all.
         """
-        life = life_of(peer)
+        life = identity_of(peer)
         if what == "joined":
             with self._lock:
                 outbox = self._outboxes.get(life)
                 letters = [] if outbox is None else outbox.take_back()
             if letters:
-                self.worker.crew.submit(functools.partial(self._send, life, letters, _TRIES))
+                self.worker.thread_pool.submit(functools.partial(self._send, life, letters, _TRIES))
         if what not in ("left", "replaced"):
             return
         with self._lock:
@@ -530,16 +542,16 @@ class RRefs:
             freed = self._owned.lose(life)
             suspects = self._take_suspects()
         self._look_for(suspects)
-        self.worker.crew.submit(functools.partial(self._end, freed))  # not under the locks that are held here
+        self.worker.thread_pool.submit(functools.partial(self._end, freed))  # not under the locks that are held here
 
     # On messages: the forks that travel in them.
 
     def _note(self, peer: Peer, encoded: Encoded) -> bytes:
-        receiver, by_owner = life_of(peer), dict[Life, list[News]]()
+        receiver, by_owner = identity_of(peer), dict[Life, list[Update]]()
         for owner, incarnation, number, fork in encoded.parcels:
             by_owner.setdefault((owner, incarnation), []).append(("made", number, fork, receiver))
         with self._lock:
-            if not isinstance(self.agent.peers.in_life(*receiver), tuple):
+            if not isinstance(self.client.peers.in_life(*receiver), tuple):
                 self._passed.setdefault(receiver, {}).update(dict.fromkeys(by_owner))
         for life, news in by_owner.items():
             self.tell(life, news)
@@ -586,12 +598,12 @@ def _gone_with(owner: str, reason: str) -> PeerLostError:
     return PeerLostError(f"the value is gone with its owner: {reason}", worker=owner, reason=reason)
 
 
-def current_rrefs() -> RRefs:
+def current_rrefs() -> RRefRegistry:
     """Those of the current worker."""
-    return current_worker().part(RRefs)
+    return current_worker().part(RRefRegistry)
 
 
-def _meant(incarnation: str) -> RRefs:
+def _meant(incarnation: str) -> RRefRegistry:
     rrefs = current_rrefs()
     if incarnation != rrefs.life[1]:
         name = rrefs.worker.name
@@ -600,12 +612,12 @@ def _meant(incarnation: str) -> RRefs:
 
 
 @never_dropped  # of a worker that is lost too: it may have passed references on
-def take_news(sender: Life, incarnation: str, letters: list[Letter]) -> None:
-    """Called by those who hold references; see ``RRefs.take_news``."""
+def take_news(sender: Life, incarnation: str, letters: list[Notice]) -> None:
+    """Called by those who hold references; see ``RRefRegistry.take_news``."""
     _meant(incarnation).take_news(sender, letters)
 
 
 @never_dropped
 def ask(owner: Life, incarnation: str, forks: list[tuple[int, int]]) -> None:
-    """Called by owners of values; see ``RRefs.confirm``."""
+    """Called by owners of values; see ``RRefRegistry.confirm``."""
     _meant(incarnation).confirm(owner, forks)

@@ -20,7 +20,7 @@ from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.node import Node
 from backhaul._rref.handle import RRef, forward, keeps_history, make_handle, without_history
 from backhaul._rref.ownership import RRefId, maker_of
-from backhaul._rref.registry import RRefs, current_rrefs, life_of
+from backhaul._rref.registry import RRefRegistry, current_rrefs, identity_of
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
 from backhaul._wire.callables import label_of, name_of, resolve
@@ -35,7 +35,7 @@ _OURS = 7  # arguments of ``create`` that are not the user's
 
 
 def _extend(node: Node) -> None:
-    RRefs(node)
+    RRefRegistry(node)
 
 
 extensions.append(_extend)
@@ -90,7 +90,7 @@ def make_remote(
         raise TypeError(f"only a callable can be called, not a {type(func).__name__}")
     given, named = positional(args), None if kwargs is None else keywords(kwargs)
     rrefs = current_rrefs()
-    peer = rrefs.agent.peers.find(to)
+    peer = rrefs.client.peers.find(to)
     if peer.plain:
         raise PermissionDeniedError(
             f"there are no references between workers one of which does not trust the other (trusted=False): "
@@ -105,7 +105,7 @@ def make_remote(
     birth = _Birth(rrefs, peer)
     arguments = _Arguments(birth, keeps_history(rrefs), what, given)
     try:
-        call = rrefs.agent, peer.record.id, create, arguments, named, timeout
+        call = rrefs.client, peer.record.id, create, arguments, named, timeout
         created = start(*call, retry, label=label or label_of(func), mode="remote")
     except BaseException as error:
         birth.end(heard=False)
@@ -123,7 +123,7 @@ def make_remote(
 
 
 def _make_here(
-    rrefs: RRefs,
+    rrefs: RRefRegistry,
     what: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
@@ -137,7 +137,7 @@ def _make_here(
     entry = rrefs.own(number)
     try:
         arguments = int(number), -1, -1, "", "", keeps_history(rrefs), what, *args
-        created = start(rrefs.agent, rrefs.id, create, arguments, kwargs, timeout, retry, label=label, mode="remote")
+        created = start(rrefs.client, rrefs.id, create, arguments, kwargs, timeout, retry, label=label, mode="remote")
     except BaseException as error:
         rrefs.let_go(entry)
         if isinstance(error, SerializationError):
@@ -152,17 +152,17 @@ def _make_here(
 class _Birth:
     """A value being asked for. The owner may be restarted between attempts: then it is asked of the new one."""
 
-    def __init__(self, rrefs: RRefs, peer: Peer) -> None:
+    def __init__(self, rrefs: RRefRegistry, peer: Peer) -> None:
         self.rrefs = rrefs
-        self.owner, self.life = peer.info, life_of(peer)
+        self.owner, self.life = peer.info, identity_of(peer)
         self.number, self.fork, letter = rrefs.expect(self.life)
         self.handle: Callable[[], RRef[Any] | None] = lambda: None
         self._letters = {self.life: letter}
 
     def named(self) -> tuple[int, int, int, str, str]:
         """What the owner, whoever has its id now, has to know: value, fork, number of the news, who asks whom."""
-        peer = self.rrefs.agent.peers.find(self.owner.id)
-        life = life_of(peer)
+        peer = self.rrefs.client.peers.find(self.owner.id)
+        life = identity_of(peer)
         if life not in self._letters:
             _, _, self._letters[life] = self.rrefs.expect(life, self.number, self.fork)
             self.owner, self.life = peer.info, life
@@ -179,7 +179,7 @@ class _Birth:
         if not isinstance(error, _NOT_TAKEN):
             self.end(heard=error is None)
             return
-        peer = self.rrefs.agent.peers.in_life(*self.life)
+        peer = self.rrefs.client.peers.in_life(*self.life)
         arguments = *self.named(), True, name_of(_not_made), copy_without_frames(error)
         if isinstance(peer, Peer):
             self.rrefs.call(peer, create, arguments, lambda told: self.end(heard=told._failure() is None))
@@ -265,7 +265,7 @@ def create(  # noqa: PLR0917 (only so do they travel without pickle)
                 )
             made = cast("torch.futures.Future[Any]", result)
         elif inspect.iscoroutine(result):
-            made = current_worker().part(Node).dispatcher.complete(result, (args, kwargs))
+            made = current_worker().part(Node).server.complete(result, (args, kwargs))
         else:
             made = Future()
             made.set_result(result)

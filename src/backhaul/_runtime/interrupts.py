@@ -33,8 +33,8 @@ from typing import Any, Protocol, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_HERE = os.path.dirname(__file__) + os.sep
-_TESTING = _HERE + "testing" + os.sep  # programs of their own
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TESTING = (_HERE + "testing" + os.sep, _HERE + "_sim" + os.sep)  # programs of their own
 SIGINT = int(signal.SIGINT)
 getsignal: Callable[[int], Any] = _signal.getsignal  # what ``signal`` puts around it costs a hundred times as much
 _OFTEN, _SELDOM = 0.001, 0.02  # seconds until the signal is repeated, at first and after a while

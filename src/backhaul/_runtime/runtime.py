@@ -108,7 +108,7 @@ class Queue(Protocol):
         """Whether there is none now."""
 
 
-class Gate:
+class OneShotEvent:
     """Opens once and stays open; any number of threads may wait. Thread-safe."""
 
     __slots__ = ("_lock", "_opened", "bell")
@@ -154,9 +154,9 @@ class Runtime:
     effort: Callable[[], float] = staticmethod(time.thread_time)
     """Seconds of processor time that the calling thread has taken."""
 
-    def gate(self) -> Gate:
+    def one_shot(self) -> OneShotEvent:
         """Make a shut gate."""
-        return Gate()
+        return OneShotEvent()
 
     def lock(self) -> Lock:
         """Make a lock that may be held while its holder waits for something else."""

@@ -23,9 +23,9 @@ from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.node import Node, shutdown_together, start_node
 from backhaul._rpc.security.rate_limits import bounds_of
 from backhaul._sim.endpoints import SimEndpoint
-from backhaul._sim.network import SimNetwork, Weather
+from backhaul._sim.network import NetworkConditions, SimNetwork
 from backhaul._sim.runtime import SimRuntime
-from backhaul._sim.scheduler import Home, Scheduler, SimThread
+from backhaul._sim.scheduler import Scheduler, SimProcess, SimThread
 from backhaul._types import Options
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class WorkerDiedError(RuntimeError):
     """A worker of the simulation was ended while it ran a program."""
 
 
-class Program(Generic[T]):
+class SimProgram(Generic[T]):
     """Something that runs on a worker, on a strand of its own."""
 
     def __init__(self, scheduler: Scheduler, runtime: SimRuntime, function: Callable[[], T]) -> None:
@@ -74,12 +74,12 @@ class Program(Generic[T]):
     def ended(self) -> bool:
         """Whether it does not run any more."""
         assert isinstance(self._thread, SimThread)
-        return self._thread.strand.done
+        return self._thread.sim_task.done
 
     def result(self) -> T:
         """Wait for it; return or raise what it did."""
         assert isinstance(self._thread, SimThread)
-        self._scheduler.join(self._thread.strand, None)
+        self._scheduler.join(self._thread.sim_task, None)
         if self.error is not None:
             raise self.error
         if not self.over:
@@ -107,12 +107,12 @@ class SimCluster:
         *,
         seed: int,
         options: Options | None = None,
-        weather: Weather | None = None,
+        conditions: NetworkConditions | None = None,
         eagerness: float = 0.1,
         keep_trace: bool = False,
     ) -> None:
         self.scheduler = Scheduler(seed, eagerness=eagerness, keep_trace=keep_trace)
-        self.network = SimNetwork(self.scheduler, weather)
+        self.network = SimNetwork(self.scheduler, conditions)
         self.options = options or Options()
         self.nodes: dict[str, Node] = {}  # those that live
         self.history: list[tuple[float, str, bool]] = []  # when a worker went, or (true) was there again
@@ -174,7 +174,7 @@ class SimCluster:
         assert isinstance(runtime, SimRuntime)
         return runtime
 
-    def home_of(self, name: str) -> Home:
+    def home_of(self, name: str) -> SimProcess:
         """What the strands of a living worker belong to."""
         return self.runtime_of(self.nodes[name]).home
 
@@ -183,7 +183,7 @@ class SimCluster:
 
     # Programs and time.
 
-    def run(self, name: str, function: Callable[[], T]) -> Program[T]:
+    def run(self, name: str, function: Callable[[], T]) -> SimProgram[T]:
         """Run a function on a worker, which is current there."""
         node = self.nodes[name]
 
@@ -191,7 +191,7 @@ class SimCluster:
             with node.worker:
                 return function()
 
-        return Program(self.scheduler, self.runtime_of(node), run)
+        return SimProgram(self.scheduler, self.runtime_of(node), run)
 
     def spawn(self, function: Callable[[], None], name: str) -> threading.Thread:
         """Run a function on a strand that belongs to no worker."""
@@ -229,7 +229,7 @@ class SimCluster:
         def become_member() -> Node:
             return join(endpoint, record, members, self.options, runtime=runtime)
 
-        node = self.nodes[name] = Program(self.scheduler, runtime, become_member).result()
+        node = self.nodes[name] = SimProgram(self.scheduler, runtime, become_member).result()
         node.membership.secret = _secret_of(record.incarnation)
         self.history.append((self.scheduler.now, name, True))
         return node
@@ -271,7 +271,7 @@ class SimCluster:
         """End all faults that can end."""
         self._note("calm")
         self.network.heal_all()
-        self.network.weather = Weather(patience=self.network.weather.patience)
+        self.network.conditions = NetworkConditions(patience=self.network.conditions.patience)
         for node in self.nodes.values():
             home = self.runtime_of(node).home
             if home.paused:
@@ -303,12 +303,12 @@ class SimCluster:
         node = self.nodes.pop(name)
         self.history.append((self.scheduler.now, name, False))
         end = functools.partial(node.shutdown, graceful=False, timeout=timeout, alone=True)
-        Program(self.scheduler, self.runtime_of(node), functools.partial(node.worker.run, end)).result()
+        SimProgram(self.scheduler, self.runtime_of(node), functools.partial(node.worker.run, end)).result()
         self.sleep(0.1)
         return self._left_of(node)
 
     def _left_of(self, node: Node) -> list[str]:
-        left = [f"{strand.name} waits for {strand.where}" for strand in self.runtime_of(node).home.strands]
+        left = [f"{sim_task.name} waits for {sim_task.where}" for sim_task in self.runtime_of(node).home.strands]
         end = node.worker.endpoint
         assert isinstance(end, SimEndpoint)
         left += [f"{end.home.name} has channel {hash(channel)} open" for channel in end.channels if channel.open]

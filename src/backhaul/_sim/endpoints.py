@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backhaul._sim.scheduler import Home, Scheduler, Strand
+from backhaul._sim.scheduler import Scheduler, SimProcess, SimTask
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError, Endpoint, Event, Lost, Received
-from backhaul._transport.spin_wait import Luck
-from backhaul._transport.waiter import Bell
+from backhaul._transport.spin_wait import SpinPolicy
+from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Recycler
 
@@ -25,7 +25,7 @@ SCHEME = "sim:"
 class Attempt:
     """Somebody connects."""
 
-    strand: Strand
+    sim_task: SimTask
     channel: SimChannel | None = None
     problem: str = ""
     given_up: bool = False
@@ -48,10 +48,10 @@ class SimChannel(Channel):
         self._number = number
         self._inbox: collections.deque[Frame] = collections.deque()
         self._unread = 0  # bytes that this end has sent and the other has not taken
-        self._senders: list[Strand] = []  # wait for room
+        self._senders: list[SimTask] = []  # wait for room
         self._armed = True  # not held, and not on the endpoint's list
-        self._reader: Strand | None = None
-        self.bell: SimBell | None = None
+        self._reader: SimTask | None = None
+        self.bell: SimChannelWaiter | None = None
         self._ended: str | None = None
         self._told = False
         self.bytes_received: int = 0
@@ -82,8 +82,8 @@ class SimChannel(Channel):
             raise ChannelClosedError(f"the channel to {self.peer} is closed")
         copy = frame.copied(self.endpoint.recycler)
         self._wait_for_room(frame.nbytes, timeout)
-        weather, draw = self._network.weather, self._scheduler.random
-        if weather.breaks and draw.random() < weather.breaks:
+        conditions, draw = self._network.conditions, self._scheduler.random
+        if conditions.breaks and draw.random() < conditions.breaks:
             if draw.random() < 0.5:
                 self._network.send(self, copy)
             self._scheduler.trace.note(f"{self._scheduler.now:.9f} {self.home} breaks {self._number}")
@@ -95,7 +95,7 @@ class SimChannel(Channel):
         self._scheduler.give_way()
 
     def _wait_for_room(self, size: int, timeout: float | None) -> None:
-        capacity = self._network.weather.capacity
+        capacity = self._network.conditions.capacity
         deadline = None if timeout is None else self._scheduler.now + timeout
         while self._ended is None and self._unread and self._unread + size > capacity:
             left = None if deadline is None else deadline - self._scheduler.now
@@ -152,7 +152,7 @@ class SimChannel(Channel):
             return Lost(self, self._ended)
         return None
 
-    def hold(self, holder: object = None) -> bool:
+    def acquire(self, holder: object = None) -> bool:
         if self._told:
             return False
         if self._armed:
@@ -176,7 +176,7 @@ class SimChannel(Channel):
                 self._reader = None
         return event
 
-    def resume(self) -> None:
+    def release(self) -> None:
         if self._told:
             return
         self._armed = True
@@ -212,13 +212,13 @@ class SimChannel(Channel):
         self._told = True
 
 
-class SimBell(Bell):
-    """See ``Bell``."""
+class SimChannelWaiter(ChannelWaiter):
+    """See ``ChannelWaiter``."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._rung = False
-        self._waiter: Strand | None = None
+        self._waiter: SimTask | None = None
 
     def expect(self) -> None:
         """Who listens looks for itself all the same."""
@@ -257,7 +257,7 @@ class SimBell(Bell):
 class SimEndpoint(Endpoint):
     """A worker's end of the network."""
 
-    def __init__(self, network: SimNetwork, home: Home, address: str) -> None:
+    def __init__(self, network: SimNetwork, home: SimProcess, address: str) -> None:
         self.addresses = (address,)
         self.network = network
         self.home = home
@@ -268,7 +268,7 @@ class SimEndpoint(Endpoint):
         self.dead = False
         self._scheduler = network.scheduler
         self._ready: list[SimChannel | None] = []  # None: a poll is to end
-        self._pollers: list[Strand] = []
+        self._pollers: list[SimTask] = []
 
     def connect(self, address: str, *, timeout: float) -> Channel:
         if not address.startswith(SCHEME):
@@ -318,8 +318,8 @@ class SimEndpoint(Endpoint):
     def wake_soon(self) -> None:
         self._scheduler.after(0.001, functools.partial(self.offer, None))
 
-    def bell(self, luck: Luck) -> Bell:
-        return SimBell(self._scheduler)
+    def bell(self, luck: SpinPolicy) -> ChannelWaiter:
+        return SimChannelWaiter(self._scheduler)
 
     def close(self) -> None:
         if self.closed or self.dead:
@@ -328,6 +328,6 @@ class SimEndpoint(Endpoint):
         self.network.forget(self)
         for attempt in self.attempts:
             attempt.problem = f"{self.addresses[0]} is closed"
-            self._scheduler.wake(attempt.strand)
+            self._scheduler.wake(attempt.sim_task)
         for channel in list(self.channels):
             channel.close()

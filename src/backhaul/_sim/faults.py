@@ -36,7 +36,7 @@ SURVIVED = frozenset({"crash", "restart", "replace", "slow"})
 """Faults under which steps with replay have to succeed, if workers that crash are replaced in time."""
 
 
-class Fate:
+class SimulatedFaults:
     """Draws faults and lets them happen.
 
     Args:
@@ -164,12 +164,12 @@ class Fate:
             self._moving -= 1
 
     def _change_weather(self, kind: str) -> None:
-        weather, draw = self._cluster.network.weather, self._draw
+        conditions, draw = self._cluster.network.conditions, self._draw
         self._cluster.scheduler.trace.note(f"weather: {kind}")
         if kind == "slow":
-            weather.slow = draw.choice((0.02, 0.2))
-            weather.slowness = 0.02 / max(weather.delay, 0.0001)  # far below all timeouts
+            conditions.slow = draw.choice((0.02, 0.2))
+            conditions.slowness = 0.02 / max(conditions.delay, 0.0001)  # far below all timeouts
         elif kind == "break":
-            weather.breaks = draw.choice((0.0, 0.002, 0.02))
+            conditions.breaks = draw.choice((0.0, 0.002, 0.02))
         else:
-            weather.duplicates = draw.choice((0.0, 0.5, 1.0))
+            conditions.duplicates = draw.choice((0.0, 0.5, 1.0))

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backhaul._sim.endpoints import SCHEME, Attempt, SimChannel, SimEndpoint
-from backhaul._sim.scheduler import Home, Scheduler
+from backhaul._sim.scheduler import Scheduler, SimProcess
 from backhaul._transport.base import ConnectTimeoutError
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Recycler
 
 
 @dataclass(slots=True)
-class Weather:
+class NetworkConditions:
     """How the network behaves; may be changed at any time.
 
     Attributes:
@@ -57,16 +57,16 @@ class SimNetwork:
         weather: How it behaves.
     """
 
-    def __init__(self, scheduler: Scheduler, weather: Weather | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, conditions: NetworkConditions | None = None) -> None:
         self.scheduler = scheduler
-        self.weather = weather or Weather()
+        self.conditions = conditions or NetworkConditions()
         self.sent = 0  # frames
         self._numbers = itertools.count(1)
         self._endpoints: dict[str, SimEndpoint] = {}
         self._cuts: dict[tuple[str, str], _Cut] = {}
         self._silent: set[str] = set()  # homes that died without a word
 
-    def endpoint(self, home: Home) -> SimEndpoint:
+    def endpoint(self, home: SimProcess) -> SimEndpoint:
         """Make an endpoint of a worker."""
         address = f"{SCHEME}{home.name}/{next(self._numbers)}"
         made = self._endpoints[address] = SimEndpoint(self, home, address)
@@ -103,7 +103,7 @@ class SimNetwork:
                 end.severed = True
                 self.scheduler.after(seconds, functools.partial(end.end, "connection reset by peer"))
 
-    def crash(self, home: Home, *, silent: bool = False) -> None:
+    def crash(self, home: SimProcess, *, silent: bool = False) -> None:
         """End a worker at once. Its peers see its channels close, or if ``silent`` nothing at all."""
         draw = self.scheduler.random
         if silent:
@@ -132,11 +132,11 @@ class SimNetwork:
     # Carrying.
 
     def _delay(self) -> float:
-        weather, draw = self.weather, self.scheduler.random
-        if not weather.delay:
+        conditions, draw = self.conditions, self.scheduler.random
+        if not conditions.delay:
             return 0.0
-        delay = draw.expovariate(1 / weather.delay)
-        return delay * weather.slowness if draw.random() < weather.slow else delay
+        delay = draw.expovariate(1 / conditions.delay)
+        return delay * conditions.slowness if draw.random() < conditions.slow else delay
 
     def _blocked(self, source: str, target: str) -> _Cut | None:
         if target in self._silent or source in self._silent:
@@ -169,7 +169,7 @@ class SimNetwork:
                     channel.end("timed out: the peer is silent")
 
             cut.held.append(release)
-            self.scheduler.after(self.weather.patience, give_up)
+            self.scheduler.after(self.conditions.patience, give_up)
             return
         if channel.other is not None and channel.other.endpoint.dead:  # its host is there, and knows of no connection
             channel.severed = True
@@ -256,7 +256,7 @@ class SimNetwork:
         theirs = SimChannel(there, endpoint.addresses[0], source, next(self._numbers))
         mine.other, theirs.other = theirs, mine
         there.channels[theirs] = None
-        if self.scheduler.random.random() < self.weather.duplicates:
+        if self.scheduler.random.random() < self.conditions.duplicates:
             mine.ghost = SimChannel(there, endpoint.addresses[0], source, next(self._numbers))
             there.channels[mine.ghost] = None
         self._post(target, source, functools.partial(self._answer, attempt, mine, ""))
@@ -274,7 +274,7 @@ class SimNetwork:
             channel.endpoint.channels[channel] = None
         attempt.channel, attempt.problem = channel, problem
         if not attempt.given_up:  # else that strand waits for something else by now
-            self.scheduler.wake(attempt.strand)
+            self.scheduler.wake(attempt.sim_task)
 
     def forget(self, endpoint: SimEndpoint) -> None:
         """An endpoint does not listen any more."""

@@ -37,7 +37,7 @@ class LostStateError(BackhaulError):
 
 
 @dataclass(frozen=True)
-class Trial:
+class RandomStep:
     """One step.
 
     Attributes:
@@ -63,7 +63,7 @@ class Trial:
 
 def draw_trial(
     draw: random.Random, run: int, driver: int, workers: Sequence[int], *, length: int = 6, replay: bool = False
-) -> Trial:
+) -> RandomStep:
     """Draw a step that ``driver`` drives over some of ``workers``; it may be one with ``replay``."""
     others = [worker for worker in workers if worker != driver]
     places = (driver, *draw.sample(others, min(len(others), draw.randint(1, 3))))
@@ -74,10 +74,10 @@ def draw_trial(
     order = 2 if not fast and draw.random() < 0.1 else 1
     deterministic, seed = draw.random() < 0.2, draw.getrandbits(32)
     patience = draw.choice((0.0, 2.0, 15.0)) if replay and not fast and order == 1 else 0.0
-    return Trial(run, program, places, "fast" if fast else "exact", order, deterministic, seed, patience)
+    return RandomStep(run, program, places, "fast" if fast else "exact", order, deterministic, seed, patience)
 
 
-def run_trial(trial: Trial, enter: Callable[[Stage], None] = lambda stage: None) -> list[str]:
+def run_trial(trial: RandomStep, enter: Callable[[Stage], None] = lambda stage: None) -> list[str]:
     """Run a step on the current worker, its driver; say where it differs from plain autograd. Stages are told."""
     wait_all([rpc_async(place, prepare, args=(trial,)) for place in trial.places])
     everyone = list(enumerate(trial.places))
@@ -117,20 +117,20 @@ def forget_states() -> None:
     _states.clear()
 
 
-def _state(trial: Trial) -> State:
+def _state(trial: RandomStep) -> State:
     state = _states.get((current_worker().incarnation, trial.run))
     if state is None:
         raise LostStateError(f"nothing is known of step {trial.run}", worker=current_worker().name)
     return state
 
 
-def prepare(trial: Trial) -> None:
+def prepare(trial: RandomStep) -> None:
     """Make this worker's parameters."""
     worker = current_worker()
     _states[worker.incarnation, trial.run] = State(trial.program, trial.places.index(worker.info.id))
 
 
-def serve(trial: Trial, worker: int, body: Body, args: Tensors, path: int) -> Tensors:
+def serve(trial: RandomStep, worker: int, body: Body, args: Tensors, path: int) -> Tensors:
     """Run a body here. ``path`` names the call among those of the step."""
     numbers = itertools.count(1)
 
@@ -140,7 +140,7 @@ def serve(trial: Trial, worker: int, body: Body, args: Tensors, path: int) -> Te
     return run_body(body, args, _state(trial), call)
 
 
-def serve_referred(trial: Trial, worker: int, body: Body, args: RRef[Tensors], path: int) -> Tensors:
+def serve_referred(trial: RandomStep, worker: int, body: Body, args: RRef[Tensors], path: int) -> Tensors:
     """The same, with arguments that have to be fetched."""
     return serve(trial, worker, body, copies(args.to_here()), path)
 
@@ -155,7 +155,7 @@ def relay_further(value: RRef[Tensors], place: int) -> RRef[Tensors]:
     return remote(place, relay, args=(value,))
 
 
-def _call(trial: Trial, to: int, body: Body, given: Tensors, path: int) -> Tensors:
+def _call(trial: RandomStep, to: int, body: Body, given: Tensors, path: int) -> Tensors:
     """Call ``serve`` on a worker, in one of the ways there are."""
     draw = random.Random(trial.seed * 1_000_003 + path)
     place, arguments = trial.places[to], (trial, to, body, given, path)
@@ -179,13 +179,13 @@ def _call(trial: Trial, to: int, body: Body, given: Tensors, path: int) -> Tenso
     return copies(rpc_sync(other, relay_further, args=(made, draw.choice(trial.places))).to_here())
 
 
-def penalise(context_id: int, trial: Trial) -> Tensors:
+def penalise(context_id: int, trial: RandomStep) -> Tensors:
     """What the gradients of this worker's parameters cost."""
     grads = get_gradients(context_id) if _has(context_id) else {}
     return [torch.tanh(grads[p]).pow(2).sum() for p in _state(trial).parameters if p in grads]
 
 
-def collect(context_id: int, trial: Trial) -> tuple[list[torch.Tensor | None], dict[str, int]]:
+def collect(context_id: int, trial: RandomStep) -> tuple[list[torch.Tensor | None], dict[str, int]]:
     """This worker's gradients and counts; forgets the step."""
     state = _state(trial)
     del _states[current_worker().incarnation, trial.run]

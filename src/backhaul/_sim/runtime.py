@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from backhaul._runtime.runtime import Gate, Lock, Queue, Runtime
-from backhaul._sim.scheduler import Home, Scheduler, SimThread, Strand
+from backhaul._runtime.runtime import Lock, OneShotEvent, Queue, Runtime
+from backhaul._sim.scheduler import Scheduler, SimProcess, SimTask, SimThread
 
 
-class SimGate(Gate):
+class SimOneShotEvent(OneShotEvent):
     """A gate at which strands wait."""
 
     __slots__ = ("_scheduler", "_waiters")
@@ -20,7 +20,7 @@ class SimGate(Gate):
         self._opened = False
         self.bell = None
         self._scheduler = scheduler
-        self._waiters: list[Strand] = []
+        self._waiters: list[SimTask] = []
 
     def open(self) -> None:
         self._opened = True
@@ -50,7 +50,7 @@ class SimLock:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._held = False
-        self._waiters: list[Strand] = []
+        self._waiters: list[SimTask] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         scheduler = self._scheduler
@@ -88,7 +88,7 @@ class SimQueue:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._items: collections.deque[Any] = collections.deque()
-        self._reader: Strand | None = None
+        self._reader: SimTask | None = None
 
     def put(self, item: Any) -> None:
         self._items.append(item)
@@ -120,14 +120,14 @@ class SimRuntime(Runtime):
         clock: Seconds that its clock is ahead; clocks of different hosts have nothing to do with each other.
     """
 
-    def __init__(self, scheduler: Scheduler, home: Home, *, clock: float = 0.0) -> None:
+    def __init__(self, scheduler: Scheduler, home: SimProcess, *, clock: float = 0.0) -> None:
         self.scheduler = scheduler
         self.home = home
         self.now = lambda: scheduler.now + clock
         self.effort = lambda: scheduler.running.effort
 
-    def gate(self) -> Gate:
-        return SimGate(self.scheduler)
+    def one_shot(self) -> OneShotEvent:
+        return SimOneShotEvent(self.scheduler)
 
     def lock(self) -> Lock:
         return SimLock(self.scheduler)
@@ -140,7 +140,7 @@ class SimRuntime(Runtime):
 
     def join(self, thread: threading.Thread, timeout: float | None = None) -> bool:
         assert isinstance(thread, SimThread)
-        over = self.scheduler.join(thread.strand, timeout)
+        over = self.scheduler.join(thread.sim_task, timeout)
         if over:
             thread.join()  # it has given the baton away for good, and needs nothing of ours
         return over

@@ -35,19 +35,19 @@ class DeadlockError(RuntimeError):
     """Nothing can ever run again, and somebody waits. The message says who, and where."""
 
 
-class Home:
+class SimProcess:
     """What strands belong to, and what faults strike as a whole."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.dead = False
         self.paused = False
-        self.strands: dict[Strand, None] = {}
-        self.parked: list[Strand] = []  # could run if the home were not paused
+        self.strands: dict[SimTask, None] = {}
+        self.parked: list[SimTask] = []  # could run if the home were not paused
         self.on_resume: list[Callable[[], None]] = []
 
 
-class Strand:
+class SimTask:
     """One thread of the simulation."""
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Strand:
         "woken",
     )
 
-    def __init__(self, name: str, home: Home) -> None:
+    def __init__(self, name: str, home: SimProcess) -> None:
         self.name = name
         self.home = home
         self.baton = threading.Lock()
@@ -75,10 +75,10 @@ class Strand:
         self.where = "its start"
         self.gift: Any = None  # what whoever woke it has for it
         self.doom: BaseException | None = None  # to be raised at its next chance
-        self.heir: Strand | None = None  # gets the baton when this one ends
+        self.heir: SimTask | None = None  # gets the baton when this one ends
         self.effort = 0.0
         self.done = False
-        self.joiners: list[Strand] = []
+        self.joiners: list[SimTask] = []
 
 
 class Trace:
@@ -127,22 +127,22 @@ class Scheduler:
         self.trace = Trace(keep_trace)
         self.now = 0.0
         self.switches = 0
-        self.outside = Home("outside")
-        self.homes: list[Home] = [self.outside]
+        self.outside = SimProcess("outside")
+        self.homes: list[SimProcess] = [self.outside]
         self.limit = float("inf")  # virtual time at which the first strand is told that it takes too long
         self._eagerness = eagerness
         self._numbers = itertools.count(1)
-        self._ready: list[Strand] = []
+        self._ready: list[SimTask] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._rung: collections.deque[Callable[[], None]] = collections.deque()  # by destructors
         self._threads: list[SimThread] = []
-        self._first: Strand | None = None
-        self._running: Strand | None = None
+        self._first: SimTask | None = None
+        self._running: SimTask | None = None
 
     # The first strand.
 
     def __enter__(self) -> Scheduler:
-        self._first = self._running = Strand("main", self.outside)
+        self._first = self._running = SimTask("main", self.outside)
         return self
 
     def __exit__(
@@ -156,24 +156,24 @@ class Scheduler:
             thread.join()  # they have nothing left to do that matters, but should not outlive the simulation
 
     @property
-    def running(self) -> Strand:
+    def running(self) -> SimTask:
         """The strand that runs."""
         assert self._running is not None, "not inside of a simulation"
         return self._running
 
     # Homes.
 
-    def home(self, name: str) -> Home:
+    def home(self, name: str) -> SimProcess:
         """Make a home."""
-        made = Home(name)
+        made = SimProcess(name)
         self.homes.append(made)
         return made
 
-    def pause(self, home: Home) -> None:
+    def pause(self, home: SimProcess) -> None:
         """Let none of its strands run."""
         home.paused = True
 
-    def resume(self, home: Home) -> None:
+    def resume(self, home: SimProcess) -> None:
         """Let them run again."""
         home.paused = False
         self._ready += home.parked
@@ -182,58 +182,58 @@ class Scheduler:
             action()
         home.on_resume.clear()
 
-    def kill(self, home: Home) -> None:
+    def kill(self, home: SimProcess) -> None:
         """Stop all its strands for good, but the one that calls: each is unwound at once, and can do nothing more."""
         home.dead = True
         self.resume(home)
         me = self.running
-        while victims := [strand for strand in home.strands if strand is not me]:
+        while victims := [sim_task for sim_task in home.strands if sim_task is not me]:
             for victim in victims:
                 victim.heir = me
                 victim.ticket = 0
                 self._running = victim
                 victim.baton.release()
                 me.baton.acquire()
-        self._ready = [strand for strand in self._ready if not strand.done]
+        self._ready = [sim_task for sim_task in self._ready if not sim_task.done]
 
     # Strands.
 
-    def spawn(self, target: Callable[[], None], *, name: str, home: Home) -> SimThread:
+    def spawn(self, target: Callable[[], None], *, name: str, home: SimProcess) -> SimThread:
         """Start a strand."""
         if home.dead:
             raise Killed
-        strand = Strand(name, home)
-        thread = SimThread(self, strand, target)
-        home.strands[strand] = None
+        sim_task = SimTask(name, home)
+        thread = SimThread(self, sim_task, target)
+        home.strands[sim_task] = None
         thread.start()
         self._threads.append(thread)
         if not len(self._threads) % 256:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._ready.append(strand)
+        self._ready.append(sim_task)
         return thread
 
-    def _end(self, strand: Strand) -> None:
+    def _end(self, sim_task: SimTask) -> None:
         """The last thing a strand does with the baton."""
-        strand.done = True
-        del strand.home.strands[strand]
-        for joiner in strand.joiners:  # they take themselves off
+        sim_task.done = True
+        del sim_task.home.strands[sim_task]
+        for joiner in sim_task.joiners:  # they take themselves off
             self.wake(joiner)
-        following = strand.heir if strand.heir is not None else self._pick()
+        following = sim_task.heir if sim_task.heir is not None else self._pick()
         self._running = following
         following.baton.release()
 
-    def join(self, strand: Strand, timeout: float | None) -> bool:
+    def join(self, sim_task: SimTask, timeout: float | None) -> bool:
         """Wait for the end of a strand; whether it came."""
         deadline = None if timeout is None else self.now + timeout
-        while not strand.done:
+        while not sim_task.done:
             me = self.running
-            strand.joiners.append(me)
+            sim_task.joiners.append(me)
             try:
-                if not self.wait(f"join of {strand.name}", None if deadline is None else deadline - self.now):
+                if not self.wait(f"join of {sim_task.name}", None if deadline is None else deadline - self.now):
                     break
             finally:
-                strand.joiners.remove(me)
-        return strand.done
+                sim_task.joiners.remove(me)
+        return sim_task.done
 
     # Waiting.
 
@@ -254,21 +254,21 @@ class Scheduler:
             raise doom
         return me.woken
 
-    def wake(self, strand: Strand, gift: Any = None) -> bool:
+    def wake(self, sim_task: SimTask, gift: Any = None) -> bool:
         """Let a strand that waits go on; False if it does not wait (any more)."""
-        if not strand.ticket:
+        if not sim_task.ticket:
             return False
-        strand.ticket = 0
-        strand.woken = True
-        strand.gift = gift
-        self._ready.append(strand)
+        sim_task.ticket = 0
+        sim_task.woken = True
+        sim_task.gift = gift
+        self._ready.append(sim_task)
         return True
 
-    def _expire(self, strand: Strand, ticket: int) -> None:
-        if strand.ticket == ticket:
-            strand.ticket = 0
-            strand.woken = False
-            self._ready.append(strand)
+    def _expire(self, sim_task: SimTask, ticket: int) -> None:
+        if sim_task.ticket == ticket:
+            sim_task.ticket = 0
+            sim_task.woken = False
+            self._ready.append(sim_task)
 
     def give_way(self, *, surely: bool = False) -> None:
         """A place where another strand may go on although this one could."""
@@ -283,7 +283,7 @@ class Scheduler:
             if me.home.dead and me is not self._first:
                 raise Killed
 
-    def _switch(self, me: Strand) -> None:
+    def _switch(self, me: SimTask) -> None:
         following = self._pick()
         if following is not me:
             self.switches += 1
@@ -311,7 +311,7 @@ class Scheduler:
         if when < float("inf"):
             heapq.heappush(self._timers, (when, number, action))
 
-    def _pick(self) -> Strand:
+    def _pick(self) -> SimTask:
         """The next strand to run."""
         me, timers = self.running, self._timers
         quantum = self.random.expovariate(1 / _QUANTUM)
@@ -328,12 +328,12 @@ class Scheduler:
             while ready:
                 place = int(self.random.random() * len(ready))
                 ready[place], ready[-1] = ready[-1], ready[place]
-                strand = ready.pop()
-                if strand.home.paused:
-                    strand.home.parked.append(strand)
+                sim_task = ready.pop()
+                if sim_task.home.paused:
+                    sim_task.home.parked.append(sim_task)
                     continue
-                self.trace.note(f"{self.now:.9f} {strand.name}")
-                return strand
+                self.trace.note(f"{self.now:.9f} {sim_task.name}")
+                return sim_task
             if not timers:
                 self._doom(DeadlockError(f"nothing can ever run again at {self.now:.6f} s\n{self.describe()}"))
             elif timers[0][0] > self.limit:
@@ -352,7 +352,7 @@ class Scheduler:
 
     def describe(self) -> str:
         """Who waits where."""
-        lines = [f"  {strand.name} waits for {strand.where}" for home in self.homes for strand in home.strands]
+        lines = [f"  {sim_task.name} waits for {sim_task.where}" for home in self.homes for sim_task in home.strands]
         if self._first is not None:
             lines.insert(0, f"  {self._first.name} waits for {self._first.where}")
         return "\n".join(lines)
@@ -361,26 +361,26 @@ class Scheduler:
 class SimThread(threading.Thread):
     """The OS thread of a strand."""
 
-    def __init__(self, scheduler: Scheduler, strand: Strand, target: Callable[[], None]) -> None:
-        super().__init__(name=strand.name, daemon=True)
-        self.strand = strand
+    def __init__(self, scheduler: Scheduler, sim_task: SimTask, target: Callable[[], None]) -> None:
+        super().__init__(name=sim_task.name, daemon=True)
+        self.sim_task = sim_task
         self._scheduler: Scheduler | None = scheduler
         self._todo: Callable[[], None] | None = target
 
     def run(self) -> None:
-        strand, scheduler, todo = self.strand, self._scheduler, self._todo
+        sim_task, scheduler, todo = self.sim_task, self._scheduler, self._todo
         assert scheduler is not None
         assert todo is not None
-        strand.baton.acquire()
+        sim_task.baton.acquire()
         # What dies with the thread has to die while it has the baton.
         self._todo = self._scheduler = None
         context = contextvars.Context()
         try:
-            if not strand.home.dead:
+            if not sim_task.home.dead:
                 context.run(todo)
         except Killed:
             pass
         except BaseException:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self)))
         del context, todo
-        scheduler._end(strand)
+        scheduler._end(sim_task)

@@ -2,7 +2,7 @@
 no message.
 
 Reading is pulled: any number of threads wait in ``Endpoint.poll``, and each event goes to exactly one of them. A
-channel that has delivered frames delivers no more until ``resume``, so whoever holds it may act in order before
+channel that has delivered frames delivers no more until ``release``, so whoever holds it may act in order before
 anyone sees what follows. That lets the thread which reads a request also run it, with no hand-off.
 
 Whoever reads or writes a channel can be told from its state: an entry with its name, where a lock would leave no trace.
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 from backhaul._wire.frames import Frame
 
 if TYPE_CHECKING:
-    from backhaul._transport.spin_wait import Luck
-    from backhaul._transport.waiter import Bell
+    from backhaul._transport.spin_wait import SpinPolicy
+    from backhaul._transport.waiter import ChannelWaiter
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Frames arrived on a channel, in order. It is held, and delivers no more, until its ``resume``."""
+    """Frames arrived on a channel, in order. It is held, and delivers no more, until its ``release``."""
 
     channel: Channel
     frames: list[Frame]
@@ -104,10 +104,10 @@ class Channel(abc.ABC):
         """Send what waits; nothing does, where ``send_soon`` sends at once."""
 
     @abc.abstractmethod
-    def resume(self) -> None:
-        """Let the channel deliver again; called once for each ``Received`` and each successful ``hold``."""
+    def release(self) -> None:
+        """Let the channel deliver again; called once for each ``Received`` and each successful ``acquire``."""
 
-    def hold(self, holder: object = None) -> bool:
+    def acquire(self, holder: object = None) -> bool:
         """Take the channel from the pollers, so as to read it with ``receive``. False: it cannot be had now.
 
         A thread that waits for a reply gets it without a hand-off that way. A transport need not offer it. ``holder``
@@ -115,8 +115,9 @@ class Channel(abc.ABC):
         """
         return False
 
-    def mend(self, holder: object, *, whole: bool) -> Lost | None:
-        """A thread was interrupted somewhere between ``hold`` and the end of ``resume``: let the channel deliver again.
+    def recover_after_interrupt(self, holder: object, *, whole: bool) -> Lost | None:
+        """A thread was interrupted somewhere between ``acquire`` and the end of ``release``: let the channel
+        deliver again.
         Unless it is known to be ``whole`` something may be missing, and it is closed: then the thread has to tell.
         """
         return None
@@ -205,11 +206,11 @@ class Endpoint(abc.ABC):
     def flush(self) -> None:  # noqa: B027
         """Send what waits in any channel, see ``Channel.send_soon``."""
 
-    def bell(self, luck: Luck) -> Bell:
+    def bell(self, luck: SpinPolicy) -> ChannelWaiter:
         """Make something to wait with for several channels of this end that one thread holds."""
-        from backhaul._transport.waiter import Bell  # which knows channels
+        from backhaul._transport.waiter import ChannelWaiter  # which knows channels
 
-        return Bell(luck)
+        return ChannelWaiter(luck)
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -62,7 +62,7 @@ class InprocChannel(Channel):
                 return Lost(self, self._ended)
             return None
 
-    def resume(self) -> None:
+    def release(self) -> None:
         with self._lock:
             more = bool(self._inbox) or (self._ended is not None and not self._told)
             self._armed = not more

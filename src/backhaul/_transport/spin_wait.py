@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 
-LOOKS = 300 if len(os.sched_getaffinity(0)) > 1 else 0
+MAX_SPINS = 300 if len(os.sched_getaffinity(0)) > 1 else 0
 """How many times to look; each takes about a microsecond."""
 
 LONGEST = 0.002
@@ -25,7 +25,7 @@ _RESPECT = 4, 128  # waits for which we leave it to others then, at first and at
 _SOON = 0.0005  # seconds; what comes within this time would come sooner if nobody slept
 
 
-class Luck:
+class SpinPolicy:
     """Remembers how soon messages came. Used by one thread at a time."""
 
     __slots__ = ("_pause", "_processor", "_respect", "_share", "_since", "_start", "_waits")
@@ -42,7 +42,7 @@ class Luck:
     def expecting(self) -> bool:
         """Whether to look; every now and then one does, to see whether times have changed."""
         self._waits += 1
-        if LOOKS > 0 and self._waits > self._pause and (self._share > 0.25 or not self._waits & 31):
+        if MAX_SPINS > 0 and self._waits > self._pause and (self._share > 0.25 or not self._waits & 31):
             self._processor = time.thread_time()
             self._start = time.perf_counter()
             return True

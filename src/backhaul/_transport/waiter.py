@@ -10,15 +10,15 @@ import time
 
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel
-from backhaul._transport.spin_wait import LONGEST, LOOKS, Luck, offer
+from backhaul._transport.spin_wait import LONGEST, MAX_SPINS, SpinPolicy, offer
 
 _LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
 
 
-class Bell:
+class ChannelWaiter:
     """May be rung by any thread; listened to by one. To be closed."""
 
-    def __init__(self, luck: Luck) -> None:
+    def __init__(self, luck: SpinPolicy) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._luck = luck
         self._ringing = threading.Lock()  # guards _fd: who rings may be late
@@ -51,7 +51,7 @@ class Bell:
         if look and self._luck.expecting:
             now = time.perf_counter
             until = now() + LONGEST
-            for _ in range(LOOKS):
+            for _ in range(MAX_SPINS):
                 ready = poll(0)
                 if ready:
                     break

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from backhaul._runtime import interrupts
 from backhaul._types import UNTRUSTED_VALUES
 from backhaul._wire.callables import name_of, resolve
-from backhaul._wire.device_link import Lease, Link, Trial
+from backhaul._wire.device_link import Lease, Link, TrialEncoding
 from backhaul._wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul._wire.global_state import refuse_state
 from backhaul._wire.memory import Buffer
@@ -32,7 +32,7 @@ from backhaul._wire.messages import TREE, Payload
 from backhaul._wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Flattener, restore
 from backhaul._wire.tensors.subclasses import (
     SubclassReducer,
-    Tensors,
+    TensorList,
     is_recorded,
     make_wrapper,
     plain_alias,
@@ -263,11 +263,13 @@ def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None
 
 
 def tensors_of(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None) -> list[torch.Tensor]:
-    """The tensors of a payload, in the order of ``Encoded.tensors``. They are ``Tensors`` if wrappers follow them."""
+    """The tensors of a payload, in the order of ``Encoded.tensors``. They are ``TensorList`` if wrappers
+    follow them.
+    """
     if payload.loose > 0:
         buffers = buffers[: len(buffers) - payload.loose]
     tensors = read_tensors(payload.tensors, buffers, link)
-    return tensors if payload.wrapped <= 0 else Tensors(tensors, payload.wrapped)
+    return tensors if payload.wrapped <= 0 else TensorList(tensors, payload.wrapped)
 
 
 @interrupts.calls_out
@@ -434,7 +436,7 @@ def _explain(
     values: Sequence[Any], names: Sequence[str], main_shared: bool, link: Link | None, error: BaseException
 ) -> SerializationError:
     """Find the innermost part that does not travel on its own, and say so."""
-    search = _Search(main_shared, None if link is None else Trial(link))
+    search = _Search(main_shared, None if link is None else TrialEncoding(link))
     for name, value in zip(names, values, strict=True):
         found = search.locate(name, value, frozenset((id(value),)), 0)
         if found is not None:

@@ -185,7 +185,7 @@ class Arrival:
         return found
 
 
-class Trial:
+class TrialEncoding:
     """Stands for another link to find out what can travel over it: nothing is copied and no slot taken."""
 
     def __init__(self, link: Link) -> None:

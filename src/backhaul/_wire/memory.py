@@ -29,7 +29,7 @@ class Recycler:
     def __init__(self, keep: int = _KEEP) -> None:
         self._keep = keep
         self._free: dict[int, collections.deque[mmap.mmap]] = {}
-        self._leases: dict[int, _Lease] = {}  # by id: what they refer to has no hash
+        self._leases: dict[int, _BlockLease] = {}  # by id: what they refer to has no hash
 
     @property
     def kept(self) -> int:
@@ -48,12 +48,12 @@ class Recycler:
             if rounded >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         block = block_type(size).from_buffer(memory)
-        lease = _Lease(block, self._take_back)
+        lease = _BlockLease(block, self._take_back)
         lease.memory = memory
         self._leases[id(lease)] = lease
         return block
 
-    def _take_back(self, lease: _Lease) -> None:
+    def _take_back(self, lease: _BlockLease) -> None:
         memory = lease.memory
         self._leases.pop(id(lease), None)
         blocks = self._free.setdefault(len(memory), collections.deque())
@@ -71,7 +71,7 @@ class Recycler:
                     break
 
 
-class _Lease(weakref.ref[Any]):
+class _BlockLease(weakref.ref[Any]):
     """Tells the recycler when a block is no longer used."""
 
     __slots__ = ("memory",)

@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
 
     to: str
     to_incarnation: str
-    record: bytes  # of the one who speaks; see ``rpc.roster``
+    record: bytes  # of the one who speaks; see ``rpc.membership_table``
     left: tuple[Departure, ...] = ()
     answer: bool = False  # the other is to say hello, too, over the same channel
 
@@ -133,7 +133,7 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True):
     numbers: tuple[int, ...]
 
 
-class Tally(msgspec.Struct, array_like=True, frozen=True):
+class CallTally(msgspec.Struct, array_like=True, frozen=True):
     """Shutdown: which call a worker has started last, and how many it has served since it began."""
 
     wave: int
@@ -170,4 +170,4 @@ def unpack(body: Buffer, kind: type[M]) -> M:
         raise ProtocolError(f"not a {kind.__name__}: {error}") from error
 
 
-prepare(Hello, Refuse, Join, Welcome, Payload, Request, Reply, Fault, Cancel, Tally, Count)
+prepare(Hello, Refuse, Join, Welcome, Payload, Request, Reply, Fault, Cancel, CallTally, Count)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from backhaul._runtime.compile_marks import graph_break
-from backhaul._runtime.runtime import Gate
+from backhaul._runtime.runtime import OneShotEvent
 from backhaul._worker.worker import runtime_here
 from backhaul.errors import CallCancelledError, CallTimeoutError
 
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 _registering = threading.Lock()  # guards the making of a limit's table of wakers
 
 
-class Limit:
+class CancelScope:
     """Until when something may run. Limits nest; only the outermost, a handler's, can be cancelled.
 
     Attributes:
@@ -40,12 +40,12 @@ class Limit:
     now: Callable[[], float]
     until = FOREVER
     cancelled = False
-    outermost: Limit | None = None  # None: this one is
+    outermost: CancelScope | None = None  # None: this one is
     at_end: Callable[[], None] | None = None
     _wakers: dict[int, Callable[[], None]] | None = None
 
     @property
-    def root(self) -> Limit:
+    def root(self) -> CancelScope:
         """The limit that this one lies in and that can be cancelled; may be itself."""
         return self.outermost or self
 
@@ -96,10 +96,10 @@ class Limit:
         return CallCancelledError(f"{what}: {self.root.label}, for which it was, was cancelled")
 
 
-class Block(Limit):
+class Block(CancelScope):
     """The limit of a block inside of ``outer``, or of the program itself."""
 
-    def __init__(self, label: str, seconds: float, now: Callable[[], float], outer: Limit | None) -> None:
+    def __init__(self, label: str, seconds: float, now: Callable[[], float], outer: CancelScope | None) -> None:
         self.now = now
         until = now() + seconds
         if outer is not None:
@@ -110,7 +110,7 @@ class Block(Limit):
             self.label, self.until = label, until
 
 
-current: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("backhaul_limit", default=None)
+current: contextvars.ContextVar[CancelScope | None] = contextvars.ContextVar("backhaul_limit", default=None)
 """The limit of what runs here."""
 
 
@@ -121,7 +121,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def wait(gate: Gate, timeout: float | None, what: str) -> bool:
+def wait(one_shot: OneShotEvent, timeout: float | None, what: str) -> bool:
     """Wait at a gate, but not beyond the current limit; False if ``timeout`` passed.
 
     Raises:
@@ -130,11 +130,11 @@ def wait(gate: Gate, timeout: float | None, what: str) -> bool:
     """
     limit = current.get()
     if limit is None:
-        return gate.wait(timeout)
-    with limit.waking(gate.open):
+        return one_shot.wait(timeout)
+    with limit.waking(one_shot.open):
         left = limit.until - limit.now()
         cut = timeout is None or left < timeout
-        opened = gate.wait((None if left == FOREVER else left) if cut else timeout)
+        opened = one_shot.wait((None if left == FOREVER else left) if cut else timeout)
     if limit.root.cancelled:
         raise limit.unwanted(what)
     if cut and not opened:
@@ -207,11 +207,11 @@ class deadline:
         if seconds is not None and not seconds >= 0:
             raise ValueError(f"a deadline must not be negative, got {seconds}")
         self._seconds = seconds
-        self._tokens: list[contextvars.Token[Limit | None]] = []
+        self._tokens: list[contextvars.Token[CancelScope | None]] = []
 
     @graph_break
     def __enter__(self) -> None:
-        limit: Limit | None = None
+        limit: CancelScope | None = None
         if self._seconds is not None:
             limit = Block("bh.deadline", self._seconds, runtime_here().now, current.get())
         self._tokens.append(current.set(limit))

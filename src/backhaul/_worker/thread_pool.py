@@ -35,7 +35,7 @@ _STALLED = 0.001  # seconds without a task's end after which another thread join
 _STUCK = 0.05  # and after which tasks run beyond the limit
 
 
-class Crew:
+class ThreadPool:
     """Thread-safe. ``deliver`` is called by the polling threads, for each event once.
 
     Args:
@@ -140,7 +140,7 @@ class Crew:
             self._alarms.clear()
             own = threading.current_thread() in self._threads
         deadline = self._runtime.now() + timeout
-        pause = self._runtime.gate()
+        pause = self._runtime.one_shot()
         while self._alive > own and self._runtime.now() < deadline:
             self._endpoint.wake()
             pause.wait(0.001)
@@ -297,8 +297,8 @@ class Crew:
 class _Blocking(contextlib.AbstractContextManager[None]):
     __slots__ = ("_crew",)
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, thread_pool: ThreadPool) -> None:
+        self._crew = thread_pool
 
     def __enter__(self) -> None:
         self._crew._pause()

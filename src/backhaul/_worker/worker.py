@@ -18,19 +18,19 @@ from signal import default_int_handler
 from types import TracebackType
 from typing import Any, TypeVar
 
-from backhaul._devices.links import Plane
+from backhaul._devices.links import DeviceContext
 from backhaul._runtime import interrupts
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.interrupts import SIGINT, getsignal
 from backhaul._runtime.observer import Observer
-from backhaul._runtime.runtime import Gate, Runtime
+from backhaul._runtime.runtime import OneShotEvent, Runtime
 from backhaul._transport.base import Channel, Endpoint, Event, Lost
-from backhaul._transport.spin_wait import Luck
-from backhaul._transport.waiter import Bell
+from backhaul._transport.spin_wait import SpinPolicy
+from backhaul._transport.waiter import ChannelWaiter
 from backhaul._types import Options, WorkerInfo
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Recycler
-from backhaul._worker.thread_pool import Crew, Task
+from backhaul._worker.thread_pool import Task, ThreadPool
 from backhaul.errors import NotInitializedError, ProtocolError
 
 log = logging.getLogger("backhaul")
@@ -95,19 +95,21 @@ class Worker:
         self.endpoint = endpoint
         self.options = options
         self.runtime = runtime or Runtime()
-        self.crew = Crew(self.runtime, endpoint, self._deliver, limit=options.threads, name=f"backhaul-{info.name}")
+        self.thread_pool = ThreadPool(
+            self.runtime, endpoint, self._deliver, limit=options.threads, name=f"backhaul-{info.name}"
+        )
         self.loopback: Channel = _Loopback(self)
         self.closed = False
         self.observer: Observer | None = None  # while a profile is open
-        self.plane: Plane | None = None  # where this worker has CUDA devices
+        self.device_context: DeviceContext | None = None  # where this worker has CUDA devices
         self.counters: dict[str, Callable[[], int]] = {}  # of all parts, for people
         self._parts: dict[type, Any] = {}
         self._handlers: dict[int, FrameHandler] = {}
         self._on_close: list[Callable[[], None]] = []
         self._on_gone: list[Callable[[Channel], Task | None]] = []
         self._on_lost: list[Callable[[Channel, str], None]] = []
-        self._luck = Luck()  # of those who attend
-        self._bells: list[Bell] = []  # to be used again
+        self._luck = SpinPolicy()  # of those who attend
+        self._bells: list[ChannelWaiter] = []  # to be used again
         self.context = contextvars.Context()  # in which this worker is current; only copies of it are run in
         self.context.run(_current.set, self)
         with _alive_lock:
@@ -159,7 +161,7 @@ class Worker:
 
     def start(self) -> None:
         """Begin to listen."""
-        self.crew.start()
+        self.thread_pool.start()
 
     def _deliver(self, event: Event) -> list[Task]:
         if isinstance(event, Lost):
@@ -167,7 +169,7 @@ class Worker:
         try:
             return self.accept(event)
         finally:
-            event.channel.resume()
+            event.channel.release()
 
     def accept(self, event: Event) -> list[Task]:
         """Act on an event while its channel is held; return what is left to run."""
@@ -189,7 +191,7 @@ class Worker:
         """The same, for a thread that waits for something else; what is left is for the crew."""
         try:
             for task in self.accept(event):
-                self.crew.submit(task)
+                self.thread_pool.submit(task)
         except BaseException:  # an interrupt of the user's: all have to know of the loss
             if isinstance(event, Lost):
                 self.see_to(event)
@@ -212,7 +214,9 @@ class Worker:
             _give_up(channel, error)
             return None
 
-    def attend(self, channels: Collection[Channel], gate: Gate, timeout: float | None, inbox: Collection[Task]) -> bool:
+    def attend(
+        self, channels: Collection[Channel], one_shot: OneShotEvent, timeout: float | None, inbox: Collection[Task]
+    ) -> bool:
         """Read channels that the calling thread holds until the gate opens or something is in the inbox; False if the
         time is over before. Lets go of the channels; who calls it mends them if this is interrupted.
         """
@@ -222,8 +226,8 @@ class Worker:
         in_time = True
         try:
             bell.expect()
-            gate.bell = bell.ring
-            while not gate.opened and not inbox:
+            one_shot.bell = bell.ring
+            while not one_shot.opened and not inbox:
                 left = None if deadline is None else deadline - self.runtime.now()
                 if left is not None and left <= 0:
                     in_time = False
@@ -237,12 +241,12 @@ class Worker:
                         held.remove(channel)
                         bell.know(held)
             for channel in held:
-                channel.resume()
+                channel.release()
         except BaseException:  # an interrupt of the user's: the bell may be out of order
-            gate.bell = None
+            one_shot.bell = None
             bell.close()
             raise
-        gate.bell = None
+        one_shot.bell = None
         self._bells.append(bell)
         return in_time
 
@@ -253,7 +257,7 @@ class Worker:
     def blocking(self) -> contextlib.AbstractContextManager[None]:
         """To be inside of while the calling thread waits for others; what it was going to send is sent before."""
         self.endpoint.flush()
-        waiting, observer = self.crew.blocking(), self.observer
+        waiting, observer = self.thread_pool.blocking(), self.observer
         return waiting if observer is None else observer.waiting(waiting)
 
     def abandon(self) -> bool:
@@ -280,7 +284,7 @@ class Worker:
             return
         for handler in reversed(self._on_close):
             handler()
-        stuck = self.crew.close(timeout)
+        stuck = self.thread_pool.close(timeout)
         if stuck:
             log.warning("%s closed while handlers still ran on %s", self.name, ", ".join(stuck))
         self.endpoint.close()
@@ -326,14 +330,14 @@ class _Loopback(Channel):
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
         worker = self._worker()
         if worker is not None:
-            worker.crew.submit(functools.partial(self._arrive, worker, frame.copied(self._recycler)))
+            worker.thread_pool.submit(functools.partial(self._arrive, worker, frame.copied(self._recycler)))
 
     def _arrive(self, worker: Worker, frame: Frame) -> None:
         task = worker.route(self, frame)
         if task is not None:
             task()
 
-    def resume(self) -> None:
+    def release(self) -> None:
         """Nothing is ever held."""
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from backhaul._autograd.forward import recording
 from backhaul._worker import worker as workers
 from backhaul._worker.worker import Worker
 from backhaul.jit import torch_compiler
-from backhaul.jit.thread_state import stash, stashed
+from backhaul.jit.thread_state import save, saved
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _KEY = "backhaul"
 _SETTLED = {f"backhaul::{name}" for name in ("rpc_sync", "remote", "to_here", "local_value")}
 
 
-class Put(NamedTuple, Generic[T]):
+class Entered(NamedTuple, Generic[T]):
     """What a context variable held on a thread. Weakly: the state of threads may outlive it by far."""
 
     thread: int
@@ -38,18 +38,18 @@ class Put(NamedTuple, Generic[T]):
 class Carried(NamedTuple):
     """What is current for a strand of execution."""
 
-    worker: Put[Worker] | None
-    scope: Put[recording.Scope] | None
+    worker: Entered[Worker] | None
+    scope: Entered[recording.Scope] | None
 
 
 _NOTHING = Carried(None, None)
 
 
-class _Here(threading.local):
+class _ThreadWorker(threading.local):
     calls = 0  # from Python into script that have not returned to this thread
 
 
-_here = _Here()
+_here = _ThreadWorker()
 
 
 class _Traits(NamedTuple):
@@ -73,27 +73,27 @@ def called_here() -> bool:
 def call(invoke: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a script. What is current here is current on all threads that it moves to, until it returns."""
     worker, scope = workers._current.get(), recording._scope.get()
-    outer: Carried | None = stashed(_KEY)
+    outer: Carried | None = saved(_KEY)
     current = not (worker is None and scope is None and outer is None)
     traits = _traits_of(script) if current else _NONE
     if traits.moves:
         inherited = outer or _NOTHING
-        stash(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
+        save(_KEY, Carried(_put(worker, inherited.worker), _put(scope, inherited.scope)))
     _here.calls += 1
     try:
-        if worker is None or not worker.crew.inside or not traits.waits:
+        if worker is None or not worker.thread_pool.inside or not traits.waits:
             return invoke(script, *args, **kwargs)
-        with worker.crew.blocking():  # the interpreter does not say when it waits
+        with worker.thread_pool.blocking():  # the interpreter does not say when it waits
             return invoke(script, *args, **kwargs)
     finally:
         _here.calls -= 1
         if traits.moves:
-            stash(_KEY, outer)
+            save(_KEY, outer)
 
 
-def _put(own: T | None, inherited: Put[T] | None) -> Put[T] | None:
+def _put(own: T | None, inherited: Entered[T] | None) -> Entered[T] | None:
     if own is not None:
-        return Put(threading.get_ident(), weakref.ref(own))
+        return Entered(threading.get_ident(), weakref.ref(own))
     return inherited if inherited is not None and inherited.elsewhere() else None
 
 
@@ -111,16 +111,16 @@ def _traits_of(script: Any) -> _Traits:
 
 
 def _worker() -> Worker | None:
-    carried: Carried | None = stashed(_KEY)
+    carried: Carried | None = saved(_KEY)
     return None if carried is None else _value(carried.worker)
 
 
 def _scope() -> recording.Scope | None:
-    carried: Carried | None = stashed(_KEY)
+    carried: Carried | None = saved(_KEY)
     return None if carried is None else _value(carried.scope)
 
 
-def _value(put: Put[T] | None) -> T | None:
+def _value(put: Entered[T] | None) -> T | None:
     return put.value() if put is not None and put.elsewhere() else None
 
 

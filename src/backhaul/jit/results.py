@@ -24,7 +24,7 @@ from backhaul.jit import current_worker, torch_compiler
 Kind: TypeAlias = Any  # stands for a type of the compiler's
 
 
-class _Outcome:
+class _ScriptOutcome:
     """What a future ended with, on its way through the interpreter."""
 
     __slots__ = ("_future",)
@@ -75,14 +75,14 @@ def as_it_is(value: Any) -> Kind:
     raise NotImplementedError
 
 
-def deliver(gate: torch.futures.Future[Any]) -> Kind:
+def deliver(one_shot: torch.futures.Future[Any]) -> Kind:
     """Likewise."""
-    return take(gate.wait())
+    return take(one_shot.wait())
 
 
-def start(gate: torch.futures.Future[Any]) -> torch.futures.Future[Kind]:
+def start(one_shot: torch.futures.Future[Any]) -> torch.futures.Future[Kind]:
     """Likewise."""
-    return torch.jit.fork(deliver, gate)  # type: ignore[no-any-return]
+    return torch.jit.fork(deliver, one_shot)  # type: ignore[no-any-return]
 
 
 _lock = threading.RLock()  # guards the tables, while something is compiled too
@@ -148,13 +148,13 @@ def typed(future: torch.futures.Future[Any], key: str) -> torch.futures.Future[A
 
 def settled(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
     """A future for a script that waits for it at once, of what ``take`` takes. It is done, where a thread may wait."""
-    gate = _gate(future)
+    one_shot = _gate(future)
     if current_worker.called_here():
-        gate.wait()
-    return gate
+        one_shot.wait()
+    return one_shot
 
 
 def _gate(future: torch.futures.Future[Any]) -> Future[Any]:
-    gate: Future[Any] = Future()
-    future.add_done_callback(lambda done: gate.set_result(_Outcome(done)))
-    return gate
+    one_shot: Future[Any] = Future()
+    future.add_done_callback(lambda done: one_shot.set_result(_ScriptOutcome(done)))
+    return one_shot

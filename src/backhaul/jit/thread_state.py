@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-def stash(key: str, value: Any) -> None:
+def save(key: str, value: Any) -> None:
     """Keep a value with this strand of execution: the engine and the interpreter of scripts carry it along.
 
     Sparingly, for a key can be set to None but not taken away, and the state of a thread that has one is costly to
@@ -42,6 +42,6 @@ def _does_stash_count() -> bool:
     return counts[0]
 
 
-def stashed(key: str) -> Any:
-    """What ``stash`` has kept; None if there is nothing."""
+def saved(key: str) -> Any:
+    """What ``save`` has kept; None if there is nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None

@@ -13,7 +13,7 @@ _RANK = re.compile(r"rank:([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RemoteDevice:
     """A device of a worker.
 
     Attributes:
@@ -25,7 +25,7 @@ class Place:
     device: torch.device
 
 
-def parse_place(text: str) -> Place:
+def parse_place(text: str) -> RemoteDevice:
     """Read ``worker``, ``worker/device``, ``rank:number`` or ``rank:number/device``; without a device, the CPU.
 
     Raises:
@@ -43,7 +43,7 @@ def parse_place(text: str) -> Place:
     try:
         place = torch.device(device if slash else "cpu")
         rank = _RANK.fullmatch(worker)
-        return Place(int(rank.group(1)) if rank else check_name(worker), place)
+        return RemoteDevice(int(rank.group(1)) if rank else check_name(worker), place)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"remote_device is '<worker>', '<worker>/<device>' or 'rank:<number>/<device>', not {text!r}: {error}"

@@ -139,8 +139,8 @@ class RemoteModule(nn.Module):
 
     def _runner(self) -> Callable[..., Any]:
         """What calls the module where it is."""
-        agent = self.module_rref._rrefs.agent
-        return owner.run_there if agent.has_place_for(self.on, torch.device(self.device)) else owner.run
+        client = self.module_rref._rrefs.client
+        return owner.run_there if client.has_place_for(self.on, torch.device(self.device)) else owner.run
 
     @graph_break
     def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

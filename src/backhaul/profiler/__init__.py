@@ -3,14 +3,14 @@
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.node import Node
 from backhaul.profiler.model import Timeline
-from backhaul.profiler.recorder import Recorder
+from backhaul.profiler.recorder import ProfileRecorder
 from backhaul.profiler.session import attach, profile
 
 __all__ = ["Timeline", "attach", "profile"]
 
 
 def _extend(node: Node) -> None:
-    Recorder(node)
+    ProfileRecorder(node)
 
 
 extensions.append(_extend)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 
-from backhaul.profiler.model import Arrow, Segment, Slice, Timeline
+from backhaul.profiler.model import Arrow, PathSegment, Slice, Timeline
 
 _ENDING = ("reply", "report", "gradient")  # messages that can end a wait
 
 
-def find_path(timeline: Timeline, home: int) -> list[Segment]:
+def find_path(timeline: Timeline, home: int) -> list[PathSegment]:
     """Segments from the begin of the profile to its end, without gaps. ``home`` is the profiled thread's track."""
     return _Walk(timeline, home).walk()
 
@@ -48,14 +48,14 @@ class _Walk:
             effects.sort(key=lambda effect: effect[0])
         self._time = timeline.end
         self._track = home
-        self._found: list[Segment] = []
+        self._found: list[PathSegment] = []
 
     def _is_whole(self, number: int) -> bool:
         """Whether it is an operation, which is not looked into, and no region of the user's."""
         each = self._slices[number]
         return each.kind == "op" and not each.args.get("user")
 
-    def walk(self) -> list[Segment]:
+    def walk(self) -> list[PathSegment]:
         while self._time > 0:
             before = self._time, self._track
             self._step()
@@ -122,16 +122,16 @@ class _Walk:
         self._go_to(arrow.end, "queue", f"{arrow.kind} waits for a thread", at)
         sender = self._workers[source.track]
         if arrow.start < self._time:
-            self._add(Segment("wire", sender, arrow.kind, max(arrow.start, 0), self._time, call=arrow.call))
+            self._add(PathSegment("wire", sender, arrow.kind, max(arrow.start, 0), self._time, call=arrow.call))
         self._track = source.track
 
     def _go_to(self, time: int, kind: str, name: str, at: Slice | None) -> None:
         time = max(time, 0)
         if time < self._time:
             number, call = (at.id, at.call) if at is not None else (-1, -1)
-            self._add(Segment(kind, self._workers[self._track], name, time, self._time, number, call))
+            self._add(PathSegment(kind, self._workers[self._track], name, time, self._time, number, call))
 
-    def _add(self, segment: Segment) -> None:
+    def _add(self, segment: PathSegment) -> None:
         self._time = segment.start
         later = self._found[-1] if self._found else None
         same = operator.attrgetter("kind", "worker", "name", "slice")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from backhaul.profiler.model import Call, Slice, Timeline
+from backhaul.profiler.model import Slice, Timeline, TimelineCall
 
 REMOTE = "#remote_op: "
 
@@ -48,7 +48,9 @@ def to_events(timeline: Timeline, shift: int = 0) -> EventList:
     return events
 
 
-def _lineage(each: Slice, slices: dict[int, Slice], calls: dict[int, Call], names: dict[int, str], worker: int) -> str:
+def _lineage(
+    each: Slice, slices: dict[int, Slice], calls: dict[int, TimelineCall], names: dict[int, str], worker: int
+) -> str:
     """What led to it: calls from the outermost in, or the pass whose gradients came there."""
     chain = []
     found = calls.get(each.call)

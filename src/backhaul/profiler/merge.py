@@ -10,9 +10,9 @@ import msgspec
 from backhaul._autograd.container import split
 from backhaul._runtime.observer import GradientKey
 from backhaul.profiler.critical_path import find_path
-from backhaul.profiler.model import Arrow, Call, Segment, Slice, Timeline, WorkerRow
+from backhaul.profiler.model import Arrow, PathSegment, Slice, Timeline, TimelineCall, WorkerRow
 from backhaul.profiler.records import CallRecord, GradientRecord, GroupRecord, OpRecord, Records, ServeRecord, Share
-from backhaul.profiler.tracks import Sheet, Span
+from backhaul.profiler.tracks import Span, Tracks
 
 _AT_ONCE = 50_000  # nanoseconds between a function's return and its reply, if it returned the result itself
 
@@ -47,15 +47,15 @@ class Raw(msgspec.Struct):
 def merge(raw: Raw) -> Timeline:
     """One timeline, on the clock of the worker that profiles."""
     shares = [share for share in raw.shares if share.worker == raw.owner or _is_used(share.records)]
-    sheet = Sheet(raw.end - raw.begin)
+    tracks = Tracks(raw.end - raw.begin)
     ends = _Ends()
-    home = sheet.thread(raw.owner, raw.home, "")
+    home = tracks.thread(raw.owner, raw.home, "")
     for share in shares:
         if share.worker == raw.owner:
             home.name = share.threads.get(raw.home, "MainThread")
-        _Drawer(raw, share, sheet, ends).draw()
-    tracks, slices = sheet.finish()
-    timeline = Timeline(raw.owner, raw.end - raw.begin, _rows(raw, shares), tracks, slices, home=home.id)
+        _Drawer(raw, share, tracks, ends).draw()
+    finished, slices = tracks.finish()
+    timeline = Timeline(raw.owner, raw.end - raw.begin, _rows(raw, shares), finished, slices, home=home.id)
     timeline.arrows = sorted([*ends.messages(), *_reports(raw, shares, timeline)], key=lambda arrow: arrow.start)
     timeline.calls = sorted(ends.finished_calls(), key=lambda call: call.start)
     timeline.path = find_path(timeline, home.id)
@@ -68,7 +68,7 @@ def _renumber(timeline: Timeline) -> None:
     numbers = {call.id: number for number, call in enumerate(timeline.calls)} | {-1: -1}
     for call in timeline.calls:
         call.id, call.parent = numbers[call.id], numbers[call.parent]
-    named: list[Slice | Arrow | Segment] = [*timeline.slices, *timeline.arrows, *timeline.path]
+    named: list[Slice | Arrow | PathSegment] = [*timeline.slices, *timeline.arrows, *timeline.path]
     for each in named:
         each.call = numbers.get(each.call, -1)
 
@@ -93,7 +93,7 @@ class _Ends:
     """Both ends of every message, by what names it."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, TimelineCall] = {}
         self.near: dict[int, Slice] = {}
         self.request: dict[int, Slice] = {}
         self.serve: dict[int, Slice] = {}
@@ -103,7 +103,7 @@ class _Ends:
         self.gradient: dict[GradientKey, tuple[Slice, int]] = {}
         self.group: dict[GradientKey, tuple[Slice, int]] = {}
 
-    def finished_calls(self) -> Iterator[Call]:
+    def finished_calls(self) -> Iterator[TimelineCall]:
         for number, call in self.calls.items():
             call.near = self.near[number].id
             if number in self.serve:
@@ -132,10 +132,10 @@ class _Ends:
 class _Drawer:
     """Draws one worker's share."""
 
-    def __init__(self, raw: Raw, share: Share, sheet: Sheet, ends: _Ends) -> None:
+    def __init__(self, raw: Raw, share: Share, tracks: Tracks, ends: _Ends) -> None:
         self._raw = raw
         self._share = share
-        self._sheet = sheet
+        self._sheet = tracks
         self._ends = ends
         self._shift = raw.begin + raw.clocks.get(share.worker, Clock()).offset
         self._labels = {call.id: call.label for each in raw.shares for call in each.records.calls}
@@ -177,7 +177,7 @@ class _Drawer:
     def _call(self, record: CallRecord) -> None:
         ends, number, label = self._ends, record.id, record.label
         callee = self._raw.names.get(record.callee, str(record.callee))
-        call = Call(
+        call = TimelineCall(
             number,
             f"{record.mode}#{label}({self._share.name} -> {callee})",
             record.mode,

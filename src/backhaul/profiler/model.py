@@ -92,7 +92,7 @@ class Arrow(msgspec.Struct):
     call: int = -1
 
 
-class Call(msgspec.Struct):
+class TimelineCall(msgspec.Struct):
     """One call, seen from both ends. A time that is not known is -1.
 
     ``start`` <= ``sent`` at the caller; ``arrived`` <= ``begun`` <= ``decoded`` <= ``ran`` <= ``replied`` at the
@@ -129,7 +129,7 @@ class Call(msgspec.Struct):
     failed: str = ""
 
 
-class Segment(msgspec.Struct):
+class PathSegment(msgspec.Struct):
     """A piece of what the profiled thread's time was made of: while it waited, what it waited for.
 
     The segments of a timeline follow each other without gaps.
@@ -159,6 +159,6 @@ class Timeline(msgspec.Struct):
     tracks: list[Track] = []
     slices: list[Slice] = []
     arrows: list[Arrow] = []
-    calls: list[Call] = []
-    path: list[Segment] = []
+    calls: list[TimelineCall] = []
+    path: list[PathSegment] = []
     home: int = -1  # the track of the thread that profiles

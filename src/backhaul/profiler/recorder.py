@@ -56,7 +56,7 @@ _LIMIT = 1_000_000  # records of one kind that a worker keeps for a profile
 _JOINING = 30.0  # seconds that a worker has to join: the first time it imports much, which a busy machine draws out
 
 
-class Note(msgspec.Struct, array_like=True, frozen=True):
+class ProfileNote(msgspec.Struct, array_like=True, frozen=True):
     """On a request: the profiles it belongs to, and the call's id."""
 
     sessions: Sessions
@@ -64,7 +64,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode_note = msgspec.msgpack.Encoder().encode
-_decode_note = msgspec.msgpack.Decoder(Note).decode
+_decode_note = msgspec.msgpack.Decoder(ProfileNote).decode
 
 
 class Settings(msgspec.Struct, array_like=True, frozen=True):
@@ -88,7 +88,7 @@ class _Open:
         self.note = ""
 
 
-class Recorder:
+class ProfileRecorder:
     """The observer of one worker. Thread-safe."""
 
     def __init__(self, node: Node) -> None:
@@ -172,7 +172,7 @@ class Recorder:
                 self.drop(session)
             elif lost == each.parent != self.id:
                 with _unseen():
-                    known = self._node.agent.call_async(each.owner, adopt, (session, self.id), None, _JOINING)
+                    known = self._node.client.call_async(each.owner, adopt, (session, self.id), None, _JOINING)
                 known._when_done(functools.partial(self._hear, session))
 
     def _hear(self, session: int, known: Any) -> None:
@@ -196,7 +196,7 @@ class Recorder:
         self.leave(session)
         for worker in set(found.joined) - {self.id, found.owner, found.parent}:
             with contextlib.suppress(Exception), _unseen():
-                self._node.agent.call_async(worker, drop, (session,), None, _JOINING)
+                self._node.client.call_async(worker, drop, (session,), None, _JOINING)
 
     def _close(self) -> None:
         for session in list(self._open):
@@ -311,7 +311,7 @@ class Recorder:
                 found.joined.setdefault(worker, "it takes no part in profiles: one of the two does not trust the other")
         with found.joining, _unseen():
             calls = {
-                worker: self._node.agent.call_async(worker, join, arguments, None, _JOINING)
+                worker: self._node.client.call_async(worker, join, arguments, None, _JOINING)
                 for worker in workers
                 if worker not in found.joined
             }
@@ -350,12 +350,12 @@ class Recorder:
 class _Call:
     __slots__ = ("_record", "_recorder", "_sessions")
 
-    def __init__(self, recorder: Recorder, sessions: Sessions, record: CallRecord) -> None:
+    def __init__(self, recorder: ProfileRecorder, sessions: Sessions, record: CallRecord) -> None:
         self._recorder, self._sessions, self._record = recorder, sessions, record
 
     def encoded(self) -> bytes:
         self._record.encoded = self._recorder.now()
-        return _encode_note(Note(self._sessions, self._record.id))
+        return _encode_note(ProfileNote(self._sessions, self._record.id))
 
     def sent(self, nbytes: int) -> None:
         self._record.sent = self._recorder.now()
@@ -378,7 +378,7 @@ class _Call:
 class _Serve:
     __slots__ = ("_record", "_recorder")
 
-    def __init__(self, recorder: Recorder, record: ServeRecord) -> None:
+    def __init__(self, recorder: ProfileRecorder, record: ServeRecord) -> None:
         self._recorder, self._record = recorder, record
 
     def decoded(self, label: str) -> None:
@@ -419,23 +419,23 @@ def unseen(function: Callable[..., T], *args: Any) -> T:
 
 def join(session: int, owner: int, parent: int, settings: Settings) -> None:
     """Called by a worker that is about to send something of a profile here."""
-    current_worker().part(Recorder).join(session, owner, parent, settings)
+    current_worker().part(ProfileRecorder).join(session, owner, parent, settings)
 
 
 def collect(session: int) -> bytes | None:
     """Called by the worker that profiles: its share, encoded."""
-    share = current_worker().part(Recorder).leave(session)
+    share = current_worker().part(ProfileRecorder).leave(session)
     return None if share is None else encode(share)
 
 
 def adopt(session: int, worker: int) -> bool:
-    """Called on the owner of a profile; see ``Recorder.adopt``."""
-    return current_worker().part(Recorder).adopt(session, worker)
+    """Called on the owner of a profile; see ``ProfileRecorder.adopt``."""
+    return current_worker().part(ProfileRecorder).adopt(session, worker)
 
 
 def drop(session: int) -> None:
     """Called by who asked us to join, if the profile is nobody's any more."""
-    current_worker().part(Recorder).drop(session)
+    current_worker().part(ProfileRecorder).drop(session)
 
 
 def clock() -> int:

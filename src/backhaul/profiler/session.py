@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler_util import EventList
 
-from backhaul._rpc.calls.client import Agent
+from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.node import Node
 from backhaul._torch_support import require
 from backhaul._worker.worker import Worker, current_worker
@@ -26,7 +26,7 @@ from backhaul.profiler.chrome import to_chrome
 from backhaul.profiler.events import to_events
 from backhaul.profiler.merge import Clock, Raw, merge
 from backhaul.profiler.model import Timeline
-from backhaul.profiler.recorder import Recorder, Settings, clock, collect, unseen
+from backhaul.profiler.recorder import ProfileRecorder, Settings, clock, collect, unseen
 from backhaul.profiler.records import OpRecord, Share, decode
 from backhaul.profiler.table import to_table
 
@@ -108,7 +108,7 @@ class profile:
         worker = self._worker = current_worker()
         self._session = secrets.randbits(62) | 1
         self._home = threading.get_native_id()
-        recorder = worker.part(Recorder)
+        recorder = worker.part(ProfileRecorder)
         recorder.join(self._session, recorder.id, recorder.id, self._settings, local_ops=local_ops)
         try:
             recorder.invite_connected(self._session)
@@ -127,13 +127,13 @@ class profile:
             raise BackhaulError("this profile was not started")
         if self._timeline is not None:
             return
-        end = Recorder.now()
-        recorder, node = worker.part(Recorder), worker.part(Node)
+        end = ProfileRecorder.now()
+        recorder, node = worker.part(ProfileRecorder), worker.part(Node)
         missing = recorder.failures(self._session)
         own = recorder.leave(self._session)
         if own is None:
             raise BackhaulError(f"worker '{worker.name}' was shut down while it was profiled", worker=worker.name)
-        shares, clocks, more = unseen(_collect, node.agent, self._session, own, self._timeout)
+        shares, clocks, more = unseen(_collect, node.client, self._session, own, self._timeout)
         if local is not None:
             _share_out(kineto.operations(local), own, shares)
         names = {peer.record.id: peer.info.name for peer in node.peers}
@@ -175,14 +175,14 @@ class profile:
 
 
 def _collect(
-    agent: Agent, session: int, own: Share, timeout: float
+    client: CallClient, session: int, own: Share, timeout: float
 ) -> tuple[list[Share], dict[int, Clock], dict[int, str]]:
     """The shares of all workers that joined, found from one to the next, their clocks, and who did not answer."""
     shares, clocks, missing = [own], {own.worker: Clock()}, dict[int, str]()
     left = list(own.joined)
     seen = {own.worker, *left}
     while left:
-        calls = {worker: agent.call_async(worker, collect, (session,), None, timeout) for worker in left}
+        calls = {worker: client.call_async(worker, collect, (session,), None, timeout) for worker in left}
         left = []
         for worker, call in calls.items():
             try:
@@ -190,8 +190,8 @@ def _collect(
                 if found is None:
                     continue  # it never joined, or has given the profile up
                 share = decode(found)
-                here = agent.peers.own.record.host == agent.peers.find(worker).record.host
-                ask = functools.partial(agent.call, worker, clock, None, None, timeout)
+                here = client.peers.own.record.host == client.peers.find(worker).record.host
+                ask = functools.partial(client.call, worker, clock, None, None, timeout)
                 clocks[worker] = Clock() if here else compare_clocks(ask)
             except Exception as error:
                 missing[worker] = f"{type(error).__name__}: {error}"

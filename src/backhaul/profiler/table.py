@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from backhaul.profiler.model import Call, Slice, Timeline
+from backhaul.profiler.model import Slice, Timeline, TimelineCall
 
 _TOP = 20  # rows of what was waited for
 
@@ -62,7 +62,7 @@ def _outwards(each: Slice, slices: Mapping[int, Slice]) -> Iterator[int]:
 
 def _calls(timeline: Timeline) -> str:
     computed = _compute_of_calls(timeline)
-    groups: dict[str, list[Call]] = {}
+    groups: dict[str, list[TimelineCall]] = {}
     for call in timeline.calls:
         groups.setdefault(call.name, []).append(call)
     rows = []
@@ -83,7 +83,7 @@ def _calls(timeline: Timeline) -> str:
     return _format(["call", "count", "total", "compute", "queue", "wire", "bytes"], rows) if rows else ""
 
 
-def wire_of(call: Call) -> int:
+def wire_of(call: TimelineCall) -> int:
     """What a call spent on its way, both ways."""
     there = call.arrived - call.sent if call.sent >= 0 and call.arrived >= 0 else 0
     back = call.received - call.replied if call.received >= 0 and call.replied >= 0 else 0
@@ -105,7 +105,7 @@ def _waited(timeline: Timeline) -> str:
     return _format(["the time went to", "on", "in", "time", "share"], rows, 3) if rows else ""
 
 
-def _span(call: Call, timeline: Timeline) -> int:
+def _span(call: TimelineCall, timeline: Timeline) -> int:
     return (call.done if call.done >= 0 else timeline.end) - call.start
 
 

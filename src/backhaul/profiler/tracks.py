@@ -12,7 +12,7 @@ Span = tuple[int, int]
 _RANK = {kind: rank for rank, kind in enumerate(("serve", "group", "run", "wait", "encode", "decode", "op"))}
 
 
-class Sheet:
+class Tracks:
     """Takes slices in any order; ``finish`` makes those of each track nest and numbers them."""
 
     def __init__(self, end: int) -> None:

@@ -6,7 +6,7 @@ import collections
 import threading
 from collections.abc import Callable, Collection, Mapping
 
-from backhaul._rpc.calls.client import Agent
+from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.pending import Pending
 from backhaul._transport.base import ChannelClosedError
 
@@ -36,9 +36,9 @@ class Faults:
         self._lost: collections.Counter[tuple[str, int]] = collections.Counter()
         self._lock = threading.Lock()  # guards _lost
 
-    def install(self, agent: Agent) -> None:
+    def install(self, client: CallClient) -> None:
         """Let all calls of ``agent`` from now on go through here."""
-        crew, runtime = agent.worker.crew, agent.worker.runtime
+        thread_pool, runtime = client.worker.thread_pool, client.worker.runtime
 
         def let_out(pending: Pending, send: Callable[[], None]) -> None:
             kinds = self._kinds_of(pending)
@@ -46,11 +46,11 @@ class Faults:
                 raise ChannelClosedError(f"a call of kind {' or '.join(kinds)} was lost on purpose")
             late = sum(self._delay.get(kind, 0.0) for kind in kinds)
             if late:
-                crew.call_at(runtime.now() + late, lambda: _send_late(send))
+                thread_pool.call_at(runtime.now() + late, lambda: _send_late(send))
             else:
                 send()
 
-        agent.outlet = let_out
+        client.outlet = let_out
 
     def _is_due(self, pending: Pending) -> bool:
         key = pending.label, pending.peer.record.id

@@ -119,7 +119,7 @@ def next_frames(endpoint: Endpoint, count: int) -> list[Frame]:
         assert isinstance(event, Received), f"{event} after {len(frames)} of {count} frames"
         assert event.frames, "a Received without frames"
         frames += event.frames
-        event.channel.resume()
+        event.channel.release()
     return frames
 
 
@@ -133,7 +133,7 @@ def until_lost(endpoint: Endpoint, channel: Channel) -> list[Frame]:
             assert event.reason
             return frames
         frames += event.frames
-        event.channel.resume()
+        event.channel.release()
 
 
 def assert_nothing(endpoint: Endpoint) -> None:
@@ -200,7 +200,7 @@ class Pollers:
         if isinstance(event, Received):
             if self._act is not None:
                 self._act(event)
-            event.channel.resume()
+            event.channel.release()
 
     def _raise_errors(self) -> None:
         for error in self._errors:
@@ -266,7 +266,7 @@ def join(here: Endpoint, there: Endpoint) -> Line:
     event = next_event(there)
     assert isinstance(event, Received)
     assert [content(frame) for frame in event.frames] == [(1, 1, b"first", [])]
-    event.channel.resume()
+    event.channel.release()
     return Line(here, there, near, event.channel)
 
 
@@ -306,7 +306,7 @@ class TransportConformance:
         ...         return InprocEndpoint
 
     Attributes:
-        can_hold: Whether channels of this transport offer ``hold`` and ``receive``.
+        can_hold: Whether channels of this transport offer ``acquire`` and ``receive``.
     """
 
     can_hold: ClassVar[bool] = False
@@ -477,16 +477,16 @@ class TransportConformance:
         marker = next_event(line.there)
         assert marker.channel is other.far
         assert_nothing(line.there)
-        line.far.resume()
+        line.far.release()
         assert [frame.number for frame in next_frames(line.there, 3)] == [2, 3, 4]
-        other.far.resume()
+        other.far.release()
 
     def test_a_held_channel_still_sends(self, line: Line) -> None:
         line.near.send(Frame(3, 1))
         event = next_event(line.there)
         event.channel.send(Frame(4, 1, b"reply"))
         assert [content(frame) for frame in next_frames(line.here, 1)] == [(4, 1, b"reply", [])]
-        event.channel.resume()
+        event.channel.release()
 
     def test_a_held_channel_tells_its_loss_only_when_it_resumes(self, line: Line) -> None:
         other = join(line.here, line.there)
@@ -497,7 +497,7 @@ class TransportConformance:
         other.near.send(Frame(3, 9))
         assert next_event(line.there).channel is other.far
         assert_nothing(line.there)
-        line.far.resume()
+        line.far.release()
         assert [frame.number for frame in until_lost(line.there, line.far)] == [2]
 
     def test_resume_races_with_arrival(self, line: Line) -> None:
@@ -508,17 +508,17 @@ class TransportConformance:
             there.wait_for(frames=count)
             assert [frame.number for frame in there.frames()] == list(range(count))
 
-    # ``hold`` and ``receive``, where offered.
+    # ``acquire`` and ``receive``, where offered.
 
     def _hold(self, channel: Channel, holder: object = None) -> None:
         if not self.can_hold:
             pytest.skip("this transport does not offer hold")
-        assert channel.hold(holder)
+        assert channel.acquire(holder)
 
     def test_hold_is_refused_where_it_is_not_offered(self, line: Line) -> None:
         if self.can_hold:
             pytest.skip("this transport offers hold")
-        assert not line.near.hold()
+        assert not line.near.acquire()
         with pytest.raises(NotImplementedError):
             line.near.receive(0)
 
@@ -539,34 +539,34 @@ class TransportConformance:
             came += event.frames
         assert [frame.number for frame in came] == [1, 2, 3]
         line.near.send(Frame(3, 4))
-        other.far.resume()
+        other.far.release()
         other.near.send(Frame(3, 10))
         assert next_event(line.there).channel is other.far
         assert_nothing(line.there)  # it is still held
-        line.far.resume()
+        line.far.release()
         assert [frame.number for frame in next_frames(line.there, 1)] == [4]
-        other.far.resume()
+        other.far.release()
 
     def test_receive_gives_up_after_its_timeout_and_stays_held(self, line: Line) -> None:
         self._hold(line.far)
         assert line.far.receive(0) is None
         assert line.far.receive(0.001) is None
-        assert not line.far.hold()
+        assert not line.far.acquire()
         line.near.send(Frame(3, 1))
         event = line.far.receive(PATIENCE)
         assert isinstance(event, Received)
-        line.far.resume()
+        line.far.release()
 
     def test_a_held_channel_cannot_be_held_again(self, line: Line) -> None:
         self._hold(line.far)
-        assert not line.far.hold()
-        line.far.resume()
+        assert not line.far.acquire()
+        line.far.release()
         line.near.send(Frame(3, 1))
         event = next_event(line.there)
-        assert not event.channel.hold()
-        event.channel.resume()
-        assert line.far.hold()
-        line.far.resume()
+        assert not event.channel.acquire()
+        event.channel.release()
+        assert line.far.acquire()
+        line.far.release()
 
     def test_receive_waits_for_what_comes_later(self, line: Line) -> None:
         self._hold(line.far)
@@ -576,7 +576,7 @@ class TransportConformance:
         event = receiving.result()
         assert isinstance(event, Received)
         assert_same(event.frames, [sent])
-        line.far.resume()
+        line.far.release()
 
     @pytest.mark.parametrize("who", ["peer", "this side"])
     def test_receive_tells_the_loss_and_ends_the_hold(self, line: Line, who: str) -> None:
@@ -588,8 +588,8 @@ class TransportConformance:
         assert isinstance(event, Lost)
         assert event.channel is line.far
         assert_nothing(line.there)
-        assert not line.far.hold()
-        assert not line.far.hold(holder), "nor by who held it then"
+        assert not line.far.acquire()
+        assert not line.far.acquire(holder), "nor by who held it then"
 
     def test_an_interrupt_after_the_loss_does_no_harm_to_others(self, line: Line) -> None:
         holder = object()
@@ -598,15 +598,15 @@ class TransportConformance:
         assert isinstance(line.far.receive(PATIENCE), Lost)
         assert isinstance(next_event(line.here), Lost)
         others = [join(line.here, line.there) for _ in range(4)]  # some with what the lost one had: descriptors, say
-        line.far.mend(holder, whole=True)
+        line.far.recover_after_interrupt(holder, whole=True)
         for other in others:
             other.near.send(Frame(3, 1))
             assert next_event(line.there).channel is other.far
-            other.far.resume()
+            other.far.release()
 
     def test_holders_and_pollers_lose_nothing_between_them(self, line: Line) -> None:
         self._hold(line.near)
-        line.near.resume()
+        line.near.release()
         replies: dict[int, int] = {}
 
         def note(event: Received) -> None:
@@ -622,12 +622,12 @@ class TransportConformance:
             for number in range(count):
                 line.near.send(Frame(3, number, pattern(number % 100)))
                 while number not in replies:
-                    if line.near.hold():
+                    if line.near.acquire():
                         while number not in replies:
                             event = line.near.receive(PATIENCE)
                             assert isinstance(event, Received)
                             note(event)
-                        line.near.resume()
+                        line.near.release()
         assert replies == dict.fromkeys(range(count), 1)
 
     # The end of a channel.
@@ -673,7 +673,7 @@ class TransportConformance:
         line.near.send(Frame(3, 1))
         event = next_event(line.there)
         event.channel.close()
-        event.channel.resume()
+        event.channel.release()
         assert until_lost(line.there, line.far) == []
         assert until_lost(line.here, line.near) == []
 
@@ -881,13 +881,13 @@ class TransportConformance:
             came = 0
             while came < 3:  # read some, so that the socket takes more; then no more, so that the sender waits on
                 if came:
-                    line.far.resume()
+                    line.far.release()
                 event = next_event(line.there)
                 assert isinstance(event, Received)
                 came += len(event.frames)
             other.far.send(Frame(3, 9))
             here.wait_for(frames=1, patience=PATIENCE / 3)
-            line.far.resume()
+            line.far.release()
             with Pollers(line.there) as there:
                 there.wait_for(frames=4 - came)
                 waiting.result()
@@ -947,7 +947,7 @@ class TransportConformance:
         event = None
         while event is None:
             event = line.there.poll(years)
-        event.channel.resume()
+        event.channel.release()
         sending = Aside(lambda: send_all(line.near, [Frame(3, 2, b"", [pattern(8 * _MIB)])], timeout=years))
         next_frames(line.there, 1)
         sending.result()
@@ -956,7 +956,7 @@ class TransportConformance:
         self._hold(line.far)
         line.near.send(Frame(3, 1))
         assert isinstance(line.far.receive(1e9), Received)
-        line.far.resume()
+        line.far.release()
 
     # The end of an endpoint.
 

@@ -17,7 +17,7 @@ from backhaul._transport.shm import shared_memory
 from backhaul._wire.device_link import Form
 from tests.unit.devices.clocks import Cell, FakeCuda, FakeEvent
 
-Place = tuple[bytes, int]
+RemoteDevice = tuple[bytes, int]
 """A stretch of memory, whichever end has it, and where in it."""
 
 
@@ -62,13 +62,13 @@ class FakeIpc:
         self.breaks = False  # the next copy
         self.there_now = 0
         self.on_host_count = 0  # how often the host has copied
-        self.cells: dict[Place, Cell] = {}
-        self.flags: dict[Place, FakeFlag] = {}
+        self.cells: dict[RemoteDevice, Cell] = {}
+        self.flags: dict[RemoteDevice, FakeFlag] = {}
         self.pins: dict[int, tuple[int, bytes]] = {}  # address -> size and name
         self._names = itertools.count(1)
         self._exported: dict[bytes, torch.Tensor] = {}
 
-    def cell(self, place: Place) -> Cell:
+    def cell(self, place: RemoteDevice) -> Cell:
         return self.cells.setdefault(place, Cell(self.cuda))
 
     def allocate(self, device: int, nbytes: int) -> FakeStretch:
@@ -123,7 +123,7 @@ class FakeIpc:
     def on_host(self, address: int, nbytes: int) -> int:
         return address if self._pinned_at(address) is not None else 0
 
-    def _pinned_at(self, address: int) -> Place | None:
+    def _pinned_at(self, address: int) -> RemoteDevice | None:
         for start, (size, name) in self.pins.items():
             if start <= address < start + size:
                 return name, address - start

@@ -7,7 +7,7 @@ import torch
 
 from backhaul._devices import handover
 from backhaul._devices.handover import Handover
-from backhaul._devices.stream_order import Frontier
+from backhaul._devices.stream_order import StreamOrder
 from backhaul.errors import ProtocolError
 from tests.unit.devices.clocks import FakeCuda, RaceError, Threads
 from tests.unit.devices.fake_ipc import FakeIpc
@@ -20,7 +20,7 @@ def ipc() -> FakeIpc:
 
 @pytest.fixture
 def ends(ipc: FakeIpc) -> Handover:
-    return Handover(ipc, Frontier(ipc.cuda))
+    return Handover(ipc, StreamOrder(ipc.cuda))
 
 
 def lend(ends: Handover) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def test_what_nobody_takes_is_forgotten(ipc: FakeIpc, ends: Handover) -> None:
     ends.take_back([lend(ends)])
     ends.decline([lend(ends)])
     assert not handover._handed
-    other = Handover(ipc, Frontier(ipc.cuda))
+    other = Handover(ipc, StreamOrder(ipc.cuda))
     mine, theirs = lend(ends), lend(other)
     ends.close()
     assert list(handover._handed) == [theirs[1]]

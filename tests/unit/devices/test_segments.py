@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from backhaul._devices import borrower, lender, segments
-from backhaul._devices.borrower import Borrower
-from backhaul._devices.lender import Lender
-from backhaul._devices.segments import HANDLE, SMALL, Answer, News, Offer, Retire
-from backhaul._devices.stream_order import Frontier
+from backhaul._devices.borrower import DeviceBorrower
+from backhaul._devices.lender import DeviceLender
+from backhaul._devices.segments import HANDLE, SMALL, Offer, Retire, SegmentReply, SegmentUpdate
+from backhaul._devices.stream_order import StreamOrder
 from backhaul._transport.shm.slots import Budget
 from backhaul._wire.device_link import Slot
 from backhaul._wire.messages import pack, unpack
@@ -30,9 +30,9 @@ from tests.unit.devices.fake_ipc import FakeIpc
 MIB = 1 << 20
 
 
-def visit_graves() -> None:
-    segments.visit_graves()  # the receiver closes what the sender lets go next
-    segments.visit_graves()
+def free_deferred() -> None:
+    segments.free_deferred()  # the receiver closes what the sender lets go next
+    segments.free_deferred()
 
 
 DEVICES = ("X", "Y")
@@ -46,9 +46,9 @@ class Line:
         self.cuda = FakeCuda(2)
         self.ipc = FakeIpc(self.cuda)
         self.budgets = [Budget(limit), Budget(limit), Budget(limit)]  # the last is the host's
-        self.sender, self.receiver = Frontier(self.cuda), Frontier(self.cuda)
-        self.lender = Lender(self.ipc, self.sender, DEVICES, self.budgets.__getitem__, lambda: self.time)
-        self.borrower = Borrower(self.ipc, self.receiver, there)
+        self.sender, self.receiver = StreamOrder(self.cuda), StreamOrder(self.cuda)
+        self.lender = DeviceLender(self.ipc, self.sender, DEVICES, self.budgets.__getitem__, lambda: self.time)
+        self.borrower = DeviceBorrower(self.ipc, self.receiver, there)
         self.told: list[str] = []
 
     def tell(self) -> None:
@@ -56,12 +56,12 @@ class Line:
             self._tell(self.lender.news.popleft())
 
     def _tell(self, item: segments.Item) -> None:
-        (item,) = unpack(pack(News((item,))), News).items
+        (item,) = unpack(pack(SegmentUpdate((item,))), SegmentUpdate).items
         self.told.append(type(item).__name__)
         if isinstance(item, Offer):
             self.borrower.check(item)
             self._tell(self.borrower.open(item))
-        elif isinstance(item, Answer):
+        elif isinstance(item, SegmentReply):
             self.lender.answered(item)
         else:
             self.borrower.retired(item.number)
@@ -82,7 +82,7 @@ class Line:
         self.lender.close()
         self.borrower.close()
         self.cuda.finish()
-        visit_graves()
+        free_deferred()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ class TestLending:
         assert line.lend(64) is None
         assert line.told == []
         assert line.lend(64) is None
-        assert line.told == ["Offer", "Answer"]
+        assert line.told == ["Offer", "SegmentReply"]
         assert line.lend(64) == (1, 0)
         assert line.lend(64) == (1, 1)
         assert line.lender.lent == 2
@@ -301,10 +301,10 @@ class TestEnds:
         assert line.lend(size) is not None
         line.lender.close()
         line.cuda.finish()
-        visit_graves()
+        free_deferred()
         assert line.ipc.there_now, "the receiver may still read the message"
         line.borrower.close()
-        visit_graves()
+        free_deferred()
         assert not line.ipc.there_now
 
     def test_a_receiver_that_was_killed(self, line: Line, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,10 +315,10 @@ class TestEnds:
         line.borrower._segments.clear()  # without a word
         line.lender.close()
         line.cuda.finish()
-        visit_graves()
+        free_deferred()
         there = line.ipc.there_now
         monkeypatch.setattr(lender, "has_ended", lambda process, _: process == os.getpid())
-        visit_graves()
+        free_deferred()
         assert line.ipc.there_now < there
         del held
 
@@ -332,16 +332,16 @@ class TestEnds:
         ready = [flag for flag in line.ipc.flags.values() if not flag.query()]
         assert len(ready) == 1
         line.borrower.close()
-        visit_graves()
+        free_deferred()
         assert not ready[0].query()
         monkeypatch.setattr(borrower, "has_ended", lambda process, _: process == os.getpid())
-        visit_graves()
+        free_deferred()
         assert ready[0].query(), "whoever waits for it goes on"
         assert "before 1 tensors" in caplog.text
         del held
         line.cuda.finish()
         line.lender.close()
-        visit_graves()
+        free_deferred()
         assert not line.ipc.there_now
 
     def test_what_such_a_sender_has_not_computed_cannot_be_borrowed(
@@ -381,25 +381,25 @@ class TestEnds:
         line.tell()
         assert not line.borrower._segments
         line.lender.close()
-        visit_graves()
+        free_deferred()
         assert not line.ipc.there_now
 
     def test_memory_is_not_freed_while_the_receiver_has_it_open(self, line: Line) -> None:
         line.warm(MIB)
         line.lender.close()
         line.cuda.finish()
-        visit_graves()
+        free_deferred()
         there = line.ipc.there_now
         assert there == 4, "pages and memory, at both ends"
         line.borrower.close()
-        segments.visit_graves()
+        segments.free_deferred()
         assert line.ipc.there_now == 2, "the receiver's go first"
-        segments.visit_graves()
+        segments.free_deferred()
         assert line.ipc.there_now == 0
 
     def test_processes_that_have_ended(self) -> None:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        life = segments.life_of(process.pid)
+        life = segments.identity_of(process.pid)
         assert not segments.has_ended(process.pid, life)
         assert segments.has_ended(process.pid, life - 1), "another had its number before"
         assert process.stdin is not None
@@ -410,7 +410,7 @@ class TestEnds:
         assert segments.has_ended(process.pid, life)
         process.wait()
         assert segments.has_ended(process.pid, life)
-        assert not segments.has_ended(os.getpid(), segments.life_of(os.getpid()))
+        assert not segments.has_ended(os.getpid(), segments.identity_of(os.getpid()))
 
     def test_a_lost_channel_forgets_everything(self, line: Line, size: int) -> None:
         line.warm(size)
@@ -422,13 +422,13 @@ class TestEnds:
         assert line.lend(size) is None
         assert held.tolist() == [5] * size
         line.cuda.finish()
-        visit_graves()
+        free_deferred()
         assert line.ipc.there_now
         with pytest.raises(ProtocolError):
             line.borrower.borrow((1, 1), size, 0)
         del held
         line.cuda.finish()
-        visit_graves()
+        free_deferred()
         assert not line.ipc.there_now
 
     def test_memory_stays_while_the_device_may_use_it(self, line: Line, size: int, threads: Threads) -> None:
@@ -441,10 +441,10 @@ class TestEnds:
         line.lender.close()
         line.borrower.close()
         del held
-        visit_graves()
+        free_deferred()
         assert line.ipc.there_now
         line.cuda.finish()
-        visit_graves()
+        free_deferred()
         assert not line.ipc.there_now
 
     def test_unused_segments_are_retired(self, line: Line) -> None:
@@ -457,7 +457,7 @@ class TestEnds:
         assert line.lender.nbytes == 0
         assert line.budgets[0].used == 32 * MIB, "the receiver has not closed it"
         line.cuda.finish()
-        visit_graves()
+        free_deferred()
         assert line.budgets[0].used == 0
         assert line.lend(64) is None
 
@@ -496,7 +496,7 @@ class TestEnds:
             monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
         assert [line.lend(64) for _ in range(4)] == [None] * 4
         assert [line.lend(MIB) for _ in range(4)] == [None] * 4
-        assert line.told == ["Offer", "Answer"]
+        assert line.told == ["Offer", "SegmentReply"]
         assert line.budgets[0].used == 0
         line.close()
 
@@ -528,16 +528,16 @@ class TestWhatAPeerSays:
 
     @pytest.mark.parametrize("changes", [{"process": 0}, {"process": -1}, {"descriptor": -1}, {"descriptor": 0}])
     def test_offers_that_are_refused(self, line: Line, changes: dict[str, object]) -> None:
-        assert line.borrower.open(offer(**changes)) == Answer(1)
+        assert line.borrower.open(offer(**changes)) == SegmentReply(1)
 
     def test_answers(self, line: Line) -> None:
-        for answer in (Answer(1), Answer(7, True)):
+        for answer in (SegmentReply(1), SegmentReply(7, True)):
             with pytest.raises(ProtocolError):
                 line.lender.answered(answer)
         line.lender.lend(torch.zeros(64, dtype=torch.uint8), 0)
         line.lender.lend(torch.zeros(64, dtype=torch.uint8), 0)
         with pytest.raises(ProtocolError):
-            line.lender.answered(Answer(1, True))  # and has not opened it
+            line.lender.answered(SegmentReply(1, True))  # and has not opened it
 
     def test_slots(self, line: Line) -> None:
         line.warm(64)
@@ -559,8 +559,8 @@ class TestWhatAPeerSays:
 
     def test_news(self) -> None:
         with pytest.raises(ProtocolError):
-            unpack(msgspec.msgpack.encode([[["offer", 1]]]), News)
-        assert unpack(pack(News((Retire(3),))), News) == News((Retire(3),))
+            unpack(msgspec.msgpack.encode([[["offer", 1]]]), SegmentUpdate)
+        assert unpack(pack(SegmentUpdate((Retire(3),))), SegmentUpdate) == SegmentUpdate((Retire(3),))
 
     def test_a_message_that_nobody_reads(self, line: Line) -> None:
         line.warm(64)

@@ -13,8 +13,8 @@ import torch
 
 import backhaul as bh
 from backhaul._devices.cuda import device_query, driver, library, process
-from backhaul._devices.links import Plane
-from backhaul._devices.stream_order import Frontier
+from backhaul._devices.links import DeviceContext
+from backhaul._devices.stream_order import StreamOrder
 from backhaul._rpc.node import Node
 from tests.unit.devices.clocks import FakeCuda
 
@@ -38,7 +38,7 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(driver, "_raw_current", fail)
     monkeypatch.setattr(driver, "_has_context", fail)
     monkeypatch.setattr(device_query, "is_there", lambda: True)
-    monkeypatch.setattr(process, "frontier", None)
+    monkeypatch.setattr(process, "stream_order", None)
     monkeypatch.setattr(process, "require", lambda feature: None)  # a build without CUDA lacks its names
     driver._asked.cache_clear()
     yield monkeypatch
@@ -139,7 +139,7 @@ def test_workers_with_devices_do_not_start_cuda_for_other_tensors(
     x = torch.ones(2, requires_grad=True)
     with bh.cluster(2) as workers:
         assert [worker.part(Node).peers.own.record.devices for worker in workers] == [IDENTITIES] * 2
-        assert all(worker.plane is not None for worker in workers)
+        assert all(worker.device_context is not None for worker in workers)
         with bh.context() as ctx:
             ctx.backward(bh.rpc_sync("worker1", scale, args=(x,)).sum())
             assert bh.get_gradients(ctx)[x].tolist() == [3.0, 3.0]
@@ -160,13 +160,13 @@ def test_the_first_tensor_of_a_device_finds_out_whether_the_devices_are_others_n
     with pytest.raises(RuntimeError, match=r"CUDA_VISIBLE_DEVICES before bh.init"):
         driver.verify(IDENTITIES)
     member: Any = types.SimpleNamespace(incarnation="i", devices=IDENTITIES, maps={}, host="here")
-    plane = Plane(member, Any, None, Frontier(FakeCuda()))  # type: ignore[arg-type]
+    device_context = DeviceContext(member, Any, None, StreamOrder(FakeCuda()))  # type: ignore[arg-type]
     checks: list[int] = []
-    plane.verify = lambda: checks.append(1)
-    plane.check()
-    plane.check()
+    device_context.verify = lambda: checks.append(1)
+    device_context.check()
+    device_context.check()
     assert checks == [1]
-    plane.close()
+    device_context.close()
 
 
 class FakeLibrary:
@@ -184,18 +184,18 @@ class FakeLibrary:
 def test_what_needs_the_driver_starts_it_and_what_does_not_waits(unstarted: pytest.MonkeyPatch) -> None:
     fake = FakeLibrary()
     made: Any = library.Library.__new__(library.Library)
-    made._cuda, made._here, made._contexts, made._alone = fake, library._Here(), {}, True
+    made._cuda, made._here, made._contexts, made._alone = fake, library._ThreadContext(), {}, True
     cuda: Any = driver.Driver.__new__(driver.Driver)
     cuda._library, cuda._count, cuda._used = made, 1, []
-    frontier = Frontier(cuda)
-    for act in (frontier.enter, frontier.depart, frontier.arrive, frontier.mark):
+    stream_order = StreamOrder(cuda)
+    for act in (stream_order.enter, stream_order.depart, stream_order.arrive, stream_order.mark):
         act()
-    assert not frontier._here.relaxed
+    assert not stream_order._here.relaxed
     unstarted.setattr(torch.cuda, "init", lambda: setattr(fake, "started", True))
     unstarted.setattr(torch.cuda, "is_initialized", lambda: fake.started)
     made.relax()
     assert fake.started
     unstarted.setattr(torch.cuda, "device_count", lambda: 1)
     unstarted.setattr(driver, "_has_context", lambda device: False)
-    frontier.enter()
-    assert frontier._here.relaxed
+    stream_order.enter()
+    assert stream_order._here.relaxed

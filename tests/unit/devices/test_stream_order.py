@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul._devices.stream_order import Frontier, tensors_in
+from backhaul._devices.stream_order import StreamOrder, tensors_in
 from tests.unit.devices.clocks import Cell, FakeCuda, FakeEvent, RaceError, Threads
 
 
@@ -21,8 +21,8 @@ def cuda() -> FakeCuda:
 
 
 @pytest.fixture
-def frontier(cuda: FakeCuda) -> Frontier:
-    return Frontier(cuda)
+def stream_order(cuda: FakeCuda) -> StreamOrder:
+    return StreamOrder(cuda)
 
 
 class TestTheClocks:
@@ -60,91 +60,97 @@ class TestTheClocks:
 
 
 class TestMessages:
-    def test_who_gets_one_comes_after_who_sent_it(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_who_gets_one_comes_after_who_sent_it(
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
+    ) -> None:
         cell = Cell(cuda)
         for name in ("a", "b"):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
         threads.run("a", cell.write)
-        threads.run("a", frontier.depart)
+        threads.run("a", stream_order.depart)
         with pytest.raises(RaceError):
             threads.run("b", cell.read)
-        threads.run("b", frontier.arrive)
+        threads.run("b", stream_order.arrive)
         threads.run("b", cell.write)
-        threads.run("b", frontier.depart)
-        frontier.arrive()
+        threads.run("b", stream_order.depart)
+        stream_order.arrive()
         cell.read()
 
-    def test_without_departing_there_is_no_order(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_without_departing_there_is_no_order(
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
+    ) -> None:
         cell = Cell(cuda)
         for name in ("a", "b"):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
         threads.run("a", cell.write)
-        threads.run("b", frontier.arrive)
+        threads.run("b", stream_order.arrive)
         with pytest.raises(RaceError):
             threads.run("b", cell.read)
 
-    def test_the_default_stream_is_followed_anyway(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_the_default_stream_is_followed_anyway(
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
+    ) -> None:
         cell = Cell(cuda)
         cell.write()
-        threads.run("a", frontier.enter)
-        threads.run("a", frontier.arrive)
+        threads.run("a", stream_order.enter)
+        threads.run("a", stream_order.arrive)
         threads.run("a", cell.read)
 
     def test_one_handler_sees_what_another_did_before(
-        self, cuda: FakeCuda, frontier: Frontier, threads: Threads
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
     ) -> None:
         parameter = Cell(cuda)
         for name in ("a", "b", "c"):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
         for name in ("a", "b", "c", "a"):
-            threads.run(name, frontier.arrive)
+            threads.run(name, stream_order.arrive)
             threads.run(name, parameter.write)
-            threads.run(name, frontier.depart)
+            threads.run(name, stream_order.depart)
 
-    def test_a_stream_of_the_users(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_a_stream_of_the_users(self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads) -> None:
         cell = Cell(cuda)
         for make in (cuda.fresh, cuda.external):
             cuda.use(make(0))
-            frontier.arrive()
+            stream_order.arrive()
             cell.write()
-            frontier.depart()
-            threads.run("a", frontier.enter)
-            threads.run("a", frontier.arrive)
+            stream_order.depart()
+            threads.run("a", stream_order.enter)
+            threads.run("a", stream_order.arrive)
             threads.run("a", cell.write)
-            threads.run("a", frontier.depart)
+            threads.run("a", stream_order.depart)
 
     def test_several_devices(self, threads: Threads) -> None:
         cuda = FakeCuda(3)
-        frontier, cells = Frontier(cuda), [Cell(cuda, device) for device in range(3)]
+        stream_order, cells = StreamOrder(cuda), [Cell(cuda, device) for device in range(3)]
         for name in ("a", "b"):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
         for name in ("a", "b", "a"):
-            threads.run(name, frontier.arrive)
+            threads.run(name, stream_order.arrive)
             for cell in cells:
                 threads.run(name, cell.write)
-            threads.run(name, frontier.depart)
+            threads.run(name, stream_order.depart)
 
-    def test_what_is_idle_costs_nothing(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_what_is_idle_costs_nothing(self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads) -> None:
         cell = Cell(cuda)
-        threads.run("a", frontier.enter)
+        threads.run("a", stream_order.enter)
         threads.run("a", cell.write)
-        threads.run("a", frontier.depart)
+        threads.run("a", stream_order.depart)
         assert cuda.events == 1
         cuda.finish()
-        threads.run("a", frontier.depart)
-        frontier.arrive()
+        threads.run("a", stream_order.depart)
+        stream_order.arrive()
         assert cuda.default(0).waits == 0
         assert cuda.events == 1
         cell.read()
 
-    def test_one_event_for_each_stream(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_one_event_for_each_stream(self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads) -> None:
         cell = Cell(cuda)
-        threads.run("a", frontier.enter)
+        threads.run("a", stream_order.enter)
         for _ in range(5):
             threads.run("a", cell.write)
-            threads.run("a", frontier.depart)
+            threads.run("a", stream_order.depart)
         assert cuda.events == 1
-        frontier.arrive()
+        stream_order.arrive()
         assert cuda.default(0).waits == 1
         cell.read()
 
@@ -152,138 +158,144 @@ class TestMessages:
     @given(st.lists(st.tuples(st.sampled_from("abcm"), st.lists(st.integers(0, 3), max_size=3), st.booleans())))
     def test_whatever_goes_from_hand_to_hand(self, steps: list[tuple[str, list[int], bool]]) -> None:
         cuda, threads = FakeCuda(2), Threads()
-        frontier, cells = Frontier(cuda), [Cell(cuda, number % 2) for number in range(4)]
+        stream_order, cells = StreamOrder(cuda), [Cell(cuda, number % 2) for number in range(4)]
         try:
             for name, used, finish in steps:
                 if name != "m":
-                    threads.run(name, frontier.enter)
-                threads.run(name, frontier.arrive)
+                    threads.run(name, stream_order.enter)
+                threads.run(name, stream_order.arrive)
                 for number in used:
                     threads.run(name, cells[number].write if number % 2 else cells[number].read)
                 if finish:
                     cuda.finish()
-                threads.run(name, frontier.depart)
+                threads.run(name, stream_order.depart)
         finally:
             threads.close()
 
 
 class TestThreads:
-    def test_each_has_its_own_stream(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_each_has_its_own_stream(self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads) -> None:
         streams = []
         for name in ("a", "b", "a"):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
             streams.append(threads.run(name, lambda: cuda.current(0)))
         assert streams[0] is streams[2]
         assert streams[0] is not streams[1]
         assert cuda.default(0) not in streams
 
-    def test_what_a_handler_has_left_is_put_right(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
-        threads.run("a", frontier.enter)
+    def test_what_a_handler_has_left_is_put_right(
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
+    ) -> None:
+        threads.run("a", stream_order.enter)
         own = threads.run("a", lambda: cuda.current(0))
         threads.run("a", lambda: cuda.use(cuda.fresh(0)))
-        threads.run("a", frontier.enter)
+        threads.run("a", stream_order.enter)
         assert threads.run("a", lambda: cuda.current(0)) is own
 
 
 class TestMarks:
-    def test_a_value_comes_after_what_it_came_of(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_a_value_comes_after_what_it_came_of(
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
+    ) -> None:
         cell = Cell(cuda)
-        threads.run("a", frontier.enter)
+        threads.run("a", stream_order.enter)
         threads.run("a", cell.write)
-        mark = threads.run("a", frontier.mark)
+        mark = threads.run("a", stream_order.mark)
         with pytest.raises(RaceError):
             cell.read()
-        frontier.join(mark)
+        stream_order.join(mark)
         cell.read()
 
-    def test_only_after_that(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_only_after_that(self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads) -> None:
         cell = Cell(cuda)
-        threads.run("a", frontier.enter)
+        threads.run("a", stream_order.enter)
         threads.run("a", Cell(cuda).write)
-        mark = threads.run("a", frontier.mark)
+        mark = threads.run("a", stream_order.mark)
         threads.run("a", cell.write)
-        frontier.join(mark)
+        stream_order.join(mark)
         with pytest.raises(RaceError):
             cell.read()
 
     def test_where_nothing_is_under_way_there_is_nothing_to_wait_for(
-        self, cuda: FakeCuda, frontier: Frontier, threads: Threads
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
     ) -> None:
-        threads.run("a", frontier.enter)
+        threads.run("a", stream_order.enter)
         threads.run("a", Cell(cuda).write)
-        mark = threads.run("a", frontier.mark)
+        mark = threads.run("a", stream_order.mark)
         assert len(mark.pending) == 1
         cuda.finish()
         assert mark.pending == []
-        frontier.join(mark)
-        frontier.join(threads.run("a", frontier.mark))
+        stream_order.join(mark)
+        stream_order.join(threads.run("a", stream_order.mark))
         assert cuda.default(0).waits == 0
 
     def test_without_devices_there_is_none(self) -> None:
-        assert Frontier(FakeCuda(0)).mark() is None
+        assert StreamOrder(FakeCuda(0)).mark() is None
 
-    def test_the_latest_of_each_stream(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_the_latest_of_each_stream(self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads) -> None:
         first, second, mark = Cell(cuda), Cell(cuda), None
         for name, cell in (("a", first), ("b", second), ("a", first), ("a", first)):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
             threads.run(name, cell.write)
-            mark = threads.run(name, lambda mark=mark: frontier.mark(mark))
+            mark = threads.run(name, lambda mark=mark: stream_order.mark(mark))
         assert mark is not None
         assert len(mark.pending) == 2
-        frontier.join(mark)
+        stream_order.join(mark)
         first.read()
         second.read()
 
-    def test_through_several_threads(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_through_several_threads(self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads) -> None:
         cell = Cell(cuda)
         mark = None
         for name in ("a", "b", "c", "a"):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
             if mark is not None:
-                threads.run(name, lambda mark=mark: frontier.join(mark))
+                threads.run(name, lambda mark=mark: stream_order.join(mark))
             threads.run(name, cell.write)
-            mark = threads.run(name, frontier.mark)
+            mark = threads.run(name, stream_order.mark)
 
 
 class TestDrain:
     def test_memory_is_used_again_after_all_that_used_it(
-        self, cuda: FakeCuda, frontier: Frontier, threads: Threads
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
     ) -> None:
         slot, sender = Cell(cuda), cuda.fresh(0)
         for name in ("a", "b"):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
             threads.run(name, slot.read)
         slot.read()  # on the default stream
         done, order = FakeEvent(cuda), list[str]()
-        threads.run("a", lambda: frontier.drain(done, 0, lambda: order.append("free")))
+        threads.run("a", lambda: stream_order.drain(done, 0, lambda: order.append("free")))
         assert order == ["free"]
         with pytest.raises(RaceError):
             slot.write_on(sender)
         cuda.wait(sender, done)
         slot.write_on(sender)
 
-    def test_nobody_waits_for_another(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_nobody_waits_for_another(self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads) -> None:
         for name in ("a", "b"):
-            threads.run(name, frontier.enter)
+            threads.run(name, stream_order.enter)
             threads.run(name, Cell(cuda).write)
-        frontier.drain(FakeEvent(cuda), 0, lambda: None)
+        stream_order.drain(FakeEvent(cuda), 0, lambda: None)
         assert threads.run("a", lambda: cuda.current(0)).waits == 0
         assert threads.run("b", lambda: cuda.current(0)).waits == 0
         assert cuda.default(0).waits == 0
 
-    def test_a_stream_that_may_be_gone_is_not_asked(self, cuda: FakeCuda, frontier: Frontier, threads: Threads) -> None:
+    def test_a_stream_that_may_be_gone_is_not_asked(
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
+    ) -> None:
         threads.run("a", lambda: cuda.use(cuda.external(0)))
-        threads.run("a", frontier.depart)
+        threads.run("a", stream_order.depart)
         stream = threads.run("a", lambda: cuda.current(0))
         stream.query = None  # gone
-        frontier.drain(FakeEvent(cuda), 0, lambda: None)
-        assert not frontier.trouble
+        stream_order.drain(FakeEvent(cuda), 0, lambda: None)
+        assert not stream_order.trouble
 
 
 class TestMemory:
     @pytest.mark.filterwarnings("ignore:Sparse")
     def test_parts_of_sparse_tensors_are_adopted(
-        self, cuda: FakeCuda, frontier: Frontier, monkeypatch: pytest.MonkeyPatch
+        self, cuda: FakeCuda, stream_order: StreamOrder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         adopted: list[torch.Tensor] = []
         monkeypatch.setattr(cuda, "adopt", lambda tensor, stream: adopted.append(tensor))
@@ -294,65 +306,65 @@ class TestMemory:
             dense.to_sparse(),
             *(dense.to_sparse(layout=layout) for layout in (torch.sparse_csr, torch.sparse_csc)),
         ]
-        frontier.adopt(values)
+        stream_order.adopt(values)
         assert [tuple(tensor.shape) for tensor in adopted] == [(2, 2), (2, 2), (2,), (3,), (2,), (2,), (3,), (2,), (2,)]
 
     def test_memory_does_not_go_back_while_a_stream_cannot_be_asked(
-        self, cuda: FakeCuda, frontier: Frontier, threads: Threads
+        self, cuda: FakeCuda, stream_order: StreamOrder, threads: Threads
     ) -> None:
-        threads.run("a", frontier.enter)
+        threads.run("a", stream_order.enter)
         threads.run("a", Cell(cuda).write)
-        threads.run("a", frontier.depart)
+        threads.run("a", stream_order.depart)
         lane, freed, done = threads.run("a", lambda: cuda.current(0)), [], FakeEvent(cuda)
 
         def query() -> bool:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
         lane.query = query
-        frontier.drain(done, 0, lambda: freed.append(1))
+        stream_order.drain(done, 0, lambda: freed.append(1))
         assert (done.records, freed) == (0, [])
         waits = cuda.default(0).waits
-        frontier.arrive()
+        stream_order.arrive()
         assert cuda.default(0).waits > waits, "who goes on waits all the same"
         assert (done.records, freed) == (0, [])
         del lane.query
-        frontier.arrive()
+        stream_order.arrive()
         assert (done.records, freed) == (1, [1])
-        assert not frontier.trouble
+        assert not stream_order.trouble
 
 
 class TestTrouble:
     def test_a_device_that_has_failed_fails_no_message(
-        self, cuda: FakeCuda, frontier: Frontier, caplog: pytest.LogCaptureFixture
+        self, cuda: FakeCuda, stream_order: StreamOrder, caplog: pytest.LogCaptureFixture
     ) -> None:
         Cell(cuda).write()
-        mark = frontier.mark()
+        mark = stream_order.mark()
         assert mark is not None
         cuda.broken = True
         freed: list[int] = []
-        frontier.depart()
-        frontier.arrive()
-        frontier.enter()
-        frontier.join(mark)
-        frontier.drain(FakeEvent(cuda), 0, lambda: freed.append(1))
-        assert frontier.mark() is None
-        assert "device-side assert" in frontier.trouble
+        stream_order.depart()
+        stream_order.arrive()
+        stream_order.enter()
+        stream_order.join(mark)
+        stream_order.drain(FakeEvent(cuda), 0, lambda: freed.append(1))
+        assert stream_order.mark() is None
+        assert "device-side assert" in stream_order.trouble
         assert len(caplog.records) == 1
         assert freed == [1]
 
-    def test_a_graph_that_is_made_is_left_alone(self, cuda: FakeCuda, frontier: Frontier) -> None:
+    def test_a_graph_that_is_made_is_left_alone(self, cuda: FakeCuda, stream_order: StreamOrder) -> None:
         cell = Cell(cuda)
         cell.write()
         cuda.capture = True
         freed: list[int] = []
-        frontier.depart()
-        frontier.arrive()
-        assert frontier.mark() is None
+        stream_order.depart()
+        stream_order.arrive()
+        assert stream_order.mark() is None
         done = FakeEvent(cuda)
-        frontier.drain(done, 0, lambda: freed.append(1))
+        stream_order.drain(done, 0, lambda: freed.append(1))
         assert (cuda.events, done.records, freed) == (0, 0, [])
         cuda.capture = False
-        frontier.arrive()
+        stream_order.arrive()
         assert (done.records, freed) == (1, [1])
 
 
@@ -373,7 +385,7 @@ def test_tensors_are_found_in_values() -> None:
 class TestFailures:
     def test_what_passes_is_no_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cuda = FakeCuda()
-        frontier = Frontier(cuda)
+        stream_order = StreamOrder(cuda)
         Cell(cuda).write()
 
         def no_memory(device: int) -> None:
@@ -381,21 +393,21 @@ class TestFailures:
 
         with monkeypatch.context() as patch:
             patch.setattr(cuda, "event", no_memory)
-            frontier.depart()
-        assert not frontier.failed()
+            stream_order.depart()
+        assert not stream_order.failed()
         cuda.broken = True
-        frontier.depart()
-        assert frontier.failed()
-        assert "device-side assert" in frontier.trouble
-        assert not frontier.quiet()
+        stream_order.depart()
+        assert stream_order.failed()
+        assert "device-side assert" in stream_order.trouble
+        assert not stream_order.quiet()
 
     def test_a_thread_that_ends_leaves_its_streams_to_the_next(self) -> None:
         cuda = FakeCuda()
-        frontier = Frontier(cuda)
+        stream_order = StreamOrder(cuda)
         seen = set()
 
         def enter() -> None:
-            frontier.enter()
+            stream_order.enter()
             seen.add(cuda.current(0).number)
 
         for _ in range(5):

@@ -22,8 +22,8 @@ from backhaul._autograd.messages import AutogradKind, Gradient, Gradients, PassS
 from backhaul._autograd.torch_engine import run
 from backhaul._devices import borrower, handover, lender, links, segments
 from backhaul._devices.cuda import process
-from backhaul._devices.links import Member, PeerLink, Plane, Shared, hand_over
-from backhaul._devices.stream_order import Frontier, tensors_in
+from backhaul._devices.links import DeviceContext, DeviceLink, Member, Shared, hand_over
+from backhaul._devices.stream_order import StreamOrder, tensors_in
 from backhaul._rpc.node import Node
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._wire.codec import Encoded, encode
@@ -84,9 +84,9 @@ class World:
     def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cuda = FakeCuda()
         self.ipc = FakeIpc(self.cuda)
-        self.frontier = Frontier(self.cuda)
-        self.planes: list[Plane] = []
-        monkeypatch.setattr(process, "frontier", self.frontier)
+        self.stream_order = StreamOrder(self.cuda)
+        self.planes: list[DeviceContext] = []
+        monkeypatch.setattr(process, "stream_order", self.stream_order)
         monkeypatch.setattr(process, "identities", lambda: ("X",))
         monkeypatch.setattr(process, "start", self._start)
         monkeypatch.setattr(links, "index_at", lambda device: 0 if device.type == "cpu" else None)
@@ -94,17 +94,17 @@ class World:
         self.kind = kind
         self.workers: list[Worker] = []
 
-    def _start(self, own: Member, slot_bytes: int | None) -> Plane:
-        plane = Plane(own, self.ipc, self.ipc, self.frontier, slot_bytes)
+    def _start(self, own: Member, slot_bytes: int | None) -> DeviceContext:
+        device_context = DeviceContext(own, self.ipc, self.ipc, self.stream_order, slot_bytes)
         if self.kind != "handed over":
             links._living.clear()
         if self.kind == "staged":
             self.ipc.refuse = True
-        self.planes.append(plane)
-        return plane
+        self.planes.append(device_context)
+        return device_context
 
     @property
-    def links(self) -> list[PeerLink]:
+    def links(self) -> list[DeviceLink]:
         found = [peer.link for worker in self.workers for peer in worker.part(Node).peers]
         return [link for link in found if link is not None]
 
@@ -138,13 +138,13 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         assert wait_for(lambda: not made.lent), "no slot is left"  # handlers let go of some just after their replies
         bytes_lent = sum(shared.lender.bytes_lent for shared in made.shared)
         assert (bytes_lent > 0) == (request.param == "slots")
-        assert not made.frontier.trouble
+        assert not made.stream_order.trouble
         made.cuda.finish()  # who ends waits for that
         assert bh.get_debug_info()["cuda_usable"]
     made.cuda.finish()
-    assert wait_for(lambda: not segments.visit_graves())
+    assert wait_for(lambda: not segments.free_deferred())
     assert made.ipc.there_now == 0
-    assert [plane.slot_bytes for plane in made.planes] == [0, 0]
+    assert [device_context.slot_bytes for device_context in made.planes] == [0, 0]
 
 
 def test_calls(world: World) -> None:
@@ -280,7 +280,7 @@ def test_everything_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(4):
             assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),)), -torch.ones(16))
         world.cuda.finish()
-    assert [plane.slot_bytes for plane in world.planes] == [0, 0]
+    assert [device_context.slot_bytes for device_context in world.planes] == [0, 0]
 
 
 def test_who_waits_for_a_worker_that_was_killed_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_who_waits_for_a_worker_that_was_killed_goes_on(world: World, monkeypatc
     peer = world.workers[0].part(Node).peers.find(1)
     assert peer.channel is not None
     peer.channel.abort("killed")
-    assert wait_for(lambda: bool(segments.graves))
+    assert wait_for(lambda: bool(segments.deferred_frees))
     time.sleep(0.3)
     assert not any(flag.query() for flag in waiting), "nobody is known to have ended"
     ended.append(os.getpid())
@@ -332,7 +332,7 @@ def test_a_loss_is_told_though_cuda_has_failed(world: World) -> None:
     with pytest.raises(bh.PeerLostError):
         future.wait()
     world.cuda.broken = False
-    world.frontier.trouble = ""
+    world.stream_order.trouble = ""
     for _ in range(4):
         bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
 
@@ -346,7 +346,7 @@ def test_bytes_of_devices_are_counted(world: World) -> None:
 
 
 def test_where_results_have_a_place(world: World) -> None:
-    agent = world.workers[0].part(Node).agent
+    agent = world.workers[0].part(Node).client
     there = {name: agent.has_place_for("worker1", torch.device(name)) for name in ("cpu", "cuda", "cuda:0", "cuda:1")}
     assert there == {"cpu": False, "cuda": True, "cuda:0": True, "cuda:1": False}
     assert agent.has_place_for("worker0", torch.device("cuda:1")), "its own stay where they are"
@@ -455,7 +455,7 @@ def test_nodes_that_run_one_by_one(world: World, mode: Any, monkeypatch: pytest.
 
 def test_gradients_are_used_on_the_streams_of_who_got_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     adopted: list[torch.Tensor] = []
-    monkeypatch.setattr(world.frontier, "adopt", lambda value: adopted.extend(t + 0 for t in tensors_in(value)))
+    monkeypatch.setattr(world.stream_order, "adopt", lambda value: adopted.extend(t + 0 for t in tensors_in(value)))
     x = torch.arange(16.0, requires_grad=True)
     with bh.context() as context:
         bh.backward(context, [bh.rpc_sync("worker1", scale, args=(x,)).sum()])
@@ -479,7 +479,7 @@ def test_what_asyncio_gets_is_used_on_its_streams(world: World, monkeypatch: pyt
     def adopt(value: Any) -> None:
         adopted.extend((threading.get_ident(), tensor.tolist()) for tensor in tensors_in(value))
 
-    monkeypatch.setattr(world.frontier, "adopt", adopt)
+    monkeypatch.setattr(world.stream_order, "adopt", adopt)
     doubler = bh.remote("worker1", Doubler)
     ways: list[Callable[[torch.Tensor], Any]] = [
         lambda x: bh.rpc_sync("worker1", doubled, args=(x,)),

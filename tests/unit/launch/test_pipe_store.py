@@ -14,7 +14,7 @@ from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
 from backhaul._launch.pipe_store import PipeStore, Table
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.cluster.rendezvous import Meeting
+from backhaul._rpc.cluster.rendezvous import StoreMeeting
 from backhaul.errors import RendezvousError
 
 
@@ -67,11 +67,11 @@ def test_values_are_told_when_all_are_there() -> None:
 def test_everyone_meets_twice() -> None:
     with stores(3) as all_stores:
         for _ in range(2):
-            meetings = [Meeting(store, rank, 3, 30.0) for rank, store in enumerate(all_stores)]
+            meetings = [StoreMeeting(store, rank, 3, 30.0) for rank, store in enumerate(all_stores)]
             secrets: list[bytes] = []
             found: list[list[WorkerRecord]] = []
 
-            def meet(rank: int, meeting: Meeting, secrets: list[bytes], found: list[list[WorkerRecord]]) -> None:
+            def meet(rank: int, meeting: StoreMeeting, secrets: list[bytes], found: list[list[WorkerRecord]]) -> None:
                 secrets.append(meeting.agree_on_secret(None))
                 found.append(meeting.exchange(record(rank, f"worker{rank}")))
 
@@ -88,7 +88,7 @@ def test_who_did_not_come_is_named_and_answers_that_come_late_are_ignored() -> N
     with stores(3) as (first, second, _):
         second.set("backhaul/1/worker/1", "here")
         with pytest.raises(RendezvousError, match=r"waited 0.05 s .*: 1 of 3 did not come: ranks 2"):
-            Meeting(first, 0, 3, 0.05).exchange(record(0, "worker0"))
+            StoreMeeting(first, 0, 3, 0.05).exchange(record(0, "worker0"))
         second.set("backhaul/1/worker/2", "late")
         assert first.multi_get(["backhaul/1/worker/1"]) == [b"here"]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul._ops.gradient_levels import Level, unpack
-from backhaul._ops.replay_token import Ticket, blank, checksum
+from backhaul._ops.replay_token import ReplayToken, blank, checksum
 from backhaul._ops.signature import Signature, Template, values_of
 
 places = st.lists(st.integers(0, 99)).map(tuple)
@@ -21,9 +21,9 @@ def test_levels_as_integers(levels: list[Level]) -> None:
 @given(check=st.integers(1, 2**32 - 1), context=st.integers(0, 2**64 - 1), random=st.booleans())
 def test_tickets_as_tensors(check: int, context: int, random: bool) -> None:
     state = torch.get_rng_state() if random else None
-    packed = Ticket(check, context, state).pack()
+    packed = ReplayToken(check, context, state).pack()
     assert packed.shape == blank().shape
-    found = Ticket.unpack(packed)
+    found = ReplayToken.unpack(packed)
     assert (found.check, found.context) == (check, context)
     assert found.random is None if state is None else torch.equal(found.random, state)
 

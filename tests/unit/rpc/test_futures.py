@@ -261,12 +261,12 @@ class TestThen:
         assert where.wait() is thread
 
     def test_is_called_on_failure_too(self) -> None:
-        def rescue(it: Future[int]) -> int:
+        def recover_call(it: Future[int]) -> int:
             with pytest.raises(Odd) as caught:
                 it.wait()
             return caught.value.code
 
-        assert done(Odd(4)).then(rescue).wait() == 4
+        assert done(Odd(4)).then(recover_call).wait() == 4
 
     def test_chains(self) -> None:
         future: Future[int] = Future()

@@ -14,7 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul._rref.ownership import Entry, ForkId, Inbox, Life, News, Outbox, Owned, RRefId, is_of, maker_of
+from backhaul._rref.ownership import (
+    ForkId,
+    Life,
+    NoticeInbox,
+    NoticeOutbox,
+    Owned,
+    OwnerEntry,
+    RRefId,
+    Update,
+    is_of,
+    maker_of,
+)
 from backhaul._types import first_number
 
 OWNER, ASKER, WORKERS = 0, 1, (1, 2, 3)
@@ -41,15 +52,15 @@ class World:
         self.owned: Owned[object] = Owned(object, OWN, self.is_present)
         self.known: dict[int, Life] = dict(self.lives)  # to the owner
         self.over: set[Life] = set()  # as the owner knows
-        self.inboxes: dict[Life, Inbox] = {}
-        self.outboxes = {life: Outbox() for life in self.lives.values()}
+        self.inboxes: dict[Life, NoticeInbox] = {}
+        self.outboxes = {life: NoticeOutbox() for life in self.lives.values()}
         self.ids = {life: itertools.count(first_number(life[1])) for life in self.lives.values()}
         self.value = RRefId(self.new_id(self.lives[ASKER]))
         self.held: dict[ForkId, Life] = {}
         self.refused: set[ForkId] = set()
         self.under_way: list[UnderWay] = []
-        self.handles: list[Entry[object]] = []  # of the owner's own
-        self.created: Entry[object] | None = None
+        self.handles: list[OwnerEntry[object]] = []  # of the owner's own
+        self.created: OwnerEntry[object] | None = None
         self.certain = True  # nobody has died or was given up who had something to say
         asker = self.lives[ASKER]
         fork = ForkId(self.new_id(asker))
@@ -84,11 +95,11 @@ class World:
 
         self.post("asking", asker, OWN, arrive)
 
-    def take(self, sender: Life, number: int, news: list[News]) -> None:
+    def take(self, sender: Life, number: int, news: list[Update]) -> None:
         if sender not in self.over:
-            self.hear(sender, self.inboxes.setdefault(sender, Inbox()).take(number, news))
+            self.hear(sender, self.inboxes.setdefault(sender, NoticeInbox()).take(number, news))
 
-    def hear(self, sender: Life, news: list[News]) -> None:
+    def hear(self, sender: Life, news: list[Update]) -> None:
         self.owned.hear(sender, news)
         for what, _, _, holder in news:
             if what == "made" and holder in self.over:
@@ -107,7 +118,7 @@ class World:
 
             self.post("question", OWN, holder, arrive)
 
-    def tell(self, sender: Life, news: News) -> None:
+    def tell(self, sender: Life, news: Update) -> None:
         if sender == OWN:
             self.hear(OWN, [news])
             return
@@ -166,7 +177,7 @@ class World:
         """A worker dies, and another takes its place. Everyone learns of it later."""
         old, new = self.lives[worker], (worker, f"{worker}.{next(self.restarts)}")
         self.lives[worker] = new
-        self.outboxes[new], self.ids[new] = Outbox(), itertools.count(first_number(new[1]))
+        self.outboxes[new], self.ids[new] = NoticeOutbox(), itertools.count(first_number(new[1]))
         self.held = {fork: holder for fork, holder in self.held.items() if holder != old}
         for message in [message for message in self.under_way if message.sender == old]:
             message.cut = True
@@ -257,7 +268,7 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
 
 @given(st.permutations(range(8)), st.lists(st.integers(0, 7)))
 def test_an_inbox_puts_things_in_order(order: list[int], repeated: list[int]) -> None:
-    inbox, heard = Inbox(), []
+    inbox, heard = NoticeInbox(), []
     messages: list[list[Any]] = [[number, -number] for number in range(8)]
     for number in [*order, *repeated]:
         heard += inbox.take(number, messages[number])

@@ -7,25 +7,25 @@ import threading
 
 import pytest
 
-from backhaul._runtime.runtime import Gate, Runtime
+from backhaul._runtime.runtime import OneShotEvent, Runtime
 
 
 class TestGate:
     def test_is_shut_at_first(self) -> None:
-        assert Gate().wait(0) is False
+        assert OneShotEvent().wait(0) is False
 
     @pytest.mark.parametrize("timeout", [0, 0.0, -1.0, -1e300, 1e-9])
     def test_does_not_wait_longer_than_asked(self, timeout: float) -> None:
-        assert Gate().wait(timeout) is False
+        assert OneShotEvent().wait(timeout) is False
 
     @pytest.mark.parametrize("timeout", [None, 0, -1.0, 5.0, 1e300, float("inf"), threading.TIMEOUT_MAX])
     def test_once_open_it_stays_open(self, timeout: float | None) -> None:
-        gate = Gate()
+        gate = OneShotEvent()
         gate.open()
         assert [gate.wait(timeout) for _ in range(3)] == [True, True, True]
 
     def test_may_be_opened_again(self) -> None:
-        gate = Gate()
+        gate = OneShotEvent()
         gate.open()
         gate.open()
         assert gate.wait(0)
@@ -33,7 +33,7 @@ class TestGate:
         assert gate.wait(0)
 
     def test_a_wait_that_timed_out_changes_nothing(self) -> None:
-        gate = Gate()
+        gate = OneShotEvent()
         assert not gate.wait(0)
         assert not gate.wait(0)
         gate.open()
@@ -41,7 +41,7 @@ class TestGate:
 
     @pytest.mark.parametrize("timeout", [None, 60.0, 1e300, float("inf")])
     def test_lets_all_waiters_through(self, timeout: float | None) -> None:
-        gate = Gate()
+        gate = OneShotEvent()
         passed: list[bool] = []
         about_to_wait = threading.Semaphore(0)
 
@@ -62,7 +62,7 @@ class TestGate:
 
     @pytest.mark.parametrize("turn", range(20))
     def test_many_openers_and_waiters(self, turn: int) -> None:
-        gate = Gate()
+        gate = OneShotEvent()
         passed: list[bool] = []
         threads = [threading.Thread(target=gate.open) for _ in range(4)]
         threads[turn % 4 : turn % 4] = [threading.Thread(target=lambda: passed.append(gate.wait(60))) for _ in range(4)]
@@ -74,7 +74,7 @@ class TestGate:
 
     def test_an_open_gate_is_open_to_all_at_the_same_time(self) -> None:
         """Those who pass must not shut it for each other, not even for a moment."""
-        gate = Gate()
+        gate = OneShotEvent()
         gate.open()
         refused: list[int] = []
 
@@ -102,7 +102,7 @@ class TestRuntime:
 
     def test_gates_are_shut_and_their_own(self) -> None:
         runtime = Runtime()
-        first, second = runtime.gate(), runtime.gate()
+        first, second = runtime.one_shot(), runtime.one_shot()
         first.open()
         assert first.wait(0)
         assert not second.wait(0)
@@ -132,7 +132,7 @@ class TestRuntimeObjects:
         assert [queue.get() for _ in range(3)] == [1, 2, None]
 
     def test_join_says_whether_the_thread_has_ended(self) -> None:
-        runtime, gate = Runtime(), Gate()
+        runtime, gate = Runtime(), OneShotEvent()
         thread = runtime.spawn(lambda: gate.wait() and None, name="a name")
         assert not runtime.join(thread, 0.001)
         gate.open()

@@ -13,8 +13,8 @@ from backhaul._transport.base import Event, Lost, Received
 from backhaul._transport.sockets import channel as socket_channel
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.endpoint import SocketEndpoint
-from backhaul._transport.spin_wait import LONGEST, Luck
-from backhaul._transport.waiter import Bell
+from backhaul._transport.spin_wait import LONGEST, SpinPolicy
+from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import Frame
 
 
@@ -36,11 +36,11 @@ class Clocks:
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     made = Clocks()
     monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr(module, "LOOKS", 300)
+    monkeypatch.setattr(module, "MAX_SPINS", 300)
     return made
 
 
-def wait(luck: Luck, clocks: Clocks, seconds: float, *, taken: float = 0.0) -> bool:
+def wait(luck: SpinPolicy, clocks: Clocks, seconds: float, *, taken: float = 0.0) -> bool:
     """One wait that took so long, ``taken`` of it without the processor; whether the thread looked."""
     luck.begin()
     looks = luck.expecting
@@ -53,12 +53,12 @@ def wait(luck: Luck, clocks: Clocks, seconds: float, *, taken: float = 0.0) -> b
 
 
 def test_looks_while_messages_come_soon(clocks: Clocks) -> None:
-    luck = Luck()
+    luck = SpinPolicy()
     assert all(wait(luck, clocks, 0.0001) for _ in range(50))
 
 
 def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
-    luck = Luck()
+    luck = SpinPolicy()
     for _ in range(50):
         wait(luck, clocks, 0.01)
     rare = [wait(luck, clocks, 0.01) for _ in range(320)]
@@ -69,7 +69,7 @@ def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
 
 
 def test_leaves_the_processor_to_others_for_a_while(clocks: Clocks) -> None:
-    luck = Luck()
+    luck = SpinPolicy()
     pauses = []
     for _ in range(8):
         assert wait(luck, clocks, 0.002, taken=0.0015)
@@ -88,8 +88,8 @@ def test_leaves_the_processor_to_others_for_a_while(clocks: Clocks) -> None:
 
 
 def test_never_looks_on_one_processor(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOKS", 0)
-    luck = Luck()
+    monkeypatch.setattr(module, "MAX_SPINS", 0)
+    luck = SpinPolicy()
     assert not any(wait(luck, clocks, 0.0001) for _ in range(100))
 
 
@@ -115,8 +115,8 @@ def test_a_bell_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, Sock
     channel = here.connect(there.addresses[0], timeout=5.0)
     connected.set()
     poller.join()
-    assert channel.hold()
-    bell = Bell(Luck())
+    assert channel.acquire()
+    bell = ChannelWaiter(SpinPolicy())
     assert bell.listen([channel], 0.001, look=look) == []
     threading.Timer(0.01, bell.ring).start()
     assert bell.listen([channel], None, look=look) == []
@@ -129,13 +129,13 @@ def test_a_bell_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, Sock
         received = there.poll(5.0)
     assert isinstance(received, Received)
     received.channel.send(Frame(41, 1, b"and back"))
-    received.channel.resume()
+    received.channel.release()
     assert bell.listen([channel], None, look=look) == [channel]
     event = channel.take()
     assert isinstance(event, Received)
     assert [bytes(frame.body) for frame in event.frames] == [b"and back"]
     assert channel.take() is None
-    channel.resume()
+    channel.release()
     bell.close()
 
 
@@ -155,7 +155,7 @@ def test_who_waits_gets_the_channel_from_who_lingers(ends: tuple[SocketEndpoint,
             event = here.poll(0.05)
             collect(event)
             if isinstance(event, Received):
-                event.channel.resume()
+                event.channel.release()
 
     channel, back = connect(here, there)
     poller = threading.Thread(target=poll)
@@ -170,10 +170,10 @@ def test_who_waits_gets_the_channel_from_who_lingers(ends: tuple[SocketEndpoint,
     try:
         deadline = time.monotonic() + 30
         while len(seen) < count and time.monotonic() < deadline:
-            if channel.hold():
+            if channel.acquire():
                 held += 1
                 collect(channel.receive(0.001))
-                channel.resume()
+                channel.release()
             time.sleep(0.0002)
     finally:
         over.set()
@@ -203,7 +203,7 @@ def connect(here: SocketEndpoint, there: SocketEndpoint) -> tuple[SocketChannel,
     channel.send(Frame(40, 1, b"hello"))
     host.join()
     back = accepted[0].channel
-    back.resume()
+    back.release()
     assert isinstance(channel, SocketChannel)
     assert isinstance(back, SocketChannel)
     return channel, back
@@ -230,11 +230,11 @@ def test_looking_ends_when_others_keep_the_processor(
         time.sleep(2 * LONGEST)
 
     monkeypatch.setattr(socket_channel, "offer", lose_the_processor)
-    monkeypatch.setattr(socket_channel, "LOOKS", 300)
+    monkeypatch.setattr(socket_channel, "MAX_SPINS", 300)
     mine._endpoint.quiet = True
-    assert mine.hold(offered)
+    assert mine.acquire(offered)
     assert mine.receive(0.0) is None
-    mine.resume()
+    mine.release()
     assert len(offered) == 1
 
 
@@ -251,16 +251,16 @@ def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
     with monkeypatch.context() as patch:
         patch.setattr(socket_channel.time, "sleep", interrupt)
         with pytest.raises(Interrupt):
-            channel.hold("who is interrupted")
+            channel.acquire("who is interrupted")
     channel._holder.clear()
     channel._lingering = False
-    assert channel.mend("who is interrupted", whole=False) is None
+    assert channel.recover_after_interrupt("who is interrupted", whole=False) is None
     for number in range(2):  # armed, and again after it was read
         back.send(Frame(41, number))
         event = comes(here)
         assert isinstance(event, Received)
         assert [frame.number for frame in event.frames] == [number]
-        channel.resume()
+        channel.release()
 
 
 def test_an_interrupt_while_a_channel_is_read_ends_it(
@@ -273,12 +273,12 @@ def test_an_interrupt_while_a_channel_is_read_ends_it(
     def interrupt(_: int) -> list[Frame]:
         raise Interrupt
 
-    assert channel.hold("who is interrupted")
+    assert channel.acquire("who is interrupted")
     monkeypatch.setattr(channel._reader, "fed", interrupt)
     back.send(Frame(41, 7))
     with pytest.raises(Interrupt):
         channel.receive(5.0)
-    loss = channel.mend("who is interrupted", whole=False)
+    loss = channel.recover_after_interrupt("who is interrupted", whole=False)
     assert isinstance(loss, Lost)
     assert "interrupted" in loss.reason
     assert isinstance(comes(there), Lost)
@@ -287,9 +287,9 @@ def test_an_interrupt_while_a_channel_is_read_ends_it(
 def test_an_interrupt_of_who_waits_for_a_channel_leaves_it_whole(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
     here, there = ends
     channel, back = connect(here, there)
-    assert channel.hold("who is interrupted")
-    assert channel.mend("who is interrupted", whole=True) is None
+    assert channel.acquire("who is interrupted")
+    assert channel.recover_after_interrupt("who is interrupted", whole=True) is None
     back.send(Frame(41, 7))
     event = comes(here)
     assert isinstance(event, Received)
-    event.channel.resume()
+    event.channel.release()

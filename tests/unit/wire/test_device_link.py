@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backhaul._wire.codec import Encoded, decode, encode
-from backhaul._wire.device_link import Grounded, Trial, decline
+from backhaul._wire.device_link import Grounded, TrialEncoding, decline
 from backhaul._wire.messages import Payload
 from backhaul._wire.strict import check_payload
 from backhaul._wire.tensors.tensors import Part, TensorSpec, TensorTable, read_tensors
@@ -259,7 +259,7 @@ class TestSlots:
 
     def test_a_trial_takes_nothing(self) -> None:
         link = FakeLink(slots=1)
-        trial = Trial(link)
+        trial = TrialEncoding(link)
         encoded = encode([torch.ones(2), torch.ones(3)], names=["a", "b"], link=trial)
         assert link.free == 1
         assert len(encoded.payload.tensors.parts) == 2

@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from backhaul._wire.codec import encode
-from backhaul._wire.messages import Cancel, Count, Fault, Hello, Refuse, Reply, Request, Tally, pack, unpack
+from backhaul._wire.messages import CallTally, Cancel, Count, Fault, Hello, Refuse, Reply, Request, pack, unpack
 from backhaul.errors import ProtocolError
 
-KINDS = [Hello, Refuse, Request, Reply, Fault, Cancel, Tally, Count]
+KINDS = [Hello, Refuse, Request, Reply, Fault, Cancel, CallTally, Count]
 payload = encode([torch.ones(2), "x", 3], names="abc").payload
 
 MESSAGES = [
@@ -24,7 +24,7 @@ MESSAGES = [
     Fault("worker", "builtins.ValueError", "message", "traceback"),
     Request("module:function", payload, left=1.5),
     Cancel((1, 2)),
-    Tally(1, 2, 3),
+    CallTally(1, 2, 3),
     Count((1 << 63) - 1),
 ]
 
@@ -44,12 +44,12 @@ def test_a_message_survives(message: msgspec.Struct, kind: type) -> None:
         (msgspec.msgpack.encode(["one"]), Count),
         (msgspec.msgpack.encode([1.5]), Count),
         (msgspec.msgpack.encode({"wave": 1}), Count),
-        (msgspec.msgpack.encode([1, 2]), Tally),
+        (msgspec.msgpack.encode([1, 2]), CallTally),
         (msgspec.msgpack.encode([1]) + b"\x00", Count),
         (msgspec.msgpack.encode([b"why"]), Refuse),
         (b"\x91\xa1\xff", Refuse),
         (msgspec.msgpack.encode(["f", None]), Request),
-        (pack(Refuse("x")), Tally),
+        (pack(Refuse("x")), CallTally),
         (b"\x91\x95\x92\x91\x95\x90\xc2\xa0\x90" + b"\x91" * 100_000, Reply),
     ],
 )

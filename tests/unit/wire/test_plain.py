@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul._autograd.messages import PassSpec, Tally
+from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._wire.codec import decode, encode
 from backhaul._wire.messages import TREE, Payload, pack, unpack
 from backhaul._wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Tag, restore
@@ -103,7 +103,7 @@ def test_tensors_come_as_they_went() -> None:
 
 
 def test_records_of_layers_above_are_checked() -> None:
-    spec, tally = PassSpec(1, 2, 3, profiles=(7,)), Tally((1, 2), {3: 4})
+    spec, tally = PassSpec(1, 2, 3, profiles=(7,)), PassTally((1, 2), {3: 4})
     assert trip([spec, tally]) == [[spec, tally]]
     wrong = [int(Tag.RECORD), "PassSpec", msgspec.msgpack.encode(["one", 2, 3])]
     for flat in (wrong, [int(Tag.RECORD), "os.system", b"\x90"], [int(Tag.RECORD), "PassSpec", b"\xff"]):
@@ -254,14 +254,14 @@ def test_tensors_that_would_harm_are_refused() -> None:
 
 
 def test_the_values_of_records_are_counted() -> None:
-    tally = [int(Tag.RECORD), "Tally", msgspec.msgpack.encode(Tally(tuple(range(30)), {}))]
-    assert restore([tally, tally], (), 8, 100) == [Tally(tuple(range(30)), {})] * 2
+    tally = [int(Tag.RECORD), "PassTally", msgspec.msgpack.encode(PassTally(tuple(range(30)), {}))]
+    assert restore([tally, tally], (), 8, 100) == [PassTally(tuple(range(30)), {})] * 2
     for flat in ([tally] * 4, [[int(Tag.LIST), tally, tally, [int(Tag.LIST), tally, tally]]]):
         with pytest.raises(LimitError) as caught:
             restore(flat, (), 8, 100)  # together they have more
         assert (caught.value.option, caught.value.value) == ("max_values", 100)
     assert len(restore([tally] * 4, (), 8, None)) == 4
-    deep = [int(Tag.RECORD), "Tally", b"\x91" * 300]
+    deep = [int(Tag.RECORD), "PassTally", b"\x91" * 300]
     with pytest.raises(LimitError, match="max_depth"):
         restore([deep], ())
 

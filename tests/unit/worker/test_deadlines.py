@@ -7,9 +7,9 @@ import contextvars
 import pytest
 
 import backhaul as bh
-from backhaul._runtime.runtime import Gate
+from backhaul._runtime.runtime import OneShotEvent
 from backhaul._worker import deadlines
-from backhaul._worker.deadlines import FOREVER, Block, Limit
+from backhaul._worker.deadlines import FOREVER, Block, CancelScope
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
         return self.time
 
 
-class Handler(Limit):
+class Handler(CancelScope):
     label = "handler"
 
     def __init__(self, now: Clock, until: float = FOREVER) -> None:
@@ -52,7 +52,7 @@ def test_cancelling_reaches_what_lies_inside() -> None:
     assert woken[-1] == "late"
 
 
-def within(limit: Limit, function: object) -> object:
+def within(limit: CancelScope, function: object) -> object:
     def run() -> object:
         deadlines.current.set(limit)
         return function()  # type: ignore[operator]
@@ -64,17 +64,17 @@ def test_waits_end_with_their_limit() -> None:
     clock = Clock()
     late, unwanted = Handler(clock, clock.time), Handler(clock)
     with pytest.raises(bh.CallTimeoutError) as caught:
-        within(late, lambda: deadlines.wait(Gate(), None, "nothing came"))
+        within(late, lambda: deadlines.wait(OneShotEvent(), None, "nothing came"))
     assert caught.value.cut_by == "handler"
     assert within(late, bh.time_left) == 0
     assert not within(late, bh.cancelled)
     unwanted.cancel()
     with pytest.raises(bh.CallCancelledError):
-        within(unwanted, lambda: deadlines.wait(Gate(), None, "nothing came"))
+        within(unwanted, lambda: deadlines.wait(OneShotEvent(), None, "nothing came"))
     assert within(unwanted, bh.time_left) == 0
     assert within(unwanted, bh.cancelled)
     assert within(Handler(clock), bh.time_left) is None
-    assert not within(Handler(clock), lambda: deadlines.wait(Gate(), 0, "nothing came"))
+    assert not within(Handler(clock), lambda: deadlines.wait(OneShotEvent(), 0, "nothing came"))
 
 
 def test_a_block_without_a_limit_is_free_of_those_around() -> None:

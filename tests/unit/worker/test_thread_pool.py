@@ -21,7 +21,7 @@ from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Channel, Endpoint, Event
 from backhaul._transport.inproc import InprocEndpoint
 from backhaul._wire.frames import Frame
-from backhaul._worker.thread_pool import Crew, Task
+from backhaul._worker.thread_pool import Task, ThreadPool
 
 ETERNITY = 1e6  # longer than any patience of the crew
 FAILSAFE = 30.0  # seconds after which a test that waits gives up
@@ -133,7 +133,7 @@ class Job:
         self._mark(started=True)
         self._hold()
         if self.blocks:
-            with self.show.crew.blocking():
+            with self.show.thread_pool.blocking():
                 self._mark(blocking=True)
                 self._hold()
             self._mark(blocking=False)
@@ -141,7 +141,7 @@ class Job:
         self._mark(done=True)
 
     def _mark(self, **flags: bool) -> None:
-        self.inside.append(self.show.crew.inside)
+        self.inside.append(self.show.thread_pool.inside)
         with self.stage.changed:
             vars(self).update(flags)
             self.stage.changed.notify_all()
@@ -173,9 +173,9 @@ class Show:
         self.stage = Stage()
         self.endpoint = StagedEndpoint(self.stage)
         self.delivered: list[Any] = []
-        self.crew = Crew(self.stage, self.endpoint, self.deliver, limit=limit, name="crew")
+        self.thread_pool = ThreadPool(self.stage, self.endpoint, self.deliver, limit=limit, name="crew")
         self.wait_for = self.stage.wait_for
-        self.crew.start()
+        self.thread_pool.start()
         self.settle()
 
     def deliver(self, event: Any) -> Iterable[Task]:
@@ -198,7 +198,7 @@ class Show:
 
     def submit(self, *jobs: Task) -> None:
         for job in jobs:
-            self.crew.submit(job)
+            self.thread_pool.submit(job)
         self.settle()
 
     def advance(self, seconds: float) -> None:
@@ -213,7 +213,7 @@ class Show:
         with self.stage.changed:
             self.stage.over = True
             self.stage.changed.notify_all()
-        assert self.crew.close(timeout=ETERNITY) == []
+        assert self.thread_pool.close(timeout=ETERNITY) == []
         self.wait_for(lambda: self.stage.alive == 0)
 
 
@@ -303,7 +303,7 @@ class TestLimit:
         def fail() -> None:
             raise OSError("no stream")
 
-        show.crew.prepare = fail
+        show.thread_pool.prepare = fail
         job = Job(show)
         with caplog.at_level(logging.CRITICAL, "backhaul"):
             show.submit(job)
@@ -376,7 +376,7 @@ class TestBlocking:
         others = [Job(show) for _ in range(2)]
 
         def nested() -> None:
-            with show.crew.blocking():
+            with show.thread_pool.blocking():
                 job()
 
         show.submit(nested, *others)
@@ -395,7 +395,7 @@ class TestBlocking:
         show = stage_for(1)
 
         def fail_while_blocking() -> None:
-            with contextlib.suppress(ValueError), show.crew.blocking():
+            with contextlib.suppress(ValueError), show.thread_pool.blocking():
                 raise ValueError
 
         jobs = [Job(show), Job(show)]
@@ -407,8 +407,8 @@ class TestBlocking:
     def test_means_nothing_to_other_threads(self, stage_for: Callable[[int], Show]) -> None:
         show = stage_for(1)
         jobs = [Job(show), Job(show)]
-        with show.crew.blocking():
-            assert not show.crew.inside
+        with show.thread_pool.blocking():
+            assert not show.thread_pool.inside
             show.submit(*jobs)
             assert [job.started for job in jobs] == [True, False]
         finish(show, *jobs)
@@ -419,7 +419,7 @@ class TestBlocking:
         show.submit(job)
         finish(show, job)
         assert job.inside == [True, False, True, True]
-        assert not show.crew.inside
+        assert not show.thread_pool.inside
 
 
 class TestOverdue:
@@ -534,8 +534,8 @@ class TestListening:
         show.stage.refuse_threads = True
         first, second = Job(show), Job(show)
         with caplog.at_level(logging.CRITICAL, "backhaul"):
-            show.crew.submit(first)
-            show.crew.submit(second)
+            show.thread_pool.submit(first)
+            show.thread_pool.submit(second)
             show.wait_for(lambda: first.started)
         first.go_on()
         show.wait_for(lambda: second.started)
@@ -555,9 +555,9 @@ class TestAlarms:
         show = stage_for(1)
         rung: list[str] = []
         start = show.stage.now()
-        show.crew.call_at(start + 20, lambda: rung.append("second"))
-        show.crew.call_at(start + 10, lambda: rung.append("first"))
-        show.crew.call_at(start + 30, lambda: rung.append("third"))
+        show.thread_pool.call_at(start + 20, lambda: rung.append("second"))
+        show.thread_pool.call_at(start + 10, lambda: rung.append("first"))
+        show.thread_pool.call_at(start + 30, lambda: rung.append("third"))
         show.settle()
         assert rung == []
         show.advance(9.5)
@@ -572,7 +572,7 @@ class TestAlarms:
         show = stage_for(1)
         rung: list[str] = []
         for when in (0.0, float("-inf"), show.stage.now()):
-            show.crew.call_at(when, lambda when=when: rung.append(when))
+            show.thread_pool.call_at(when, lambda when=when: rung.append(when))
         show.wait_for(lambda: len(rung) == 3)
 
     def test_of_the_same_moment_ring_in_turn(self, stage_for: Callable[[int], Show]) -> None:
@@ -580,7 +580,7 @@ class TestAlarms:
         rung: list[int] = []
         when = show.stage.now() + 1
         for number in range(20):
-            show.crew.call_at(when, lambda number=number: rung.append(number))
+            show.thread_pool.call_at(when, lambda number=number: rung.append(number))
         show.advance(2)
         show.wait_for(lambda: len(rung) == 20)
         assert rung == list(range(20))
@@ -590,7 +590,7 @@ class TestAlarms:
         job = Job(show)
         show.submit(job)
         rung: list[int] = []
-        show.crew.call_at(show.stage.now() + 1, lambda: rung.append(1))
+        show.thread_pool.call_at(show.stage.now() + 1, lambda: rung.append(1))
         show.advance(2)
         show.wait_for(lambda: rung == [1])
         show.settle()
@@ -604,7 +604,7 @@ class TestAlarms:
         finish(show, *warm_up)
         rung: list[int] = []
         when = show.stage.now() + 1
-        show.crew.call_at(when, lambda: rung.append(1))
+        show.thread_pool.call_at(when, lambda: rung.append(1))
         jobs = []
         for _ in range(6):
             show.settle()
@@ -621,7 +621,7 @@ class TestAlarms:
         warm_up = [Job(show) for _ in range(3)]
         show.submit(*warm_up)
         finish(show, *warm_up)
-        show.crew.call_at(show.stage.now() + 1, lambda: None)
+        show.thread_pool.call_at(show.stage.now() + 1, lambda: None)
         show.settle()
         woken = []
         for _ in range(4):
@@ -641,14 +641,14 @@ class TestAlarms:
             raise ValueError("an alarm")
 
         with caplog.at_level(logging.CRITICAL, "backhaul"):
-            show.crew.call_at(0, fail)
-            show.crew.call_at(0, lambda: rung.append(1))
+            show.thread_pool.call_at(0, fail)
+            show.thread_pool.call_at(0, lambda: rung.append(1))
             show.wait_for(lambda: rung == [1])
 
     def test_may_submit_and_set_more(self, stage_for: Callable[[int], Show]) -> None:
         show = stage_for(1)
         job = Job(show)
-        show.crew.call_at(0, lambda: show.crew.call_at(0, lambda: show.crew.submit(job)))
+        show.thread_pool.call_at(0, lambda: show.thread_pool.call_at(0, lambda: show.thread_pool.submit(job)))
         show.wait_for(lambda: job.started)
         show.settle()
         finish(show, job)
@@ -660,7 +660,7 @@ class TestClose:
         jobs = [Job(show) for _ in range(6)]
         show.submit(*jobs)
         finish(show, *jobs)
-        assert show.crew.close(ETERNITY) == []
+        assert show.thread_pool.close(ETERNITY) == []
         show.wait_for(lambda: show.stage.alive == 0)
 
     def test_lets_running_tasks_end_but_starts_no_more(self, stage_for: Callable[[int], Show]) -> None:
@@ -668,9 +668,9 @@ class TestClose:
         running, waiting = Job(show), Job(show)
         rung: list[int] = []
         show.submit(running, waiting)
-        show.crew.call_at(show.stage.now() + 1, lambda: rung.append(1))
+        show.thread_pool.call_at(show.stage.now() + 1, lambda: rung.append(1))
         left: list[list[str]] = []
-        closer = threading.Thread(target=lambda: left.append(show.crew.close(ETERNITY)))
+        closer = threading.Thread(target=lambda: left.append(show.thread_pool.close(ETERNITY)))
         closer.start()
         try:
             show.wait_for(lambda: show.stage.alive == 1)  # all but the one that runs have ended
@@ -689,24 +689,24 @@ class TestClose:
         names: list[str] = []
         stuck = Job(show)
         show.submit(lambda: (names.append(threading.current_thread().name), stuck()))
-        assert names[0] in show.crew.close(0)
+        assert names[0] in show.thread_pool.close(0)
         show.end()
         assert stuck.done
 
     def test_may_be_called_by_a_task(self, stage_for: Callable[[int], Show]) -> None:
         show = stage_for(3)
         results: list[list[str]] = []
-        show.crew.submit(lambda: results.append(show.crew.close(ETERNITY)))
+        show.thread_pool.submit(lambda: results.append(show.thread_pool.close(ETERNITY)))
         show.wait_for(lambda: show.stage.alive == 0)
         assert results == [[]]
 
     def test_may_be_called_again_and_before_anything_ran(self, stage_for: Callable[[int], Show]) -> None:
         show = stage_for(1)
-        assert show.crew.close(ETERNITY) == []
-        assert show.crew.close(0) == []
+        assert show.thread_pool.close(ETERNITY) == []
+        assert show.thread_pool.close(0) == []
         job = Job(show)
-        show.crew.submit(job)
-        show.crew.call_at(0, job)
+        show.thread_pool.submit(job)
+        show.thread_pool.call_at(0, job)
         assert not job.started
 
 
@@ -719,7 +719,7 @@ def test_over_a_real_transport() -> None:
     def serve(event: Event) -> Iterable[Task]:
         frames = getattr(event, "frames", [])
         if frames:
-            event.channel.resume()
+            event.channel.release()
         replies = [Frame(4, frame.number, bytes(frame.body) * 2) for frame in frames]
         return [functools.partial(event.channel.send, reply) for reply in replies]
 
@@ -727,23 +727,23 @@ def test_over_a_real_transport() -> None:
         frames = getattr(event, "frames", [])
         answers.extend(bytes(frame.body) for frame in frames)
         if frames:
-            event.channel.resume()
+            event.channel.release()
         if len(answers) == 100:
             finished.set()
         return ()
 
     crews = [
-        Crew(Runtime(), far, serve, limit=1, name="far"),
-        Crew(Runtime(), near, collect, limit=1, name="near"),
+        ThreadPool(Runtime(), far, serve, limit=1, name="far"),
+        ThreadPool(Runtime(), near, collect, limit=1, name="near"),
     ]
-    for crew in crews:
-        crew.start()
+    for thread_pool in crews:
+        thread_pool.start()
     channel = near.connect(far.addresses[0], timeout=5)
     for number in range(100):
         channel.send(Frame(3, number, b"%d," % number))
     assert finished.wait(FAILSAFE)
     assert sorted(answers) == sorted(b"%d,%d," % (number, number) for number in range(100))
-    for crew in crews:
-        assert crew.close(FAILSAFE) == []
+    for thread_pool in crews:
+        assert thread_pool.close(FAILSAFE) == []
     for endpoint in (near, far):
         endpoint.close()

@@ -6,21 +6,21 @@ import collections
 import threading
 from collections.abc import Sequence
 
-from backhaul._autograd.backward.local_pass import Run
-from backhaul._autograd.messages import PassSpec, Tally
+from backhaul._autograd.backward.local_pass import LocalPass
+from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._autograd.plan.termination import Ledger, Plan
 from backhaul._runtime.runtime import Runtime
 from backhaul._worker.thread_pool import Task
 from backhaul.errors import PeerLostError
 
 
-class Drive:
+class PassDriver:
     """Thread-safe."""
 
-    def __init__(self, spec: PassSpec, run: Run, runtime: Runtime) -> None:
+    def __init__(self, spec: PassSpec, run: LocalPass, runtime: Runtime) -> None:
         self.spec = spec
         self.run = run
-        self.gate = runtime.gate()
+        self.one_shot = runtime.one_shot()
         self.error: BaseException | None = None
         self.lock = threading.Lock()  # guards ledger, lost and error
         self.ledger = Ledger()
@@ -30,7 +30,7 @@ class Drive:
         self.attendant = 0  # the thread that reads for the pass while it waits for its end
         self.inbox: collections.deque[Task] = collections.deque()  # what it has to do
 
-    def account(self, tally: Tally) -> PeerLostError | None:
+    def account(self, tally: PassTally) -> PeerLostError | None:
         """Messages were consumed and produced. Returns an error if a lost worker took part; see ``lose``."""
         with self.lock:
             self.ledger.report(tally.consumed, tally.produced)
@@ -39,10 +39,10 @@ class Drive:
                 if (missed := self._missed(worker)) is not None:
                     return missed
         if over:
-            self.gate.open()
+            self.one_shot.open()
         return None
 
-    def lose(self, worker: int, name: str, reason: str, tally: Tally | None = None) -> PeerLostError | None:
+    def lose(self, worker: int, name: str, reason: str, tally: PassTally | None = None) -> PeerLostError | None:
         """A worker is lost. Returns an error if the pass is, too: if gradients went there, as far as is known with
         ``tally``. It may have reported what it had not sent yet, so that it is not enough to look for what is under way
         to it.
@@ -64,7 +64,7 @@ class Drive:
         with self.lock:
             if self.error is None:
                 self.error = error
-        self.gate.open()
+        self.one_shot.open()
 
 
 def loss_of(spec: PassSpec, name: str, reason: str, messages: Sequence[int] = ()) -> PeerLostError:

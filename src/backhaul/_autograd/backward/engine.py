@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from backhaul._autograd.backward.driver import Drive
-from backhaul._autograd.backward.local_pass import ForeignGraph, Orders, Outcome, Run
-from backhaul._autograd.backward.outbox import Outbox, Parcels, key_of
+from backhaul._autograd.backward.driver import PassDriver
+from backhaul._autograd.backward.local_pass import ForeignGraph, LocalPass, Orders, Outcome
+from backhaul._autograd.backward.outbox import GradientOutbox, Parcels, key_of
 from backhaul._autograd.container import Container, split
 from backhaul._autograd.context import Context
-from backhaul._autograd.failure.peer_failure import Losses
+from backhaul._autograd.failure.peer_failure import PeerFailures
 from backhaul._autograd.failure.recovery import Recovery
 from backhaul._autograd.forward.functions import NO_CONTEXT, ROOTS, Grads, MessageId
 from backhaul._autograd.forward.recording import enter, leave, record_recv
@@ -28,16 +28,16 @@ from backhaul._autograd.messages import (
     Gradient,
     Gradients,
     PassSpec,
+    PassTally,
     Release,
     Report,
-    Tally,
     in_parts,
 )
 from backhaul._autograd.plan.planner import Planner, orders_for
 from backhaul._autograd.torch_engine import anomaly
 from backhaul._autograd.untrusted import recorder_for
 from backhaul._devices.cuda import process
-from backhaul._devices.links import PeerLink
+from backhaul._devices.links import DeviceLink
 from backhaul._rpc.calls.pending import fault_frame
 from backhaul._rpc.node import Node
 from backhaul._rpc.security.policy import internal
@@ -81,19 +81,19 @@ class Engine:
         self.worker = node.worker
         self.id = node.worker.info.id
         self.container = Container(self.id, node.worker.incarnation)
-        self.agent = node.agent
+        self.client = node.client
         self._numbers = itertools.count(1)
         self._released_at = 0.0  # when a context was last released
-        self.drives: dict[tuple[int, int], Drive] = {}
-        self._outbox = Outbox(node.worker, node.agent.peers, self.container)
+        self.drives: dict[tuple[int, int], PassDriver] = {}
+        self._outbox = GradientOutbox(node.worker, node.client.peers, self.container)
         recorder = recorder_for(node, self.container)
-        node.agent.interceptors.append(recorder)
+        node.client.interceptors.append(recorder)
         node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradients)
         node.worker.on_frame(AutogradKind.REPORT, self._on_report)
         node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
         node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
         self._planner = Planner(self)
-        self._losses = Losses(self, node.peers)
+        self._losses = PeerFailures(self, node.peers)
         self.recovery = Recovery(self)
         recorder.keep_requests = self.recovery.keep_requests
         recorder.tell_over = self._tell_over
@@ -148,8 +148,8 @@ class Engine:
             anomaly.level(),
         )
         edges = [get_gradient_edge(root) for root in roots]
-        run = Run(spec, context, self._outbox.send, roots=edges, inputs=inputs)
-        drive = run.drive = Drive(spec, run, self.worker.runtime)
+        run = LocalPass(spec, context, self._outbox.send, roots=edges, inputs=inputs)
+        drive = run.drive = PassDriver(spec, run, self.worker.runtime)
         try:
             with context.lock:
                 context.runs[self.id, number] = run
@@ -177,53 +177,53 @@ class Engine:
                 context.runs.pop((self.id, number), None)
             run.drive = None  # the two would keep each other, and the graph, until the next collection
 
-    def _start(self, run: Run, seeds: Grads) -> None:
+    def _start(self, run: LocalPass, seeds: Grads) -> None:
         run.journal.begin()
         parcels: Parcels = {}
         self._enter_source(run, ROOTS, seeds, parcels)
         self._ship(run, ROOTS, parcels)
 
-    def _wait(self, drive: Drive, timeout: float) -> None:
+    def _wait(self, drive: PassDriver, timeout: float) -> None:
         limit, run, cut_by = deadlines.current.get(), drive.run, None
         if limit is not None and limit.until < (FOREVER if run.deadline is None else run.deadline):
             run.deadline, cut_by = limit.until, limit.label
-        if not drive.gate.opened:
-            with self.worker.blocking(), _NOT_WOKEN if limit is None else limit.waking(drive.gate.open):
+        if not drive.one_shot.opened:
+            with self.worker.blocking(), _NOT_WOKEN if limit is None else limit.waking(drive.one_shot.open):
                 over = self._attend(drive, run.deadline)
             if limit is not None and limit.root.cancelled:
                 raise limit.unwanted(f"backward of context {drive.spec.context} was not done")
             if not over:
                 raise self._too_late(drive, timeout, cut_by)
-        if self.worker.plane is not None:
-            self.worker.plane.frontier.arrive()
+        if self.worker.device_context is not None:
+            self.worker.device_context.stream_order.arrive()
         if drive.error is not None:
             raise drive.error
 
-    def _attend(self, drive: Drive, deadline: float | None) -> bool:
+    def _attend(self, drive: PassDriver, deadline: float | None) -> bool:
         """Wait for the end of a pass; whether it came. What comes from the workers that gradients went to is read, and
         gradients for this pass are dealt with, by this very thread: that saves hand-offs.
         """
-        while not drive.gate.opened:
+        while not drive.one_shot.opened:
             left = None if deadline is None else deadline - self.worker.runtime.now()
             channels = dict.fromkeys(c for worker in list(drive.run.sent_to) for c in self._channels_of(worker))
             try:
-                held = [channel for channel in channels if channel.hold(drive)]
+                held = [channel for channel in channels if channel.acquire(drive)]
                 if not held:
-                    return drive.gate.wait(left)
+                    return drive.one_shot.wait(left)
                 drive.attendant = threading.get_ident()
-                in_time = self.worker.attend(held, drive.gate, left, drive.inbox)
+                in_time = self.worker.attend(held, drive.one_shot, left, drive.inbox)
                 drive.attendant = 0
             except BaseException as error:
                 drive.attendant = 0
-                self.agent.mend(error, drive, *channels)
+                self.client.recover_after_interrupt(error, drive, *channels)
                 raise
             while drive.inbox:
                 drive.inbox.popleft()()
             if not in_time:
                 break
-        return drive.gate.opened
+        return drive.one_shot.opened
 
-    def _too_late(self, drive: Drive, timeout: float, cut_by: str | None) -> BackwardTimeoutError:
+    def _too_late(self, drive: PassDriver, timeout: float, cut_by: str | None) -> BackwardTimeoutError:
         self._ask_around(drive)
         with drive.lock:
             waiting = {m: self.name_of(worker) for m, worker in drive.ledger.outstanding.items()}
@@ -238,7 +238,7 @@ class Engine:
             cut_by=cut_by,
         )
 
-    def _ask_around(self, drive: Drive) -> None:
+    def _ask_around(self, drive: PassDriver) -> None:
         """Find out where the pass is stuck: what has been done may be with a gradient somewhere on its way."""
         asked = {self.id, -1}
         while True:
@@ -253,18 +253,18 @@ class Engine:
                     with drive.lock:
                         drive.ledger.report(tally.consumed, tally.produced)
 
-    def entrusted(self, spec: PassSpec) -> Tally:
+    def entrusted(self, spec: PassSpec) -> PassTally:
         """What this worker left to others to pass on to the driver."""
         context = self.container.find(spec.context)
         run = context.runs.get((spec.driver, spec.number)) if context is not None else None
-        return run.told() if run is not None else Tally()
+        return run.told() if run is not None else PassTally()
 
     def _call(self, worker: int, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
         """Call one of our own functions on a worker; that is not part of any context."""
         token = enter(None)
         try:
             with deadlines.deadline(None):
-                return self.agent.call_async(worker, function, args, None, timeout, mode="internal").wait()  # type: ignore[no-any-return]
+                return self.client.call_async(worker, function, args, None, timeout, mode="internal").wait()  # type: ignore[no-any-return]
         finally:
             leave(token)
 
@@ -273,18 +273,18 @@ class Engine:
         if worker < 0:
             return self.worker.name
         try:
-            return self.agent.peers.find(worker).info.name
+            return self.client.peers.find(worker).info.name
         except UnknownWorkerError:  # it is gone
             return f"{worker}"
 
     def _channels_of(self, worker: int) -> Sequence[Channel]:
         """What there is to a worker."""
         try:
-            return self.agent.peers.find(worker).channels
+            return self.client.peers.find(worker).channels
         except UnknownWorkerError:  # it is gone
             return ()
 
-    def _abort(self, drive: Drive) -> None:
+    def _abort(self, drive: PassDriver) -> None:
         drive.run.failed = drive.run.aborted = True
         with drive.lock:
             workers = drive.ledger.workers | drive.run.sent_to
@@ -296,7 +296,7 @@ class Engine:
 
     # Sources and groups.
 
-    def _enter_source(self, run: Run, source: MessageId, grads: Grads, parcels: Parcels) -> None:
+    def _enter_source(self, run: LocalPass, source: MessageId, grads: Grads, parcels: Parcels) -> None:
         """Gradients have come to a source: run what they make possible. Called between the journal's begin and end."""
         try:
             outcomes = run.arrive(source, grads)
@@ -309,10 +309,10 @@ class Engine:
         except BaseException as error:
             self._fail(run, source, error)
 
-    def _finish(self, run: Run, outcomes: Iterable[Outcome], parcels: Parcels) -> None:
+    def _finish(self, run: LocalPass, outcomes: Iterable[Outcome], parcels: Parcels) -> None:
         """Groups have run: note what to tell the driver, and put in ``parcels`` what is left to send."""
-        if self.worker.plane is not None:
-            self.worker.plane.frontier.depart()  # who hears of it comes after it
+        if self.worker.device_context is not None:
+            self.worker.device_context.stream_order.depart()  # who hears of it comes after it
         for tally, fired in outcomes:
             if tally is not None:
                 run.journal.add(tally)
@@ -321,7 +321,7 @@ class Engine:
             if fired:
                 self._outbox.put(run, fired, parcels)
 
-    def _ship(self, run: Run, source: MessageId, parcels: Parcels) -> None:
+    def _ship(self, run: LocalPass, source: MessageId, parcels: Parcels) -> None:
         """Send what has come together, and report if it was the last."""
         if parcels:
             try:
@@ -332,7 +332,7 @@ class Engine:
         if tally is not None or channels:
             self._tell(run, tally, channels)
 
-    def _ask_for_orders(self, run: Run, source: MessageId) -> None:
+    def _ask_for_orders(self, run: LocalPass, source: MessageId) -> None:
         spec = run.spec
         if spec.driver == self.id:
             self._follow(run, source, lambda: self._planner.orders_for(spec.context, spec.number, self.id))
@@ -340,12 +340,12 @@ class Engine:
         token = enter(None)
         try:
             arguments = spec.context, spec.number, self.id
-            future = self.agent.call_async(spec.driver, orders_for, arguments, None, 0, mode="internal")
+            future = self.client.call_async(spec.driver, orders_for, arguments, None, 0, mode="internal")
         finally:
             leave(token)
         future._when_done(lambda done: self._follow(run, source, done.value))
 
-    def _follow(self, run: Run, source: MessageId, orders: Any) -> None:
+    def _follow(self, run: LocalPass, source: MessageId, orders: Any) -> None:
         run.journal.begin()
         parcels: Parcels = {}
         with self._observed_group(run.spec, source):
@@ -355,7 +355,7 @@ class Engine:
                 self._fail(run, source, error)
             self._ship(run, source, parcels)
 
-    def _tell(self, run: Run, tally: Tally | None, channels: Iterable[Channel]) -> None:
+    def _tell(self, run: LocalPass, tally: PassTally | None, channels: Iterable[Channel]) -> None:
         """The last gradients at hand have been dealt with: report to the driver."""
         for channel in channels:
             channel.flush()
@@ -371,7 +371,7 @@ class Engine:
             run.entrusted.setdefault(spec.driver, []).append(tally)
             self.report(Report(spec, tally))
 
-    def _fail(self, run: Run, source: MessageId, error: BaseException) -> None:
+    def _fail(self, run: LocalPass, source: MessageId, error: BaseException) -> None:
         """Something went wrong here: let go of the pass and tell the driver."""
         if isinstance(error, ForeignGraph):
             error = self._foreign(run, error)
@@ -392,11 +392,11 @@ class Engine:
             return None
         options = self.worker.options
         shown = options.trusted if options.tracebacks is None else options.tracebacks
-        plain = spec.driver in self.agent.peers.plain
+        plain = spec.driver in self.client.peers.plain
         process.judge(error, self.worker.name)
         fault, encoded = encode_fault(error, self.worker.name, plain=plain, tracebacks=shown)
         try:
-            driver = self.agent.peers.find(spec.driver)
+            driver = self.client.peers.find(spec.driver)
         except UnknownWorkerError:  # it is gone
             return None
         return fault_frame(
@@ -427,8 +427,8 @@ class Engine:
     def post(self, worker: int, frame: Frame) -> bool:
         """Send a frame to a worker that may be gone; False if that could not be reached. May block."""
         try:
-            peer = self.agent.peers.find(worker)
-            channel = peer.channel or self.agent.peers.channel_to(peer, self.worker.options.connect_timeout)
+            peer = self.client.peers.find(worker)
+            channel = peer.channel or self.client.peers.channel_to(peer, self.worker.options.connect_timeout)
             channel.send(frame, timeout=0)
         except (ChannelClosedError, BackhaulError) as error:
             log.debug("worker %d was not told: %s", worker, error)
@@ -438,7 +438,7 @@ class Engine:
     def report(self, report: Report) -> None:
         """Tell the driver of a pass, which may be gone."""
         driver = report.spec.driver
-        for part in in_parts(report) if driver in self.agent.peers.plain else (report,):
+        for part in in_parts(report) if driver in self.client.peers.plain else (report,):
             self.post(driver, Frame(AutogradKind.REPORT, 0, pack(part)))
 
     # Frames.
@@ -477,13 +477,13 @@ class Engine:
         return task
 
     def _take_gradients(
-        self, run: Run, channel: Channel, gradients: Sequence[Gradient], buffers: Sequence[Buffer], arrived: int
+        self, run: LocalPass, channel: Channel, gradients: Sequence[Gradient], buffers: Sequence[Buffer], arrived: int
     ) -> None:
         """Deal with gradients that came together."""
         parcels: Parcels = {}
         first = gradients[0]
         if arrived:
-            peer = self.agent.peers.of(channel)
+            peer = self.client.peers.of(channel)
             sender = peer.record.id if peer is not None else -1
             with self._observed_group(run.spec, first.message, sender, arrived):
                 self._take_gradients(run, channel, gradients, buffers, 0)
@@ -496,7 +496,7 @@ class Engine:
 
     def _take_each(
         self,
-        run: Run,
+        run: LocalPass,
         channel: Channel,
         gradients: Sequence[Gradient],
         buffers: Sequence[Buffer],
@@ -519,7 +519,9 @@ class Engine:
                 self._share_out(run, channel, gradients[number + 1 :], buffers[used:])
                 return
 
-    def _share_out(self, run: Run, channel: Channel, gradients: Sequence[Gradient], buffers: Sequence[Buffer]) -> None:
+    def _share_out(
+        self, run: LocalPass, channel: Channel, gradients: Sequence[Gradient], buffers: Sequence[Buffer]
+    ) -> None:
         """Leave gradients to whoever has the time."""
         used = 0
         for gradient in gradients:
@@ -527,17 +529,17 @@ class Engine:
             used += gradient.buffers
             run.journal.begin()
             arguments = run, channel, (gradient,), own, 0
-            self.worker.crew.submit(functools.partial(self.worker.run, self._take_gradients, *arguments))
+            self.worker.thread_pool.submit(functools.partial(self.worker.run, self._take_gradients, *arguments))
 
     def _take(
-        self, run: Run, channel: Channel, gradient: Gradient, buffers: Sequence[Buffer], parcels: Parcels
+        self, run: LocalPass, channel: Channel, gradient: Gradient, buffers: Sequence[Buffer], parcels: Parcels
     ) -> None:
         if run.failed:
             self._decline(channel, (gradient,))
             return
         source, payload, note = gradient.message, gradient.payload, gradient.note
         try:
-            if self.worker.plane is None:
+            if self.worker.device_context is None:
                 tensors = tensors_of(payload, buffers)
             else:
                 link = self._link_of(channel)
@@ -549,7 +551,7 @@ class Engine:
             else:
                 tensors = detached(tensors)
             grads: Grads = load(payload, buffers, tensors)
-            if self.worker.plane is not None:
+            if self.worker.device_context is not None:
                 record = run.context.sends.get(source)
                 if record is not None:
                     grads = record.bring(grads)
@@ -563,7 +565,7 @@ class Engine:
         self._enter_source(run, source, grads, parcels)
 
     def _undecodable(self, channel: Channel, source: MessageId, error: BaseException) -> SerializationError:
-        peer, name = self.agent.peers.of(channel), self.worker.name
+        peer, name = self.client.peers.of(channel), self.worker.name
         sender = "" if peer is None else f" from worker '{peer.info.name}'"
         made = SerializationError(
             f"worker '{name}' cannot decode the gradients of message {source}{sender}: {type(error).__name__}: {error}",
@@ -572,13 +574,13 @@ class Engine:
         made.__cause__ = error
         return made
 
-    def _link_of(self, channel: Channel) -> PeerLink | None:
-        peer = self.agent.peers.of(channel)
+    def _link_of(self, channel: Channel) -> DeviceLink | None:
+        peer = self.client.peers.of(channel)
         return None if peer is None else peer.link
 
     def _decline(self, channel: Channel, gradients: Iterable[Gradient]) -> None:
         """Gradients are not going to be used: if they are in slots of device memory, those are free again."""
-        link = None if self.worker.plane is None else self._link_of(channel)
+        link = None if self.worker.device_context is None else self._link_of(channel)
         for gradient in gradients if link is not None else ():
             assert link is not None
             decline(gradient.payload, link.answer(channel))
@@ -616,7 +618,7 @@ class Engine:
             message=source,
         )
 
-    def _foreign(self, run: Run, found: ForeignGraph) -> ForeignGraphError:
+    def _foreign(self, run: LocalPass, found: ForeignGraph) -> ForeignGraphError:
         """The error for a gradient that would have to go through another context, or through none."""
         recv, context, source = found.recv, run.context, found.source
         sender, origin = self.name_of(recv.sender), recv.context
@@ -642,13 +644,13 @@ class Engine:
             root=found.place if source == ROOTS else None,
         )
 
-    def run_of(self, context: Context, spec: PassSpec) -> Run:
+    def run_of(self, context: Context, spec: PassSpec) -> LocalPass:
         """This worker's share of a pass, made at the first use. Those that are over are let go."""
         key = spec.driver, spec.number
         with context.lock:
             run = context.runs.get(key)
         if run is None:
-            made = Run(spec, context, self._outbox.send)
+            made = LocalPass(spec, context, self._outbox.send)
             if context.replay is not None:
                 context.replay.begin_passes(context)
             with context.lock:
@@ -661,7 +663,7 @@ class Engine:
 
     def _on_report(self, channel: Channel, frame: Frame) -> Task | None:
         report = unpack(frame.body, Report)
-        peer, observer = self.agent.peers.of(channel), self.worker.observer if report.spec.profiles else None
+        peer, observer = self.client.peers.of(channel), self.worker.observer if report.spec.profiles else None
         if observer is not None and peer is not None:
             observer.report(report.spec.profiles, peer.record.id, out=False)
         if report.fault is None and report.lost < 0:
@@ -682,11 +684,11 @@ class Engine:
                 error.add_note(where)
             drive.end(error)
         else:
-            peer = self.agent.peers.of(channel)
+            peer = self.client.peers.of(channel)
             self._losses.take(drive, report, peer.record.id if peer is not None else -1)
 
     @staticmethod
-    def _account(drive: Drive, tally: Tally) -> None:
+    def _account(drive: PassDriver, tally: PassTally) -> None:
         loss = drive.account(tally)
         if loss is not None:
             drive.end(loss)
@@ -731,7 +733,7 @@ class Engine:
         is told through all that there are.
         """
         try:
-            channel = self.agent.peers.find(worker).channel
+            channel = self.client.peers.find(worker).channel
         except UnknownWorkerError:  # it is gone
             return
         if doubtful or channel is None or not self._send_hint(worker, channel, frame, soon=soon):
@@ -742,13 +744,13 @@ class Engine:
         self._hint(worker, Frame(AutogradKind.RELEASE, 0, pack(Release(context))))
 
     def _on_release(self, channel: Channel, frame: Frame) -> Task:
-        peer = self.agent.peers.of(channel)
+        peer = self.client.peers.of(channel)
         known = peer.record.id if peer is not None else -1
         return functools.partial(self.release, unpack(frame.body, Release).context, known)
 
 
 @internal(PassSpec)
-def entrusted_by(spec: PassSpec) -> Tally:
+def entrusted_by(spec: PassSpec) -> PassTally:
     """Called by the driver of a pass; see ``Engine.entrusted``."""
     return current_worker().part(Engine).entrusted(spec)
 

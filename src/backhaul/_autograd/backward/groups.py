@@ -12,7 +12,15 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Se
 import torch
 
 from backhaul._autograd.forward.functions import NO_CONTEXT, End, Grads, MessageId, Recv, edge_of, recv_of
-from backhaul._autograd.torch_engine.run import DEEP, FenceNode, LeafNode, Node, free_one_by_one, node_hooks, pass_hooks
+from backhaul._autograd.torch_engine.run import (
+    DEEP,
+    BoundaryNodeClass,
+    LeafNode,
+    Node,
+    free_one_by_one,
+    node_hooks,
+    pass_hooks,
+)
 
 
 def hooked(leaf: torch.Tensor) -> object:
@@ -101,7 +109,9 @@ class Grouping:
             for group in self.groups:
                 if len(group.nodes) > DEEP:
                     ends = [end for source in group.sources for end in sources[source]]
-                    free_one_by_one([node for node in nodes_behind(ends) if type(node) not in (LeafNode, FenceNode)])
+                    free_one_by_one(
+                        [node for node in nodes_behind(ends) if type(node) not in (LeafNode, BoundaryNodeClass)]
+                    )
         del self._owner, self._meeting
 
     def of(self, source: MessageId) -> Group:
@@ -160,7 +170,7 @@ class Grouping:
                 self._join(source, first)
             else:
                 owner[node] = source
-                if kind is FenceNode and (mark := recv_of(node)) is not None:
+                if kind is BoundaryNodeClass and (mark := recv_of(node)) is not None:
                     self._reach_recv(source, group, node, mark)
                 else:
                     group.nodes.append(node)

@@ -122,8 +122,8 @@ class Leaves:
             return [None] * len(ends)
         asked = [leaf if leaf.layout is torch.strided else leaf_edge(leaf) for leaf in wanted]
         grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
-        if process.frontier is not None:
-            process.frontier.adopt(grads)  # they are in memory of the forward's streams, and used on this thread's
+        if process.stream_order is not None:
+            process.stream_order.adopt(grads)  # they are in memory of the forward's streams, and used on this thread's
         found = grads[len(wanted) :]
         if check is not None:
             check(found)
@@ -177,8 +177,8 @@ class Leaves:
                 return  # the tensor has seen to it itself
             with _Swapping([leaf]), torch.set_grad_enabled(spec.create), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf: that is what was asked for
-                if process.frontier is not None:
-                    process.frontier.adopt(leaf.grad)
+                if process.stream_order is not None:
+                    process.stream_order.adopt(leaf.grad)
                 leaf.grad = add(leaf.grad, grad)
             return
         hooks = leaf._post_accumulate_grad_hooks

@@ -20,19 +20,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul._autograd.backward.groups import Fired, Group, Grouping, RecvEnd, nodes_behind, reaches
 from backhaul._autograd.backward.leaves import Leaves
-from backhaul._autograd.backward.report_buffer import Journal
+from backhaul._autograd.backward.report_buffer import ReportBuffer
 from backhaul._autograd.backward.stepper import Stepper
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import ROOTS, End, Grads, MessageId, Recv, edge_of
-from backhaul._autograd.messages import PassSpec, Tally
+from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._autograd.plan.termination import Summary
 from backhaul._autograd.torch_engine.anomaly import watching
-from backhaul._autograd.torch_engine.run import Node, Task, Watch, new_task_number, renumber, tasks_matter
+from backhaul._autograd.torch_engine.run import Node, NodeWatch, Task, new_task_number, renumber, tasks_matter
 from backhaul._devices.cuda import process
 from backhaul._wire.frames import Frame
 
 if TYPE_CHECKING:
-    from backhaul._autograd.backward.driver import Drive
+    from backhaul._autograd.backward.driver import PassDriver
 
 
 class Outcome(NamedTuple):
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
         fired: Gradients to send.
     """
 
-    tally: Tally | None
+    tally: PassTally | None
     fired: Sequence[Fired]
 
 
@@ -81,18 +81,18 @@ class ForeignGraph(Exception):
 
 LARGE = 64  # nodes of a group from which on it may pay to send before all of it has run
 
-Send = Callable[["Run", Recv, Grads], None]
+Send = Callable[["LocalPass", Recv, Grads], None]
 
 
 class _Early(contextlib.AbstractContextManager[None]):
     """Sends the gradients of a message as soon as they are there, while the rest of the group still runs."""
 
-    def __init__(self, run: Run, ends: Iterable[RecvEnd]) -> None:
+    def __init__(self, run: LocalPass, ends: Iterable[RecvEnd]) -> None:
         self._run = run
         self._ends = {node: (end, index) for end in ends for index, node in end.nodes.items()}
         self._found: dict[MessageId, dict[int, torch.Tensor | None]] = {}
         self._sent: set[MessageId] = set()
-        self._watch = Watch(self._ends, self._seen)
+        self._watch = NodeWatch(self._ends, self._seen)
 
     def _seen(self, node: Node, grad: torch.Tensor | None) -> None:
         end, index = self._ends[node]
@@ -110,7 +110,7 @@ class _Early(contextlib.AbstractContextManager[None]):
         self._watch.__exit__(*args)
 
 
-class _Gathering:
+class _GatheredGradients:
     """A group that needs more than one source, or orders.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Gathering:
         self.stepper = stepper
 
 
-class Run:
+class LocalPass:
     """Thread-safe.
 
     Args:
@@ -138,7 +138,7 @@ class Run:
         inputs: What it is restricted to, on its driver.
     """
 
-    drive: Drive | None = None  # on the driver
+    drive: PassDriver | None = None  # on the driver
     deadline: float | None = None  # where it is known: on the driver
     failed = False
     aborted = False
@@ -159,9 +159,11 @@ class Run:
     ) -> None:
         self.spec = spec
         self.context = context
-        self.journal = Journal()
+        self.journal = ReportBuffer()
         self.sent_to: set[int] = set()  # workers that gradients went to
-        self.entrusted: dict[int, list[Tally]] = {}  # worker -> what it is to pass on to the driver, or is the driver
+        self.entrusted: dict[
+            int, list[PassTally]
+        ] = {}  # worker -> what it is to pass on to the driver, or is the driver
         self.fired: dict[int, int] = {}  # messages answered by groups that had not run to their end: where that went
         self.lost: dict[int, str] = {}  # of the workers that gradients went to, those that are lost, and why
         self._send = send
@@ -171,7 +173,7 @@ class Run:
         self._walking = threading.Lock()  # held while the grouping is made
         self._lock = threading.Lock()  # guards what follows, and asked
         self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
-        self._gatherings: dict[int, _Gathering] = {}  # by id of the group, once it is known who takes part
+        self._gatherings: dict[int, _GatheredGradients] = {}  # by id of the group, once it is known who takes part
 
     @property
     def grouping(self) -> Grouping:
@@ -209,7 +211,7 @@ class Run:
         assert self._send is not None
         self._send(self, recv, grads)
 
-    def told(self, to: int | None = None) -> Tally:
+    def told(self, to: int | None = None) -> PassTally:
         """All that this worker has told the driver, directly or by others, or by one of them; and what nobody has been
         told yet of messages on their way.
         """
@@ -219,7 +221,7 @@ class Run:
         for tally in list(tallies):
             consumed += tally.consumed
             produced |= tally.produced
-        return Tally(tuple(consumed), produced)
+        return PassTally(tuple(consumed), produced)
 
     @property
     def waiting(self) -> list[MessageId]:
@@ -282,8 +284,8 @@ class Run:
             return None
         if len(group.sources) == 1 and not self.spec.restricted:
             return [self._run(group, {source: grads})]
-        if process.frontier is not None:
-            process.frontier.depart()  # another thread may be the one that goes on with them
+        if process.stream_order is not None:
+            process.stream_order.depart()  # another thread may be the one that goes on with them
         with self._lock:
             self._waiting[source] = grads
         return self._try(group, (source,))
@@ -303,20 +305,20 @@ class Run:
             here = {source: self._waiting.pop(source) for source in arrived if source in self._waiting}
         if not here:
             return []
-        if process.frontier is not None:
-            process.frontier.arrive()  # other threads may have brought some of the gradients
-            process.frontier.adopt(here)
+        if process.stream_order is not None:
+            process.stream_order.arrive()  # other threads may have brought some of the gradients
+            process.stream_order.adopt(here)
         if gathering.stepper is None:
             return [self._run(group, here)]
         fired, over = gathering.stepper.feed(here)
         if not over:
             produced: dict[int, int] = {recv.message: recv.sender for recv, _ in fired}
-            return [Outcome(Tally((), produced) if produced else None, fired)]
+            return [Outcome(PassTally((), produced) if produced else None, fired)]
         if not self.spec.retain:
             self._spend(gathering.active)
-        return [Outcome(Tally(tuple(gathering.active), gathering.stepper.produced), fired)]
+        return [Outcome(PassTally(tuple(gathering.active), gathering.stepper.produced), fired)]
 
-    def _gather(self, group: Group) -> _Gathering:
+    def _gather(self, group: Group) -> _GatheredGradients:
         orders = self._orders
         if orders is not None:
             active = [source for source in group.sources if source in orders.active]
@@ -325,7 +327,7 @@ class Run:
             active = group.sources
             circular = len(active) > 1
         stepper = self._make_stepper(group, active) if circular else None
-        return _Gathering(active, set(active) - self._waiting.keys(), stepper)
+        return _GatheredGradients(active, set(active) - self._waiting.keys(), stepper)
 
     def _run(self, group: Group, arrived: Mapping[MessageId, Grads]) -> Outcome:
         """One native call for the whole group."""
@@ -364,7 +366,7 @@ class Run:
         produced: dict[int, int] = {}
         for answered in ends:
             produced[answered.recv.message] = answered.recv.sender
-        return Outcome(Tally(tuple(sources), produced), fired)
+        return Outcome(PassTally(tuple(sources), produced), fired)
 
     def _watch(
         self, sources: Sequence[MessageId], early: Sequence[RecvEnd], compute: Callable[[], list[Fired]]
@@ -447,7 +449,7 @@ def _nodes(ends: Mapping[MessageId, Sequence[End]], sources: Iterable[MessageId]
 
 
 class _EngineRun:
-    """Runs the engine for groups of a pass. Does not refer to the ``Run``, see ``Run._make_stepper``."""
+    """Runs the engine for groups of a pass. Does not refer to the ``LocalPass``, see ``LocalPass._make_stepper``."""
 
     __slots__ = ("_leaves", "_sources", "_spec")
 

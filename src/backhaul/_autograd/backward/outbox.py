@@ -7,11 +7,11 @@ from typing import Any
 
 from backhaul._autograd.backward.driver import loss_of
 from backhaul._autograd.backward.groups import Fired
-from backhaul._autograd.backward.local_pass import Run
+from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import Grads, Recv
 from backhaul._autograd.forward.recording import record_send
-from backhaul._autograd.messages import AutogradKind, Gradient, Gradients, Note, PassSpec
+from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
 from backhaul._devices.links import ChannelLink, hand_over
 from backhaul._rpc.calls.pending import check_size
 from backhaul._rpc.cluster.peers import Peers
@@ -47,7 +47,7 @@ Parcels = dict[int, _Parcel]
 """By the worker they go to."""
 
 
-class Outbox:
+class GradientOutbox:
     """Of one worker. Thread-safe."""
 
     def __init__(self, worker: Worker, peers: Peers, container: Container) -> None:
@@ -56,7 +56,7 @@ class Outbox:
         self._peers = peers
         self._container = container
 
-    def put(self, run: Run, fired: Sequence[Fired], parcels: Parcels) -> None:
+    def put(self, run: LocalPass, fired: Sequence[Fired], parcels: Parcels) -> None:
         """Let gradients go where their messages came from: at once if they are large, else with ``ship``. What they
         come of has departed. Raises ``PeerLostError``, or what encoding raised.
         """
@@ -84,20 +84,20 @@ class Outbox:
                 del parcels[to]
                 self._send(run, to, parcel)
 
-    def ship(self, run: Run, parcels: Parcels) -> None:
+    def ship(self, run: LocalPass, parcels: Parcels) -> None:
         """Send what has been put there."""
         for to, parcel in parcels.items():
             self._send(run, to, parcel)
 
-    def send(self, run: Run, recv: Recv, grads: Grads) -> None:
+    def send(self, run: LocalPass, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
-        if self._worker.plane is not None:
-            self._worker.plane.frontier.depart()
+        if self._worker.device_context is not None:
+            self._worker.device_context.stream_order.depart()
         parcels: Parcels = {}
         self.put(run, ((recv, grads),), parcels)
         self.ship(run, parcels)
 
-    def _send_observed(self, run: Run, fired: Sequence[Fired], observer: Observer) -> None:
+    def _send_observed(self, run: LocalPass, fired: Sequence[Fired], observer: Observer) -> None:
         """One by one: a profile shows each."""
         spec = run.spec
         for recv, grads in fired:
@@ -113,7 +113,7 @@ class Outbox:
             observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
             self._send(run, recv.sender, parcel, frame)
 
-    def _encode(self, run: Run, recv: Recv, grads: Grads) -> tuple[Encoded, Note | None]:
+    def _encode(self, run: LocalPass, recv: Recv, grads: Grads) -> tuple[Encoded, AutogradNote | None]:
         if run.failed:
             raise ContextError("the pass was aborted", context=run.spec.context)
         if recv.message in run.context.orphans:
@@ -141,7 +141,7 @@ class Outbox:
             return None
         return peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
 
-    def _frame(self, run: Run, to: int, parcel: _Parcel) -> Frame:
+    def _frame(self, run: LocalPass, to: int, parcel: _Parcel) -> Frame:
         run.sent_to.add(to)
         driver = run.spec.driver
         tally = None
@@ -152,7 +152,7 @@ class Outbox:
         message = Gradients(run.spec, parcel.gradients, tally)
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)
 
-    def _send(self, run: Run, to: int, parcel: _Parcel, frame: Frame | None = None) -> None:
+    def _send(self, run: LocalPass, to: int, parcel: _Parcel, frame: Frame | None = None) -> None:
         peer = self._peers.find(to)
         if frame is None:
             frame = self._frame(run, to, parcel)

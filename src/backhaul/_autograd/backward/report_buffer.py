@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 
-from backhaul._autograd.messages import Tally
+from backhaul._autograd.messages import PassTally
 from backhaul._transport.base import Channel
 
 _MOST = 64  # messages in a tally that goes a long way; more go to the driver at once
 
 
-class Journal:
+class ReportBuffer:
     """One worker's in one pass. Thread-safe. Every ``begin`` is followed by one ``end``."""
 
     __slots__ = ("_at_hand", "_channels", "_consumed", "_lock", "_produced")
@@ -38,7 +38,7 @@ class Journal:
         with self._lock:
             self._at_hand += 1
 
-    def add(self, tally: Tally) -> None:
+    def add(self, tally: PassTally) -> None:
         """Groups have run, here or on the way."""
         with self._lock:
             self._consumed += tally.consumed
@@ -53,7 +53,7 @@ class Journal:
             self._channels.add(channel)
         return False
 
-    def take_along(self, to_driver: bool, *, few: bool = False) -> Tally | None:
+    def take_along(self, to_driver: bool, *, few: bool = False) -> PassTally | None:
         """What gradients that go out now take with them, if no others are at hand. ``few``: they go to a worker that
         does not take any number of values.
         """
@@ -64,7 +64,7 @@ class Journal:
                 return None
             return self._take()
 
-    def end(self) -> tuple[Tally | None, set[Channel]]:
+    def end(self) -> tuple[PassTally | None, set[Channel]]:
         """Those gradients are dealt with. If they were the last at hand, returns what is left to report, and the
         channels to flush.
         """
@@ -77,10 +77,10 @@ class Journal:
                 self._channels = set()
             return self._take(), channels
 
-    def _take(self) -> Tally | None:
+    def _take(self) -> PassTally | None:
         if not self._consumed and not self._produced:
             return None
-        tally = Tally(tuple(self._consumed), self._produced)
+        tally = PassTally(tuple(self._consumed), self._produced)
         self._consumed, self._produced = [], {}
         return tally
 

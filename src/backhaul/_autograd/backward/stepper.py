@@ -38,8 +38,8 @@ class _Slot:
     def sums(self) -> dict[int, torch.Tensor]:
         """The gradient of each input, summed in the order of edges whatever the order of arrival."""
         found = {}
-        if process.frontier is not None:
-            process.frontier.adopt(self.inputs)  # another thread may have run what they come of
+        if process.stream_order is not None:
+            process.stream_order.adopt(self.inputs)  # another thread may have run what they come of
         for number, contributions in self.inputs.items():
             total: torch.Tensor | None = None
             for _, grad in sorted(contributions, key=lambda item: item[0]):
@@ -128,12 +128,12 @@ class Stepper:
             with self._lock:
                 fed, self._fed = self._fed, []
                 if not fed:
-                    if process.frontier is not None:
-                        process.frontier.depart()  # who feeds the next source goes on with what is there
+                    if process.stream_order is not None:
+                        process.stream_order.depart()  # who feeds the next source goes on with what is there
                     self._running = False
                     return False
-            if process.frontier is not None:
-                process.frontier.arrive()  # other threads may have fed it
+            if process.stream_order is not None:
+                process.stream_order.arrive()  # other threads may have fed it
             for source, grads in fed:
                 self._enter(source, grads)
             made = self._step()
@@ -206,14 +206,14 @@ class Stepper:
     def _run(self, node: Node, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Run one node, with all its hooks, and stop the engine behind it."""
         taken: list[tuple[Any, ...]] = []
-        frontier, mark, silenced = process.frontier, None, False
+        stream_order, mark, silenced = process.stream_order, None, False
 
         @own_hook
         def take(outputs: tuple[Any, ...], _: object) -> None:
             nonlocal mark, silenced
             taken.append(outputs)
-            if frontier is not None:
-                mark = frontier.mark()  # of the node's streams, which are current here
+            if stream_order is not None:
+                mark = stream_order.mark()  # of the node's streams, which are current here
             silenced = begin_stop()
             raise StopEngine
 
@@ -234,8 +234,8 @@ class Stepper:
                 behind = [GradientEdge(next_, number) for next_, number in node.next_functions if next_ is not None]
                 run_engine(edges, seeds, behind, retain=self._retain, create=self._create)
         except StopEngine:
-            if frontier is not None and mark is not None:
-                frontier.join(mark, taken[0])  # the engine would have, had it come to its end
+            if stream_order is not None and mark is not None:
+                stream_order.join(mark, taken[0])  # the engine would have, had it come to its end
             return taken[0]
         finally:
             if silenced:
@@ -260,8 +260,8 @@ class Stepper:
         if len(found) < len(end.nodes):
             return []
         del self._unanswered[end.recv.message]
-        if process.frontier is not None:
-            process.frontier.adopt(found)
+        if process.stream_order is not None:
+            process.stream_order.adopt(found)
         return [(end.recv, end.answer(found))]
 
     def _finish(self) -> list[Fired]:
@@ -272,8 +272,8 @@ class Stepper:
                 for number, total in slot.sums().items():
                     edges.append(GradientEdge(node, number))
                     seeds.append(total)
-        if process.frontier is not None:
-            process.frontier.adopt([self._arrived.get(message) for message in self._unanswered])
+        if process.stream_order is not None:
+            process.stream_order.adopt([self._arrived.get(message) for message in self._unanswered])
         rest: list[RecvEnd] = []
         for end in self._unanswered.values():
             left = {index: node for index, node in end.nodes.items() if not self._slots[node].ran}

@@ -12,8 +12,8 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
-from backhaul._autograd.backward.driver import Drive
-from backhaul._autograd.backward.local_pass import Run
+from backhaul._autograd.backward.driver import PassDriver
+from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.container import split
 from backhaul._autograd.messages import AutogradKind, Know, Release, Report
 from backhaul._rpc.cluster.peers import Peer, Peers
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("backhaul")
 
 
-class Losses:
+class PeerFailures:
     """One worker's. Thread-safe."""
 
     def __init__(self, engine: Engine, peers: Peers) -> None:
@@ -40,7 +40,7 @@ class Losses:
         peers.on_lost(self._on_lost)
         peers.on_change(self._on_change)
 
-    def take(self, drive: Drive, report: Report, reporter: int) -> None:
+    def take(self, drive: PassDriver, report: Report, reporter: int) -> None:
         """At the driver of a pass: a worker has lost another, or its channel to this one, perhaps long after this one
         did; what it sent meanwhile has not come.
         """
@@ -56,7 +56,7 @@ class Losses:
         for context in self._container.select(lambda context: peer.record.id in context.known):
             context.orphan(peer.record.id, peer.info.name, reason)
         self._lose(peer, reason)
-        self._worker.crew.submit(functools.partial(self._spread, peer.record.id, reason))
+        self._worker.thread_pool.submit(functools.partial(self._spread, peer.record.id, reason))
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         if not peer.gone:
@@ -84,7 +84,7 @@ class Losses:
         if not self._worker.closed:
             self._ask_makers(lost)
 
-    def _tell_again(self, run: Run, reason: str) -> None:
+    def _tell_again(self, run: LocalPass, reason: str) -> None:
         """What the driver was told may be lost with the channel to it."""
         if run.complaint is not None:
             self._engine.post(run.spec.driver, run.complaint)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from backhaul._autograd.container import split
 from backhaul._autograd.context import Context
-from backhaul._autograd.failure.replay import Entry, Log, Pass, Place, Replay, order
+from backhaul._autograd.failure.replay import Pass, Place, Replay, ReplayEntry, ReplayLog, order
 from backhaul._autograd.forward.recording import enter, leave
 from backhaul._rpc.calls.pending import Pending, SyncCall
 from backhaul._rpc.cluster.peers import Peer
@@ -26,7 +26,7 @@ from backhaul._runtime.runtime import Lock
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Recycler
 from backhaul._worker import deadlines
-from backhaul._worker.deadlines import FOREVER, Block, Limit
+from backhaul._worker.deadlines import FOREVER, Block, CancelScope
 from backhaul._worker.worker import current_worker
 from backhaul.errors import (
     BackhaulError,
@@ -39,7 +39,7 @@ from backhaul.errors import (
 
 if TYPE_CHECKING:
     from backhaul._autograd.backward.engine import Engine
-    from backhaul._autograd.backward.local_pass import Run
+    from backhaul._autograd.backward.local_pass import LocalPass
 
 T = TypeVar("T")
 _PAUSE = 0.05  # seconds between looks
@@ -58,7 +58,7 @@ class Recovery:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._worker = engine.worker
-        self._agent = engine.agent
+        self._agent = engine.client
         self._container = engine.container
         engine.worker.attach(self)
 
@@ -67,7 +67,7 @@ class Recovery:
     def begin(self, context: Context, replay: Replay) -> None:
         """This worker has made a context for replay."""
         peers = self._agent.peers
-        context.replay = Log(peers.epoch, replay, [peer.info.name for peer in peers])
+        context.replay = ReplayLog(peers.epoch, replay, [peer.info.name for peer in peers])
         self._agent.guard = self
 
     def keep_requests(self, context: Context, epoch: int) -> None:
@@ -75,7 +75,7 @@ class Recovery:
         if context.replay is None:
             with context.lock:
                 if context.replay is None and not context.released:
-                    context.replay = Log(epoch)
+                    context.replay = ReplayLog(epoch)
             self._agent.guard = self
 
     def keep(self, pending: Pending, frame: Frame) -> None:
@@ -100,7 +100,7 @@ class Recovery:
 
     # Calls that lost their worker.
 
-    def rescue(self, pending: Pending, error: PeerLostError) -> Any:
+    def recover_call(self, pending: Pending, error: PeerLostError) -> Any:
         """See ``Guard``. All of it has no more time than the call had."""
         entry = _entry(pending)
         if entry is None or entry.frame is None:
@@ -119,7 +119,7 @@ class Recovery:
         finally:
             deadlines.current.reset(token)
 
-    def _rescue(self, pending: Pending, entry: Entry, error: PeerLostError) -> Any:
+    def _rescue(self, pending: Pending, entry: ReplayEntry, error: PeerLostError) -> Any:
         while error.worker == pending.peer.info.name:
             if not self._recover_by_maker(entry, error):
                 break
@@ -141,7 +141,7 @@ class Recovery:
                 return value
         raise error
 
-    def _successor(self, entry: Entry) -> Peer | None:
+    def _successor(self, entry: ReplayEntry) -> Peer | None:
         """Who has taken the place of a lost worker. The maker of the context may know that before this worker does,
         which is waited for, but not for ever: None.
         """
@@ -155,9 +155,11 @@ class Recovery:
             if runtime.now() > deadline:
                 return None
             with self._worker.blocking():
-                deadlines.wait(runtime.gate(), _PAUSE, f"it was not known who has taken the place of worker {entry.to}")
+                deadlines.wait(
+                    runtime.one_shot(), _PAUSE, f"it was not known who has taken the place of worker {entry.to}"
+                )
 
-    def _limit_of(self, pending: Pending) -> Limit:
+    def _limit_of(self, pending: Pending) -> CancelScope:
         """What is left to a call."""
         now = self._worker.runtime.now
         if pending.cut or not pending.timeout:
@@ -189,7 +191,7 @@ class Recovery:
         def run() -> None:
             deadlines.current.set(own)
             try:
-                value = self.rescue(pending, error)
+                value = self.recover_call(pending, error)
             except BaseException as failure:
                 if self._claim(future):
                     future.set_exception(failure)
@@ -197,17 +199,17 @@ class Recovery:
                 if self._claim(future):
                     future.set_result(value)
             finally:
-                self._agent.rescues.pop(pending.number, None)
+                self._agent.recoveries.pop(pending.number, None)
                 if outer is not None:
                     outer.forget(waker)
                 self._agent.end()
 
         self._agent.begin()
         self._agent.paused.add(future)
-        self._agent.rescues[pending.number] = cancel
+        self._agent.recoveries[pending.number] = cancel
         if outer is not None:
             waker = outer.wake_with(functools.partial(cancel, f", as was {outer.root.label}, for which it was"))
-        self._worker.crew.submit(functools.partial(self._worker.run, run))
+        self._worker.thread_pool.submit(functools.partial(self._worker.run, run))
         return True
 
     def _claim(self, future: Future[Any]) -> bool:
@@ -237,10 +239,10 @@ class Recovery:
 
         self._agent.begin()
         self._agent.paused.add(done)
-        self._worker.crew.submit(functools.partial(self._worker.run, run))
+        self._worker.thread_pool.submit(functools.partial(self._worker.run, run))
         return done.wait()
 
-    def _recover_by_maker(self, entry: Entry, error: PeerLostError) -> bool:
+    def _recover_by_maker(self, entry: ReplayEntry, error: PeerLostError) -> bool:
         """Let the maker of the context recover a worker; whether it had to. Raises ``error`` if it cannot."""
         maker, _ = split(entry.context.id)
         arguments = entry.context.id, entry.to, entry.incarnation
@@ -315,7 +317,7 @@ class Recovery:
                     passing.release()
         return renewed
 
-    def _renew(self, context: Context, log: Log, lost: int, incarnation: str) -> bool:
+    def _renew(self, context: Context, log: ReplayLog, lost: int, incarnation: str) -> bool:
         """Bring up whoever takes the place, and who takes the place of that one. Others that are lost meanwhile take
         what they had sent with them: their own successors send it anew.
         """
@@ -335,7 +337,7 @@ class Recovery:
                 if not tries:
                     raise
 
-    def _bring_up(self, context: Context, log: Log, peer: Peer) -> None:
+    def _bring_up(self, context: Context, log: ReplayLog, peer: Peer) -> None:
         lost, fresh = peer.record.id, peer.record.incarnation
         assert log.replay is not None
         shares = self._shares(context, lost, log.replay.timeout)
@@ -402,7 +404,7 @@ class Recovery:
             if context.released:
                 raise ContextError(f"context {context.id} was over before anybody took the place of {name}")
             with self._worker.blocking():
-                deadlines.wait(runtime.gate(), min(_PAUSE, left), f"nobody had taken the place of {name}")
+                deadlines.wait(runtime.one_shot(), min(_PAUSE, left), f"nobody had taken the place of {name}")
 
     # At every worker.
 
@@ -416,7 +418,7 @@ class Recovery:
             return set(found.known), [(entry.place, entry.incarnation, entry.obstacle) for entry in entries]
 
     def forget_below(self, context: int, places: list[Place]) -> None:
-        """See ``Log``."""
+        """See ``ReplayLog``."""
         found = self._container.find(context)
         if found is not None and found.replay is not None:
             found.replay.forget_below(places)
@@ -455,11 +457,11 @@ class Recovery:
         log.undo_passes(found)
         return known
 
-    def await_idle(self, run: Run) -> None:
+    def await_idle(self, run: LocalPass) -> None:
         """Wait until nothing of a pass that has failed runs here: it would still add to gradients."""
         with self._worker.blocking():
             while run.journal.at_hand:
-                self._worker.runtime.gate().wait(_MOMENT)
+                self._worker.runtime.one_shot().wait(_MOMENT)
 
     # Passes.
 
@@ -498,7 +500,7 @@ class Recovery:
         finally:
             deadlines.current.reset(token)
 
-    def _too_late(self, context: Context, limit: Limit, timeout: float, error: BackhaulError) -> BackhaulError:
+    def _too_late(self, context: Context, limit: CancelScope, timeout: float, error: BackhaulError) -> BackhaulError:
         """What a pass fails with whose time was over, or that was cancelled, while it was not running."""
         label = _label(context)
         if limit.root.cancelled:
@@ -509,11 +511,11 @@ class Recovery:
         made = BackwardTimeoutError(f"{label} was not done {when}", worker=name, context=context.id, cut_by=cut_by)
         return made if isinstance(error, CallTimeoutError) else _waited(made, error)
 
-    def _passing(self, log: Log) -> Lock:
+    def _passing(self, log: ReplayLog) -> Lock:
         """Held by whoever runs passes: one at a time."""
         return log.turns.setdefault(self._worker.info.id, self._worker.runtime.lock())
 
-    def _run_passes(self, context: Context, log: Log, todo: list[Pass], limit: Limit | None = None) -> None:
+    def _run_passes(self, context: Context, log: ReplayLog, todo: list[Pass], limit: CancelScope | None = None) -> None:
         """Run passes. If a worker is lost, its gradients of earlier ones are lost too: then run all."""
         assert log.replay is not None
         until = limit.until if limit is not None and limit.label == _label(context) else FOREVER
@@ -558,7 +560,7 @@ class Recovery:
                 seen.add(worker)
                 todo.extend(self._ask(context, worker, timeout, undo, own, number))
 
-    def _recover_from(self, context: Context, log: Log, error: BackhaulError, timeout: float) -> bool:
+    def _recover_from(self, context: Context, log: ReplayLog, error: BackhaulError, timeout: float) -> bool:
         """Recover all workers whose share is gone; whether there was one."""
         lost = {entry.to: entry.incarnation for entry in log.answered()}
         for worker, share in self._targets(context, timeout).items():
@@ -598,9 +600,9 @@ class Recovery:
             return set(found.known), targets
 
 
-def _entry(pending: Pending) -> Entry | None:
+def _entry(pending: Pending) -> ReplayEntry | None:
     for _, kept in pending.kept:
-        if type(kept) is Entry:
+        if type(kept) is ReplayEntry:
             return kept
     return None
 
@@ -609,7 +611,7 @@ def _label(context: Context) -> str:
     return f"backward of context {context.id}"
 
 
-def _given_up(pending: Pending, limit: Limit, error: PeerLostError) -> BackhaulError:
+def _given_up(pending: Pending, limit: CancelScope, error: PeerLostError) -> BackhaulError:
     """What a call fails with that was being rescued for as long as it had time, or until it was cancelled."""
     if limit.root.cancelled:
         return _waited(pending.cancelled(f", as was {limit.root.label}, for which it was"), error)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backhaul._autograd.forward.functions import ROOTS, MessageId
-from backhaul._autograd.messages import Note
+from backhaul._autograd.messages import AutogradNote
 from backhaul._runtime.runtime import Lock
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Request, pack, unpack
@@ -60,7 +60,7 @@ class Replay:
             raise ValueError(f"timeout must not be negative, got {self.timeout}")
 
 
-class Entry:
+class ReplayEntry:
     """One request."""
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Entry:
         "trusting",
     )
 
-    def __init__(self, context: Context, note: Note, peer: Peer) -> None:
+    def __init__(self, context: Context, note: AutogradNote, peer: Peer) -> None:
         self.context = context
         self.message = note.message
         self.place: Place = note.order
@@ -90,7 +90,7 @@ class Entry:
         self.answered = False
         self.reply: MessageId = ROOTS  # under which id the reply came; none: it was not recorded
 
-    def answer(self, note: Note | None) -> None:
+    def answer(self, note: AutogradNote | None) -> None:
         """The reply has come."""
         self.reply = ROOTS if note is None else note.message
         self.answered = True
@@ -110,12 +110,12 @@ class Entry:
         """The request as it is sent to a worker that takes the place of the first."""
         assert self.frame is not None
         request = unpack(self.frame.body, Request)
-        note = msgspec.structs.replace(unpack(request.notes[NOTE], Note), replay=self.reply)
+        note = msgspec.structs.replace(unpack(request.notes[NOTE], AutogradNote), replay=self.reply)
         body = pack(msgspec.structs.replace(request, notes={**request.notes, NOTE: pack(note)}))
         return Frame(self.frame.kind, 0, body, self.frame.buffers)
 
 
-class Log:
+class ReplayLog:
     """One worker's share in the replay of a context. Thread-safe."""
 
     def __init__(self, epoch: int, replay: Replay | None = None, members: Iterable[str] = ()) -> None:
@@ -128,11 +128,11 @@ class Log:
         self.outdated = False  # there: whether a worker has none of their gradients
         self._before: Snapshot | None = None  # the gradients before the first pass came here
         self._lock = threading.Lock()  # guards _entries
-        self._entries: list[Entry] = []
+        self._entries: list[ReplayEntry] = []
 
-    def begin(self, context: Context, note: Note, peer: Peer) -> Entry:
+    def begin(self, context: Context, note: AutogradNote, peer: Peer) -> ReplayEntry:
         """A request goes out."""
-        entry = Entry(context, note, peer)
+        entry = ReplayEntry(context, note, peer)
         with self._lock:
             self._entries.append(entry)
         return entry
@@ -148,12 +148,12 @@ class Log:
         if self._before is not None:
             context.restore(self._before)
 
-    def answered(self, to: int | None = None) -> list[Entry]:
+    def answered(self, to: int | None = None) -> list[ReplayEntry]:
         """The requests that a worker, or any, has answered."""
         with self._lock:
             return [entry for entry in self._entries if entry.answered and to in (None, entry.to)]
 
-    def find(self, place: Place, to: int) -> Entry | None:
+    def find(self, place: Place, to: int) -> ReplayEntry | None:
         """The request of a place that a worker has answered."""
         return next((entry for entry in self.answered(to) if entry.place == place), None)
 

@@ -24,8 +24,8 @@ from typing import NewType
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from backhaul._autograd.torch_engine.run import Fence, Node, leaf_edge
-from backhaul._wire.tensors.subclasses import Tensors, mark_refused, may_require_grad
+from backhaul._autograd.torch_engine.run import BoundaryNode, Node, leaf_edge
+from backhaul._wire.tensors.subclasses import TensorList, mark_refused, may_require_grad
 
 MessageId = NewType("MessageId", int)
 """Names one recorded message among all of the cluster: 16 bits of worker id, 48 of counter."""
@@ -117,18 +117,18 @@ class Recv:
         self.count = 0  # tensors
 
 
-_fence = Fence(
+_fence = BoundaryNode(
     "this graph reaches back to another worker: use backhaul.backward(context, [loss]) inside "
     "`with backhaul.context() as context:` instead of loss.backward() or torch.autograd.grad()"
 )
 
-_outside = Fence(
+_outside = BoundaryNode(
     "this graph reaches back to a tensor that was received outside any context, so no gradient can go back to its "
     "sender: make the call inside `with backhaul.context() as context:` and use backhaul.backward(context, [loss]) "
     "instead of loss.backward(); if no gradient is meant, make the call under torch.no_grad() or detach() the tensor"
 )
 
-recv_of: Callable[[Node], tuple[Recv, int] | None] = Fence.mark_of
+recv_of: Callable[[Node], tuple[Recv, int] | None] = BoundaryNode.mark_of
 """Which received tensor a node stands for; None for all other nodes."""
 
 
@@ -203,7 +203,7 @@ def receive_outside(sender: int, tensors: list[torch.Tensor], context: ContextId
         return refuse(len(tensors) + number, wrapper.detach().requires_grad_())
 
     made = [refuse(index, tensor) if tensor.requires_grad else tensor for index, tensor in enumerate(tensors)]
-    return Tensors(made, tensors.wrapped, attach) if isinstance(tensors, Tensors) else made
+    return TensorList(made, tensors.wrapped, attach) if isinstance(tensors, TensorList) else made
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

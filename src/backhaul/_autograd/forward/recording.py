@@ -19,7 +19,7 @@ import torch
 
 from backhaul._autograd.container import Container, split
 from backhaul._autograd.context import Context
-from backhaul._autograd.failure.replay import Entry
+from backhaul._autograd.failure.replay import ReplayEntry
 from backhaul._autograd.forward.functions import (
     NO_CONTEXT,
     ROOTS,
@@ -33,12 +33,12 @@ from backhaul._autograd.forward.functions import (
     receive_outside,
     receive_wrapper,
 )
-from backhaul._autograd.messages import Note
+from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine import anomaly
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._wire.codec import Encoded
 from backhaul._wire.messages import pack, unpack
-from backhaul._wire.tensors.subclasses import Tensors, detached
+from backhaul._wire.tensors.subclasses import TensorList, detached
 from backhaul._worker import deadlines
 from backhaul._worker.worker import Worker
 from backhaul.errors import SerializationError
@@ -53,7 +53,7 @@ _FIRST = (0,)
 _NO_GRAD = object()
 """Kept of a call made under ``no_grad``: its result needs no gradient, as that of any operation there."""
 
-UNRECORDED = pack(Note(NO_CONTEXT))
+UNRECORDED = pack(AutogradNote(NO_CONTEXT))
 """The note on a request made under ``no_grad`` with tensors that require grad: they need none there."""
 
 
@@ -119,7 +119,7 @@ def record_send(
     born_in: tuple[int, int] | None = None,
     message: MessageId = ROOTS,
     replied: bool = False,
-) -> Note | None:
+) -> AutogradNote | None:
     """Keep the sending end of a message; return the note that goes with it, None if the context has been released."""
     positions: tuple[int, ...] = ()
     if len(tensors) == 1:  # most often
@@ -130,14 +130,14 @@ def record_send(
         positions = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
         recorded = [tensors[index] for index in positions]
     if not positions:
-        return Note(context.id, ROOTS, positions, place) if context.know(to) else None
+        return AutogradNote(context.id, ROOTS, positions, place) if context.know(to) else None
     message = message or container.new_message()
     record = SendRecord(message, to, recorded, place, born_in=born_in, replied=replied)
-    return Note(context.id, message, positions, place) if context.add_send(record) else None
+    return AutogradNote(context.id, message, positions, place) if context.add_send(record) else None
 
 
 def record_recv(
-    context: Context, sender: int, note: Note, tensors: list[torch.Tensor], *, replied: bool = False
+    context: Context, sender: int, note: AutogradNote, tensors: list[torch.Tensor], *, replied: bool = False
 ) -> list[torch.Tensor]:
     """Keep the receiving end of a message; return the tensors as parts of the graph."""
     message = note.message
@@ -151,14 +151,14 @@ def record_recv(
     positions = [position for position in note.positions if position < len(tensors)]
     others = [place for place in range(len(tensors)) if place not in positions]
     recorded = list(tensors)
-    if isinstance(tensors, Tensors):  # wrappers are made of some of the others, and are not to share memory either
-        recorded = Tensors(tensors, 0)
+    if isinstance(tensors, TensorList):  # wrappers are made of some of the others, and are not to share memory either
+        recorded = TensorList(tensors, 0)
         for place, tensor in zip(others, apart([tensors[place] for place in others], ()), strict=True):
             recorded[place] = tensor
     made = receive(recv, [tensors[place] for place in positions], [recorded[place] for place in others])
     for position, tensor in zip(positions, made, strict=True):
         recorded[position] = tensor
-    if isinstance(recorded, Tensors):
+    if isinstance(recorded, TensorList):
         recorded.attach = functools.partial(receive_wrapper, recv, len(made))
         recv.count = len(note.positions)
     return recorded
@@ -176,7 +176,7 @@ def _lost_gradient(encoded: Encoded, context: Context) -> SerializationError:
     )
 
 
-class Recorder:
+class ForwardRecorder:
     """The interceptor that records calls."""
 
     key = "autograd"
@@ -216,7 +216,7 @@ class Recorder:
             return self._outside(peer, tensors), None
         if note == UNRECORDED:
             return detached(tensors), None
-        read = unpack(note, Note)
+        read = unpack(note, AutogradNote)
         context = self._container.get_or_create(read.context)
         if context is None:  # the caller has released it: nobody will ask for gradients
             return self._outside(peer, tensors, read.context), None
@@ -243,8 +243,8 @@ class Recorder:
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if kept is _NO_GRAD:
             return detached(tensors)
-        read = None if note is None else unpack(note, Note)
-        if type(kept) is Entry:
+        read = None if note is None else unpack(note, AutogradNote)
+        if type(kept) is ReplayEntry:
             kept.answer(read)
             kept = kept.context
         if kept is None:
@@ -273,8 +273,8 @@ class Recorder:
         if context is not None:
             context.doubt_send(read.message)
 
-    def _find(self, peer: Peer, note: bytes) -> tuple[Note, Context | None]:
-        read = unpack(note, Note)
+    def _find(self, peer: Peer, note: bytes) -> tuple[AutogradNote, Context | None]:
+        read = unpack(note, AutogradNote)
         context = self._container.find(read.context)
         if context is None and self._container.was_released(read.context):
             self.tell_over(peer.record.id, read.context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from backhaul._autograd.backward.driver import Drive, loss_of
+from backhaul._autograd.backward.driver import PassDriver, loss_of
 from backhaul._autograd.forward.recording import enter, leave
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.plan.termination import Plan, Summary
@@ -39,15 +39,15 @@ class Planner:
         circular = frozenset(plan.circular.get(worker, ()))
         return active, circular, None if plan.useful is None else frozenset(plan.useful)
 
-    def _make_plan(self, drive: Drive) -> Plan:
-        own, agent = self._engine.id, self._engine.agent
+    def _make_plan(self, drive: PassDriver) -> Plan:
+        own, client = self._engine.id, self._engine.client
         plan = Plan(own, drive.run.leads_to_inputs() if drive.spec.restricted else None)
         while missing := plan.missing():
             calls = {}
             token = enter(None)
             try:
                 for worker in missing - {own}:
-                    calls[worker] = agent.call_async(worker, summary_of, (drive.spec,), None, 0, mode="internal")
+                    calls[worker] = client.call_async(worker, summary_of, (drive.spec,), None, 0, mode="internal")
             finally:
                 leave(token)
             if own in missing:

@@ -43,7 +43,7 @@ _handled: contextvars.ContextVar[int] = contextvars.ContextVar("backhaul_anomaly
 
 def watching(nodes: Iterable[Node], level: int) -> contextlib.AbstractContextManager[object]:
     """While inside, this thread runs these nodes in anomaly mode."""
-    return _Watched(nodes, level) if level else _UNWATCHED
+    return _WatchedPass(nodes, level) if level else _UNWATCHED
 
 
 _UNWATCHED = contextlib.nullcontext()
@@ -55,7 +55,7 @@ class StopEngine(Exception):
     """
 
 
-class _Watched(contextlib.AbstractContextManager[None]):
+class _WatchedPass(contextlib.AbstractContextManager[None]):
     def __init__(self, nodes: Iterable[Node], level: int) -> None:
         self._thread = threading.get_ident()  # others may run the same nodes, in passes of their own
         self._running: Node = None  # the node that was begun last

@@ -161,11 +161,11 @@ def is_own(grad: torch.Tensor) -> bool:
     return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
 
 
-FenceNode: Any = torch._C._functions.Error  # type: ignore[attr-defined]
+BoundaryNodeClass: Any = torch._C._functions.Error  # type: ignore[attr-defined]
 """The class of the nodes of fences."""
 
 
-class Fence:
+class BoundaryNode:
     """The end of a worker's graph: a node of torch's own that refuses to run, with ``message``, and carries a mark.
 
     The engine is asked for the gradient that arrives at it. That costs a third of a node in Python, which would have to
@@ -185,7 +185,7 @@ class Fence:
     @staticmethod
     def mark_of(node: Node) -> Any:
         """The mark of a node, None if it is not a fence."""
-        return node.metadata.get(_MARK) if type(node) is FenceNode else None
+        return node.metadata.get(_MARK) if type(node) is BoundaryNodeClass else None
 
 
 _MARK = "backhaul"
@@ -337,7 +337,7 @@ def _answer_hooks() -> None:
 _answer_hooks()
 
 
-class Watch:
+class NodeWatch:
     """While inside, ``seen`` is called with each gradient that comes to one of ``nodes``, after all tensor hooks."""
 
     __slots__ = ("_tables",)

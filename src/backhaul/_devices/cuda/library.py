@@ -49,7 +49,7 @@ _TAKES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Here(threading.local):
+class _ThreadContext(threading.local):
     relaxed = False
     bound = False  # whether the context of the only device is this thread's
 
@@ -67,7 +67,7 @@ class Library:
             getattr(self._cuda, name).argtypes = takes
         self._alone = count == 1
         self._contexts: dict[int, int] = {}
-        self._here = _Here()
+        self._here = _ThreadContext()
         self._copy = self._cuda.cuMemcpyAsync
         self._write = self._cuda.cuStreamWriteValue32_v2
         self._wait = self._cuda.cuStreamWaitValue32_v2

@@ -12,18 +12,18 @@ from backhaul._torch_support import require
 from backhaul.errors import RemoteTraceback
 
 if TYPE_CHECKING:
-    from backhaul._devices.links import Member, Plane
-    from backhaul._devices.stream_order import Frontier
+    from backhaul._devices.links import DeviceContext, Member
+    from backhaul._devices.stream_order import StreamOrder
 
 _warn_of_streams: Any = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
 
-frontier: Frontier | None = None
+stream_order: StreamOrder | None = None
 """The order of this process's streams, from the first worker on that has devices. Streams belong to a process."""
 
 
 def _forget() -> None:
-    global frontier
-    frontier = None  # CUDA does not work in a child
+    global stream_order
+    stream_order = None  # CUDA does not work in a child
 
 
 if hasattr(os, "register_at_fork"):
@@ -44,33 +44,35 @@ def identities() -> tuple[str, ...]:
 
 def judge(error: BaseException, worker: str) -> None:
     """Let an error of a device say whether the worker can go on."""
-    if frontier is None or not isinstance(error, RuntimeError) or isinstance(error.__cause__, RemoteTraceback):
+    if stream_order is None or not isinstance(error, RuntimeError) or isinstance(error.__cause__, RemoteTraceback):
         return  # if it came from elsewhere, it has been judged there
-    if frontier.failed():
-        error.add_note(f"CUDA has failed in the process of worker '{worker}' ({frontier.trouble}): restart that worker")
+    if stream_order.failed():
+        error.add_note(
+            f"CUDA has failed in the process of worker '{worker}' ({stream_order.trouble}): restart that worker"
+        )
     elif isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ()))):
         error.add_note(f"worker '{worker}' and its CUDA devices are still usable")
 
 
-def start(own: Member, slot_bytes: int | None) -> Plane | None:
+def start(own: Member, slot_bytes: int | None) -> DeviceContext | None:
     """What the links of a worker share, with so much memory of each device at most; None where it has no devices."""
-    global frontier
+    global stream_order
     if not own.devices:
         return None
     from backhaul._devices.cuda.driver import Driver, verify
     from backhaul._devices.cuda.ipc import CudaIpc
     from backhaul._devices.cuda.memory import CudaMemory
-    from backhaul._devices.links import Plane
-    from backhaul._devices.stream_order import Frontier
+    from backhaul._devices.links import DeviceContext
+    from backhaul._devices.stream_order import StreamOrder
 
-    if frontier is None:
-        frontier = Frontier(Driver(len(own.devices)))
+    if stream_order is None:
+        stream_order = StreamOrder(Driver(len(own.devices)))
         if _warn_of_streams is not None:
             _warn_of_streams(False)  # calls that use one parameter are on different streams here, and in order
     try:
         ipc = None if slot_bytes == 0 else CudaIpc(len(own.devices))
     except (OSError, AttributeError):  # another driver than NVIDIA's, or an old one
         ipc = None
-    plane = Plane(own, CudaMemory(), ipc, frontier, slot_bytes)
-    plane.verify = functools.partial(verify, own.devices)
-    return plane
+    device_context = DeviceContext(own, CudaMemory(), ipc, stream_order, slot_bytes)
+    device_context.verify = functools.partial(verify, own.devices)
+    return device_context

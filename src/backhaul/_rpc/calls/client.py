@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import torch
 
-from backhaul._devices.links import PeerLink, hand_over
+from backhaul._devices.links import DeviceLink, hand_over
 from backhaul._rpc.arguments import keywords as keyword_arguments
 from backhaul._rpc.arguments import positional
 from backhaul._rpc.calls.pending import SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard, tell_failed
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._rpc.futures import Future, set_result
-from backhaul._rpc.interceptors import Guard, Interceptor
+from backhaul._rpc.interceptors import Interceptor, ReplayHook
 from backhaul._rpc.security.policy import name_for
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError, Lost
@@ -30,7 +30,7 @@ from backhaul._wire.device_link import decline
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Cancel, Kind, Reply, Request, pack, unpack
 from backhaul._worker import deadlines
-from backhaul._worker.deadlines import FOREVER, Limit
+from backhaul._worker.deadlines import FOREVER, CancelScope
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
 from backhaul.errors import (
@@ -60,7 +60,7 @@ Outlet = Callable[[Pending, Callable[[], None]], None]
 """
 
 
-class Agent:
+class CallClient:
     """The calling half of a worker. Thread-safe."""
 
     def __init__(self, worker: Worker, peers: Peers) -> None:
@@ -69,7 +69,7 @@ class Agent:
         self.timeout = worker.options.timeout
         self.interceptors: list[Interceptor] = []
         self.outlet: Outlet | None = None
-        self.guard: Guard | None = None
+        self.guard: ReplayHook | None = None
         self.sent = 0  # the number of a call that was started last; no other has it
         self.served = 0  # requests ever answered
         self._numbers = itertools.count(1)
@@ -85,7 +85,9 @@ class Agent:
         self.cancels = 0  # calls that were cancelled here, for people
         self.retries = 0  # calls that were made again, likewise
         self.paused: set[Future[Any]] = set()  # of calls that are going to be made again
-        self.rescues: dict[int, Callable[[], bool]] = {}  # by the number of a call that is being rescued: cancels that
+        self.recoveries: dict[
+            int, Callable[[], bool]
+        ] = {}  # by the number of a call that is being rescued: cancels that
         worker.on_frame(Kind.REPLY, self._on_reply)
         worker.on_frame(Kind.FAULT, self._on_reply)
         peers.on_lost(self._on_lost)
@@ -123,11 +125,11 @@ class Agent:
                 self._start_observed(mode, pending, function, known, args, kwargs)
             return self._await_value(pending)
         except BaseException as error:
-            if self._forsake(pending):  # after an interrupt of the user's: nobody waits any more
+            if self._abandon_call(pending):  # after an interrupt of the user's: nobody waits any more
                 tell_failed(pending.peer, self.interceptors, pending.notes)
             if self.guard is None or not isinstance(error, PeerLostError):
                 raise
-            return self.guard.rescue(pending, error)
+            return self.guard.recover_call(pending, error)
 
     def has_place_for(self, worker: str, device: torch.device) -> bool:
         """Whether results of a worker on a CUDA device of its can arrive here as they are."""
@@ -151,7 +153,7 @@ class Agent:
             self._launch(pending, Frame(frame.kind, pending.number, body, frame.buffers, frame.keep))
             return self._await_value(pending)
         except BaseException:
-            self._forsake(pending)
+            self._abandon_call(pending)
             raise
 
     def _await_value(self, pending: SyncCall) -> Any:
@@ -164,7 +166,7 @@ class Agent:
         channel, deadline = pending.channel, pending.deadline
         assert channel is not None
         try:
-            if pending.outcome is not None or not channel.hold(pending):
+            if pending.outcome is not None or not channel.acquire(pending):
                 return pending.outcome
             while pending.outcome is None:
                 left = None if deadline == FOREVER else deadline - self.worker.runtime.now()
@@ -176,39 +178,39 @@ class Agent:
                 self.worker.take_in(event)
                 if isinstance(event, Lost):
                     return pending.outcome  # its tasks settle the call
-            channel.resume()
+            channel.release()
         except BaseException as error:
-            self.mend(error, pending, channel)
+            self.recover_after_interrupt(error, pending, channel)
             raise
         return pending.outcome
 
-    def mend(self, error: BaseException, holder: object, *channels: Channel) -> None:
+    def recover_after_interrupt(self, error: BaseException, holder: object, *channels: Channel) -> None:
         """A thread that read channels, or was about to, was interrupted; see ``Channel.mend``."""
         for channel in channels:
-            loss = channel.mend(holder, whole=interrupts.in_wait(error))
+            loss = channel.recover_after_interrupt(holder, whole=interrupts.in_wait(error))
             if loss is not None:
                 self.worker.see_to(loss)  # now: what the program does next is not to be taken for a part of it
 
     def _await_outcome(self, pending: SyncCall) -> Outcome:
         """Somebody else reads the channel, or our time is over."""
         deadline, runtime = pending.deadline, self.worker.runtime
-        pending.gate = gate = runtime.gate()
+        pending.one_shot = one_shot = runtime.one_shot()
         left = None if deadline == FOREVER else deadline - runtime.now()
         if pending.outcome is None and pending.limit is not None and (left is None or left > 0):
             # It takes long, and may be cancelled: read on as one who can be woken.
             channel = pending.channel
             assert channel is not None
             try:
-                if channel.hold(pending):
-                    self.worker.attend([channel], gate, left, ())
+                if channel.acquire(pending):
+                    self.worker.attend([channel], one_shot, left, ())
             except BaseException as error:
-                self.mend(error, pending, channel)
+                self.recover_after_interrupt(error, pending, channel)
                 raise
             left = None if deadline == FOREVER else deadline - runtime.now()
-        if pending.outcome is None and not gate.wait(left):
-            if self._forsake(pending):
+        if pending.outcome is None and not one_shot.wait(left):
+            if self._abandon_call(pending):
                 return pending.timed_out()
-            gate.wait()  # the outcome came just now
+            one_shot.wait()  # the outcome came just now
         assert pending.outcome is not None
         return pending.outcome
 
@@ -246,7 +248,7 @@ class Agent:
             self._fail(pending, error)
             return pending.future
         except BaseException:
-            if self._forsake(pending):  # after an interrupt of the user's: nobody gets the future
+            if self._abandon_call(pending):  # after an interrupt of the user's: nobody gets the future
                 tell_failed(pending.peer, self.interceptors, pending.notes)
             raise
         return pending.future
@@ -257,7 +259,7 @@ class Agent:
             sooner = deadline < self._check_at
             self._check_at = min(deadline, self._check_at)
         if sooner:
-            self.worker.crew.call_at(deadline, self._expire)
+            self.worker.thread_pool.call_at(deadline, self._expire)
 
     def _start_observed(self, mode: str, pending: Pending, *call: Any) -> None:
         observer = self.worker.observer
@@ -323,7 +325,9 @@ class Agent:
                 raise pending.timed_out() from None
             raise
 
-    def _encode_linked(self, pending: Pending, link: PeerLink, values: Sequence[Any], names: Sequence[str]) -> Encoded:
+    def _encode_linked(
+        self, pending: Pending, link: DeviceLink, values: Sequence[Any], names: Sequence[str]
+    ) -> Encoded:
         """As ``encode``, where there are devices."""
         peer = pending.peer
         # A request that is kept may go out again, over another channel; slots could not.
@@ -333,7 +337,7 @@ class Agent:
         link.depart()
         return encoded
 
-    def _shorten(self, pending: Pending, limit: Limit) -> None:
+    def _shorten(self, pending: Pending, limit: CancelScope) -> None:
         """A call has no more time than what it is made for."""
         if limit.root.cancelled:
             raise pending.cancelled(f" before it was sent: {limit.root.label}, for which it was, was cancelled")
@@ -496,7 +500,7 @@ class Agent:
             if pending.channel is channel:
                 task = self._settle(pending, pending.lost(reason))
                 if task is not None:
-                    self.worker.crew.submit(task)
+                    self.worker.thread_pool.submit(task)
 
     def _expire(self) -> None:
         """End the calls whose time is up, and look again when the next one's is."""
@@ -512,7 +516,7 @@ class Agent:
                 task = self._settle(pending, pending.timed_out())
                 if task is not None:
                     over.append(pending)
-                    self.worker.crew.submit(task)
+                    self.worker.thread_pool.submit(task)
             else:
                 soonest = min(soonest, pending.deadline)
         self._tell_cancelled(over)
@@ -526,15 +530,15 @@ class Agent:
         pending = self._pending.get(number)
         task = None if pending is None else self._settle(pending, pending.cancelled())
         if pending is None or task is None:
-            rescue = self.rescues.get(number)
-            return rescue is not None and rescue()
+            recover_call = self.recoveries.get(number)
+            return recover_call is not None and recover_call()
         with self._lock:
             self.cancels += 1
         self._tell_cancelled([pending])
         task()
         return True
 
-    def cancel_within(self, roots: Collection[Limit]) -> None:
+    def cancel_within(self, roots: Collection[CancelScope]) -> None:
         """Cancel all calls that were made within these limits."""
         over = []
         for pending in self.pending:
@@ -543,7 +547,7 @@ class Agent:
                 continue
             task = self._settle(pending, pending.cancelled(f", as was {limit.root.label}, for which it was"))
             if task is not None:
-                self.worker.crew.submit(task)
+                self.worker.thread_pool.submit(task)
             elif not isinstance(pending, SyncCall) or not isinstance(pending.outcome, CallCancelledError):
                 continue  # its outcome was faster
             over.append(pending)
@@ -561,7 +565,7 @@ class Agent:
         with self._lock:
             self.retries += 1
 
-    def _forsake(self, pending: Pending) -> bool:
+    def _abandon_call(self, pending: Pending) -> bool:
         """Nobody waits for a call any more; False if its outcome is there."""
         if self._pending.pop(pending.number, None) is None:
             return False

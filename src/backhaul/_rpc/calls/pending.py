@@ -14,7 +14,7 @@ from backhaul._rpc.interceptors import Interceptor
 from backhaul._rpc.security.rate_limits import over_bounds
 from backhaul._runtime import interrupts
 from backhaul._runtime.observer import CallTrace
-from backhaul._runtime.runtime import Gate
+from backhaul._runtime.runtime import OneShotEvent
 from backhaul._transport.base import Channel
 from backhaul._wire.codec import Encoded, load, tensors_of
 from backhaul._wire.device_link import Lease, decline
@@ -22,7 +22,7 @@ from backhaul._wire.faults import decode_fault
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Fault, Kind, Payload, Reply, pack, unpack
 from backhaul._wire.tensors.subclasses import may_require_grad
-from backhaul._worker.deadlines import FOREVER, Limit
+from backhaul._worker.deadlines import FOREVER, CancelScope
 from backhaul._worker.worker import Worker
 from backhaul.errors import (
     BackhaulError,
@@ -48,7 +48,7 @@ class Pending:
     kept: Sequence[tuple[Interceptor, Any]] = ()  # by those who kept something
     notes: Mapping[str, bytes] = {}
     trace: CallTrace | None = None
-    limit: Limit | None = None  # of the handler or block that made the call
+    limit: CancelScope | None = None  # of the handler or block that made the call
     cut = False  # the time is the limit's, not the call's own
     lease: Lease | None = None  # slots of device memory that the request takes with it
 
@@ -150,15 +150,15 @@ class Pending:
 class SyncCall(Pending):
     """A thread waits for the outcome and reads it itself: at the channel, or at the gate once it has made one."""
 
-    gate: Gate | None = None
+    one_shot: OneShotEvent | None = None
     outcome: Outcome | None = None
 
     def settle(self, outcome: Outcome) -> None:
         """Take the outcome."""
         # In this order; who waits sets the gate and then looks for the outcome. So one of them sees the other.
         self.outcome = outcome
-        if self.gate is not None:
-            self.gate.open()
+        if self.one_shot is not None:
+            self.one_shot.open()
 
 
 class AsyncCall(Pending):

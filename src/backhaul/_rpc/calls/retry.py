@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backhaul._rpc.calls.client import Agent
+from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.futures import Future
 from backhaul._wire.callables import label_of
 from backhaul._worker import deadlines
@@ -117,12 +117,12 @@ class Attempts:
         args: With what.
         kwargs: And with what by name.
         timeout: Of all together; None: the worker's default.
-        options: More, for each attempt: see ``Agent.call``.
+        options: More, for each attempt: see ``CallClient.call``.
     """
 
     def __init__(  # noqa: PLR0917 (those of rpc_sync)
         self,
-        agent: Agent,
+        client: CallClient,
         retry: Retry,
         to: Any,
         function: Callable[..., Any] | str,
@@ -133,17 +133,17 @@ class Attempts:
     ) -> None:
         if not isinstance(retry, Retry):
             raise TypeError(f"retry must be a Retry, not a {type(retry).__name__}")
-        total = agent.timeout if timeout is None else timeout
+        total = client.timeout if timeout is None else timeout
         if total < 0:
             raise ValueError(f"timeout must not be negative, got {total}; 0 means none")
-        self._agent = agent
+        self._agent = client
         self._retry = retry
         self._to = getattr(to, "name", to)
         self._label = options.get("label") or (label_of(function) if callable(function) else "the call")
         self._call = (to, function, args, kwargs, retry.timeout or 0.0)
         self._options = options
         self._number = 0  # of the attempt that was last made
-        now = agent.worker.runtime.now
+        now = client.worker.runtime.now
         self._limit = Block(f"all attempts at {self._label}", total or FOREVER, now, deadlines.current.get())
 
     def run(self) -> Any:
@@ -155,8 +155,8 @@ class Attempts:
                 try:
                     if pause:
                         with self._agent.worker.blocking():
-                            gate = self._agent.worker.runtime.gate()
-                            deadlines.wait(gate, pause, f"{self._label} was to be tried again")
+                            one_shot = self._agent.worker.runtime.one_shot()
+                            deadlines.wait(one_shot, pause, f"{self._label} was to be tried again")
                     self._number += 1
                     return self._agent.call(*self._call, **self._options)
                 except BackhaulError as error:
@@ -207,7 +207,7 @@ class Attempts:
         self._agent.begin()  # a shutdown waits for it
         self._agent.paused.add(made)
         again = functools.partial(self._context.copy().run, self._again, made)
-        worker.crew.call_at(worker.runtime.now() + pause, functools.partial(worker.crew.submit, again))
+        worker.thread_pool.call_at(worker.runtime.now() + pause, functools.partial(worker.thread_pool.submit, again))
 
     def _resume(self, made: Future[Any]) -> bool:
         """The pause is over; False if that was known already."""
@@ -259,10 +259,10 @@ class Attempts:
         return pause
 
 
-def start(agent: Agent, *call: Any, **options: Any) -> Future[Any]:
+def start(client: CallClient, *call: Any, **options: Any) -> Future[Any]:
     """An asynchronous call; the last of ``call`` says how often it may be made, or None."""
     *rest, retry = call
     if retry is None:
-        return agent.call_async(*rest, **options)
+        return client.call_async(*rest, **options)
     to, function, args, kwargs, timeout = rest
-    return Attempts(agent, retry, to, function, args, kwargs, timeout, **options).start()
+    return Attempts(client, retry, to, function, args, kwargs, timeout, **options).start()

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 
 from backhaul._devices.cuda import process
-from backhaul._devices.links import PeerLink
+from backhaul._devices.links import DeviceLink
 from backhaul._devices.stream_order import tensors_in
-from backhaul._rpc.calls.client import PROFILE, Agent
+from backhaul._rpc.calls.client import PROFILE, CallClient
 from backhaul._rpc.calls.pending import SMALL, check_size, discard, fault_frame
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.futures import Future
@@ -36,7 +36,7 @@ from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Cancel, Kind, Reply, Request, pack, unpack
 from backhaul._wire.tensors.subclasses import may_require_grad
 from backhaul._worker import deadlines
-from backhaul._worker.deadlines import Limit
+from backhaul._worker.deadlines import CancelScope
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker, observer_here, serving
 from backhaul.errors import (
@@ -109,15 +109,15 @@ def _nothing() -> None:
     """There is nothing to see to."""
 
 
-class Dispatcher:
+class CallServer:
     """The serving half of a worker. Thread-safe."""
 
     _patience: float | None = None  # seconds that a reply waits for a peer which reads slowly
 
-    def __init__(self, worker: Worker, agent: Agent) -> None:
+    def __init__(self, worker: Worker, client: CallClient) -> None:
         self._worker = worker
-        self._agent = agent
-        self._loop = _Loop(worker)
+        self._agent = client
+        self._loop = _CoroutineLoop(worker)
         self._context = worker.context.copy()  # of handlers; each runs in a copy
         self._context.run(serving.set, True)
         self._dropping = threading.Lock()  # guards dropped
@@ -153,14 +153,14 @@ class Dispatcher:
 
     def _pass_on(self, given: object) -> Callable[[], None]:
         """The event loop is to go on with these arguments; what its thread calls first."""
-        if self._worker.plane is None:
+        if self._worker.device_context is None:
             return _nothing
-        frontier, tensors = self._worker.plane.frontier, list(tensors_in(given))
-        frontier.depart()
+        stream_order, tensors = self._worker.device_context.stream_order, list(tensors_in(given))
+        stream_order.depart()
 
         def go_on() -> None:
-            frontier.arrive()
-            frontier.adopt(tensors)
+            stream_order.arrive()
+            stream_order.adopt(tensors)
             tensors.clear()  # so that memory which came with a request goes back before the reply does
 
         return go_on
@@ -170,18 +170,18 @@ class Dispatcher:
         self._loop.close()
 
     def _on_request(self, channel: Channel, frame: Frame) -> Task:
-        agent, worker = self._agent, self._worker
-        peer, observer = agent.peers.of(channel), worker.observer
+        client, worker = self._agent, self._worker
+        peer, observer = client.peers.of(channel), worker.observer
         if peer is None:
             raise ProtocolError("a request from a peer that has not said who it is")
-        answer = Answer(peer, channel, frame.number, worker.runtime.now)
-        agent.under_way[channel, frame.number] = answer
+        answer = ServedCall(peer, channel, frame.number, worker.runtime.now)
+        client.under_way[channel, frame.number] = answer
         arrived = 0 if observer is None else observer.now()
         return functools.partial(self._context.copy().run, self._run, answer, frame, arrived)
 
     def _on_cancel(self, channel: Channel, frame: Frame) -> Task | None:
         found = [self._agent.under_way.get((channel, number)) for number in unpack(frame.body, Cancel).numbers]
-        answers = [answer for answer in found if isinstance(answer, Answer)]
+        answers = [answer for answer in found if isinstance(answer, ServedCall)]
         for answer in answers:
             answer.cancelled = True  # at once: those that wait for a thread are not to begin
         return functools.partial(self._worker.run, self._cancel, answers) if answers else None
@@ -189,7 +189,7 @@ class Dispatcher:
     def _on_gone(self, channel: Channel) -> Task | None:
         """What came through a channel that is gone is for nobody: no reply can go back."""
         under_way = list(self._agent.under_way.values())
-        answers = [a for a in under_way if isinstance(a, Answer) and a.channel is channel and not a.cancelled]
+        answers = [a for a in under_way if isinstance(a, ServedCall) and a.channel is channel and not a.cancelled]
         for answer in answers:
             answer.orphaned = True
             answer.cancelled = not answer.spared
@@ -198,14 +198,14 @@ class Dispatcher:
         return functools.partial(self._worker.run, self._cancel, answers) if answers else None
 
     @staticmethod
-    def _spare(answer: Answer) -> None:
+    def _spare(answer: ServedCall) -> None:
         """A request is not cancelled because its caller is lost."""
         # In this order; ``_on_gone`` does the reverse, so that whichever is last sees the other.
         answer.spared = True
         if answer.orphaned:
             answer.cancelled = False
 
-    def _cancel(self, answers: list[Answer]) -> None:
+    def _cancel(self, answers: list[ServedCall]) -> None:
         """What the handlers wait for ends; they themselves, unless in asyncio, cannot be made to."""
         answers = [answer for answer in answers if answer.cancelled]
         self._agent.cancel_within(frozenset(answers))
@@ -214,7 +214,7 @@ class Dispatcher:
             if answer.later:  # the future may be another's, and never be done
                 self._finish(answer)
 
-    def _run(self, answer: Answer, frame: Frame, arrived: int) -> None:
+    def _run(self, answer: ServedCall, frame: Frame, arrived: int) -> None:
         deadlines.current.set(answer)
         if not torch.is_grad_enabled():  # an earlier handler may have switched it off for this thread
             torch.set_grad_enabled(True)
@@ -255,7 +255,7 @@ class Dispatcher:
         self._reply(answer, result)
 
     def _decode(
-        self, frame: Frame, answer: Answer, arrived: int
+        self, frame: Frame, answer: ServedCall, arrived: int
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         request = unpack(frame.body, Request)
         name, payload, notes, buffers = request.function, request.payload, request.notes, frame.buffers
@@ -296,7 +296,7 @@ class Dispatcher:
             ) from error
         return function, values, kwargs
 
-    def _drop(self, answer: Answer, name: str, request: Request) -> Exception:
+    def _drop(self, answer: ServedCall, name: str, request: Request) -> Exception:
         """A request has waited for a thread until nobody waited for it."""
         if answer.peer.link is not None:
             decline(request.payload, answer.peer.link.answer(answer.channel))
@@ -313,7 +313,7 @@ class Dispatcher:
             return CallCancelledError(text, worker=worker, function=name)
         return CallTimeoutError(text, worker=worker, function=name)
 
-    def _find(self, name: str, answer: Answer) -> Callable[..., Any]:
+    def _find(self, name: str, answer: ServedCall) -> Callable[..., Any]:
         """The function that a request names."""
         try:
             return resolve(name)
@@ -326,7 +326,7 @@ class Dispatcher:
                 f"worker '{worker}' has no function {name!r}: {error.__cause__ or error}", worker=worker, function=name
             ) from error
 
-    def _show(self, answer: Answer, notes: Mapping[str, bytes], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _show(self, answer: ServedCall, notes: Mapping[str, bytes], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Show a request to those who put notes on it, or replace its tensors; returns the tensors to use."""
         for interceptor in self._agent.interceptors:
             tensors, kept = interceptor.request_in(answer.peer, notes.get(interceptor.key), tensors)
@@ -336,7 +336,7 @@ class Dispatcher:
 
     # Replies. Each request gets exactly one, unless it was cancelled, and is counted as served after that.
 
-    def _reply_with_future(self, answer: Answer, done: torch.futures.Future[Any]) -> None:
+    def _reply_with_future(self, answer: ServedCall, done: torch.futures.Future[Any]) -> None:
         error = done._error if isinstance(done, Future) else None
         if error is not None:  # not raised here: it is the future's own, and would collect frames
             self._reply_fault(answer, error)
@@ -349,7 +349,7 @@ class Dispatcher:
             self._reply(answer, result)
 
     async def _reply_with_coroutine(
-        self, answer: Answer, coroutine: Coroutine[Any, Any, Any], go_on: Callable[[], None]
+        self, answer: ServedCall, coroutine: Coroutine[Any, Any, Any], go_on: Callable[[], None]
     ) -> None:
         go_on()
         try:
@@ -359,7 +359,7 @@ class Dispatcher:
         else:
             self._reply(answer, result)
 
-    def _reply(self, answer: Answer, result: Any) -> None:
+    def _reply(self, answer: ServedCall, result: Any) -> None:
         peer = answer.peer
         if answer.trace is not None:
             answer.trace.resumed()
@@ -402,14 +402,14 @@ class Dispatcher:
             self._send(answer, frame, notes)
 
     @staticmethod
-    def _encode_linked(answer: Answer, link: PeerLink, result: Any) -> Encoded:
+    def _encode_linked(answer: ServedCall, link: DeviceLink, result: Any) -> Encoded:
         """As ``encode``, where there are devices."""
         peer, way = answer.peer, link.answer(answer.channel)
         encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain, link=way)
         link.depart()
         return encoded
 
-    def _reply_fault(self, answer: Answer, error: BaseException) -> None:
+    def _reply_fault(self, answer: ServedCall, error: BaseException) -> None:
         if answer.trace is not None:
             answer.trace.resumed()
         if answer.cancelled:
@@ -423,13 +423,13 @@ class Dispatcher:
             answer.peer.link.depart()
         self._send(answer, fault_frame(answer.peer, Kind.FAULT, fault, encoded, number=answer.number))
 
-    def _send(self, answer: Answer, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:
+    def _send(self, answer: ServedCall, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:
         if answer.trace is not None:
             answer.trace.replied(frame.nbytes)
         if answer.at_end is not None:
             answer.at_end()  # before the caller knows
         try:
-            if self._worker.crew.busy:  # more replies follow
+            if self._worker.thread_pool.busy:  # more replies follow
                 answer.channel.send_soon(frame, timeout=self._patience)
             else:
                 answer.channel.send(frame, timeout=self._patience)
@@ -440,7 +440,7 @@ class Dispatcher:
         finally:
             self._agent.answered((answer.channel, answer.number))
 
-    def _finish(self, answer: Answer) -> None:
+    def _finish(self, answer: ServedCall) -> None:
         """A request that was cancelled is over; there is nothing to tell."""
         trace, answer.trace = answer.trace, None
         if trace is not None:
@@ -474,7 +474,7 @@ def _stepwise(coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
             step = functools.partial(coroutine.throw, error)
 
 
-class Answer(Limit):
+class ServedCall(CancelScope):
     """Where the reply to one request goes, and what is needed for it; and how long that is waited for."""
 
     function: Any = None  # once it is known
@@ -510,7 +510,7 @@ def _stop_loops() -> None:
 os.register_at_fork(after_in_child=_stop_loops)
 
 
-class _Loop:
+class _CoroutineLoop:
     """The event loop of a worker's ``async def`` handlers, on a thread of its own, made at the first use."""
 
     def __init__(self, worker: Worker) -> None:

@@ -96,7 +96,7 @@ def enrol(
             if runtime.now() + _PAUSE < deadline:
                 if runtime.now() >= began + allowed:  # a leader may have to look for a silent member first
                     allowed *= 2
-                runtime.gate().wait(_PAUSE)
+                runtime.one_shot().wait(_PAUSE)
                 continue
         why = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
         raise RendezvousError(f"worker '{own.name}' cannot join: {why}", worker=own.name)
@@ -156,7 +156,7 @@ def _ask(
                 if frame.kind == Kind.REFUSE:
                     return unpack(_counted(frame.body, own), Refuse)
         finally:
-            event.channel.resume()
+            event.channel.release()
     raise TimeoutError("no answer in time")
 
 

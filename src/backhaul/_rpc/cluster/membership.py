@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from backhaul._rpc.calls.client import Agent
-from backhaul._rpc.calls.server import Answer, never_dropped
+from backhaul._rpc.calls.client import CallClient
+from backhaul._rpc.calls.server import ServedCall, never_dropped
 from backhaul._rpc.cluster.departure import secret_of
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._rpc.futures import Future
 from backhaul._rpc.security.policy import internal
-from backhaul._rpc.shutdown.graceful_shutdown import Farewell
+from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._types import WorkerInfo
 from backhaul._wire.frames import Frame
@@ -71,11 +71,11 @@ class Membership:
         secret: What the worker tells when it leaves; see ``departure``.
     """
 
-    def __init__(self, worker: Worker, agent: Agent, farewell: Farewell) -> None:
+    def __init__(self, worker: Worker, client: CallClient, graceful_shutdown: GracefulShutdown) -> None:
         self._worker = worker
-        self._agent = agent
-        self._peers: Peers = agent.peers
-        self._farewell = farewell
+        self._agent = client
+        self._peers: Peers = client.peers
+        self._farewell = graceful_shutdown
         self.secret = secret_of(worker.incarnation)
         self._enrolling = worker.runtime.lock()  # held while a newcomer is enrolled: one at a time
         self._callbacks: list[Callback] = []
@@ -116,7 +116,7 @@ class Membership:
             self._events.append(MembershipEvent(kind, peer.info, reason))
             start, self._telling = not self._telling, True
         if start:
-            self._worker.crew.submit(self._tell)
+            self._worker.thread_pool.submit(self._tell)
 
     def _tell(self) -> None:
         while True:
@@ -172,7 +172,7 @@ class Membership:
         leader = self._leader()
         if leader is not self._peers.own:
             return Welcome(pack(leader.record))
-        with self._worker.crew.blocking():
+        with self._worker.thread_pool.blocking():
             rivals = self._peers.rivals(record.name, record.id)
             for rival in rivals:  # not while we hold a lock: it may take a while
                 what = f"there is a worker '{rival.info.name}' (id {rival.info.id}) already"
@@ -216,7 +216,7 @@ class Membership:
 
     def expect(self, caller: Peer, record: WorkerRecord) -> None:
         """A member says that it has enrolled a newcomer."""
-        with self._worker.crew.blocking():
+        with self._worker.thread_pool.blocking():
             if not self.believes(caller):
                 log.warning("worker '%s' speaks for a newcomer, and is not the leader", caller.info.name)
                 return
@@ -243,7 +243,7 @@ class Membership:
 
     def _find_out(self, record: WorkerRecord) -> None:
         try:
-            with self._worker.crew.blocking():
+            with self._worker.thread_pool.blocking():
                 leader, rivals = self._leader(), self._peers.rivals(record.name, record.id)
                 # After a split there may be several who have enrolled others. Where any member's word is as good as the
                 # leader's all of them are asked, so that one counts everywhere: that of the later epoch.
@@ -299,7 +299,7 @@ class Membership:
                 return None
             if now() > deadline:
                 return refusal
-            self._worker.runtime.gate().wait(_PAUSE)  # it asks the leader about us; or we have only lost a channel
+            self._worker.runtime.one_shot().wait(_PAUSE)  # it asks the leader about us; or we have only lost a channel
 
     def _leader(self) -> Peer:
         for peer in self._peers:
@@ -370,7 +370,7 @@ class Membership:
         self._peers.dismiss(leaver, proof)
         if untold and leaver.record.has_left(proof):
             relay = functools.partial(self._relay, leaver.record.incarnation, proof, set(untold[:_MAX_UNTOLD]))
-            self._worker.crew.submit(functools.partial(self._worker.run, relay))
+            self._worker.thread_pool.submit(functools.partial(self._worker.run, relay))
 
     def take_proof(self, incarnation: str, proof: str) -> None:
         """Somebody says that a worker has left."""
@@ -378,14 +378,14 @@ class Membership:
 
     def _relay(self, incarnation: str, proof: str, untold: set[str]) -> None:
         """Pass on to members that this worker can reach that another has left."""
-        with self._worker.crew.blocking():
+        with self._worker.thread_pool.blocking():
             for peer in self._peers:
                 if peer.record.incarnation in untold and peer is not self._peers.own and not peer.lost:
                     with contextlib.suppress(BackhaulError):
                         self._agent.call(peer.info, departed, (incarnation, proof), None, _TOLD, mode="internal")
 
     def _rest(self, deadline: float) -> None:
-        idle = self._worker.runtime.gate()
+        idle = self._worker.runtime.one_shot()
         self._agent.when_idle(idle.open)
         with self._worker.blocking():
             idle.wait(max(deadline - self._worker.runtime.now(), 0.0))
@@ -403,7 +403,7 @@ def forget(proof: str, untold: list[str]) -> None:
     its channel: nobody can speak for another.
     """
     answer = deadlines.current.get()
-    if isinstance(answer, Answer) and answer.peer.record.incarnation != current_worker().incarnation:
+    if isinstance(answer, ServedCall) and answer.peer.record.incarnation != current_worker().incarnation:
         current_worker().part(Membership).forget(answer.peer, proof, [each for each in untold if type(each) is str])
 
 
@@ -417,7 +417,7 @@ def departed(incarnation: str, proof: str) -> None:
 def expect(record: bytes) -> None:
     """Called by the leader, before it lets a newcomer in."""
     answer = deadlines.current.get()
-    if isinstance(answer, Answer):
+    if isinstance(answer, ServedCall):
         current_worker().part(Membership).expect(answer.peer, unpack(record, WorkerRecord))
 
 

@@ -87,13 +87,13 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class Refusal:
     """The record is not to be accepted."""
 
     reason: str
 
 
-class Roster:
+class MembershipTable:
     """The members.
 
     Example:
@@ -137,22 +137,22 @@ class Roster:
             return f"epoch {record.epoch} is too far from the last known, {self.epoch}"
         return ""
 
-    def admit(self, record: WorkerRecord, *, heard: bool = True, decided: bool = False) -> Admit | Refuse | None:
+    def admit(self, record: WorkerRecord, *, heard: bool = True, decided: bool = False) -> Admit | Refusal | None:
         """A worker has shown its record. None: it is known. ``heard``: see ``flaw_in``. ``decided``: it counts,
         whatever the epochs are.
         """
         if flaw := self.flaw_in(record, heard=heard):
-            return Refuse(flaw)
+            return Refusal(flaw)
         if record.incarnation in self._gone:
-            return Refuse(f"worker '{record.name}' {self._gone[record.incarnation][1]}")
+            return Refusal(f"worker '{record.name}' {self._gone[record.incarnation][1]}")
         if (known := self._lives.get(record.incarnation)) is not None:
             if known.info == record.info:
                 return None
-            return Refuse(f"worker '{known.name}' (id {known.id}) is of that incarnation")
+            return Refusal(f"worker '{known.name}' (id {known.id}) is of that incarnation")
         rivals = self.rivals(record.name, record.id)
         for rival in rivals:
             if rival is self._own or not (decided or record.follows(rival)):
-                return Refuse(f"there is a worker '{rival.name}' (id {rival.id}) already")
+                return Refusal(f"there is a worker '{rival.name}' (id {rival.id}) already")
         for rival in rivals:
             same = rival.name == record.name
             self.dismiss(rival, "was restarted" if same else f"has lost its place to worker '{record.name}'")

@@ -12,14 +12,14 @@ import functools
 import logging
 import threading
 
-from backhaul._rpc.calls.client import Agent
-from backhaul._rpc.calls.server import Answer
+from backhaul._rpc.calls.client import CallClient
+from backhaul._rpc.calls.server import ServedCall
 from backhaul._rpc.cluster.membership import Membership
 from backhaul._rpc.cluster.membership_table import Standing, WorkerRecord
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.security.policy import internal
 from backhaul._rpc.security.rate_limits import over_limits
-from backhaul._rpc.shutdown.graceful_shutdown import Farewell
+from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
 from backhaul._wire.messages import pack, unpack
 from backhaul._worker import deadlines
 from backhaul._worker.thread_pool import Task
@@ -33,14 +33,16 @@ _MAX_SHOWN = 64  # of them, to how many workers one member wants this one to sho
 _TOLD = 3.0  # seconds that the other, and those who are to show themselves to it, have to hear of it
 
 
-class Reunion:
+class PartitionHealing:
     """One worker's part in it. Thread-safe."""
 
-    def __init__(self, worker: Worker, agent: Agent, farewell: Farewell, membership: Membership) -> None:
+    def __init__(
+        self, worker: Worker, client: CallClient, graceful_shutdown: GracefulShutdown, membership: Membership
+    ) -> None:
         self._worker = worker
-        self._agent = agent
-        self._peers = agent.peers
-        self._farewell = farewell
+        self._agent = client
+        self._peers = client.peers
+        self._farewell = graceful_shutdown
         self._membership = membership
         self._lock = threading.Lock()  # guards _tasks and _working
         self._tasks: dict[tuple[str, str], Task] = {}  # what is to be done, and about which incarnation
@@ -55,10 +57,10 @@ class Reunion:
                 self._tasks[what, about.incarnation] = task
             start, self._working = not self._working, True
         if start:
-            self._worker.crew.submit(self._work)
+            self._worker.thread_pool.submit(self._work)
 
     def _work(self) -> None:
-        with self._worker.crew.blocking():
+        with self._worker.thread_pool.blocking():
             while (task := self._next()) is not None:
                 try:
                     self._worker.run(task)
@@ -146,14 +148,14 @@ class Reunion:
 @internal(bytes)
 def compare(standing: bytes) -> bytes:
     """Called by a member that has found this worker again."""
-    answer, reunion = deadlines.current.get(), current_worker().part(Reunion)
-    assert isinstance(answer, Answer)
-    return pack(reunion.compare(answer.peer, unpack(standing, Standing)))
+    answer, partition_healing = deadlines.current.get(), current_worker().part(PartitionHealing)
+    assert isinstance(answer, ServedCall)
+    return pack(partition_healing.compare(answer.peer, unpack(standing, Standing)))
 
 
 @internal(bytes)
 def show(record: bytes) -> None:
     """Called by a member: another has not heard of this worker."""
-    answer, reunion = deadlines.current.get(), current_worker().part(Reunion)
-    assert isinstance(answer, Answer)
-    reunion.show(answer.peer, unpack(record, WorkerRecord))
+    answer, partition_healing = deadlines.current.get(), current_worker().part(PartitionHealing)
+    assert isinstance(answer, ServedCall)
+    partition_healing.show(answer.peer, unpack(record, WorkerRecord))

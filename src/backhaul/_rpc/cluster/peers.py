@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from backhaul._devices.links import PeerLink, link_to
+from backhaul._devices.links import DeviceLink, link_to
 from backhaul._rpc.cluster import membership_table
-from backhaul._rpc.cluster.membership_table import Roster, Standing, WorkerRecord, choose
+from backhaul._rpc.cluster.membership_table import MembershipTable, Standing, WorkerRecord, choose
 from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import Lock
 from backhaul._transport.base import Channel, ChannelClosedError
@@ -78,7 +78,7 @@ class Peer:
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         # Whether nothing may be pickled between the two: one that takes no pickles is sent none, and sends none.
         self.plain = record.id != own.id and not (record.trusting and own.trusting)
-        self.link: PeerLink | None = None  # for tensors of devices, where there are any
+        self.link: DeviceLink | None = None  # for tensors of devices, where there are any
         self.channel: Channel | None = None  # what this end sends through
         self.incoming: Channel | None = None  # what the other end opened; two that call each other at once have two
         self.channels: tuple[Channel, ...] = ()  # all that are not known to be lost; one that connects again has more
@@ -103,7 +103,8 @@ ChangeListener = Callable[[str, Peer, str], None]
 class Peers:
     """The members of the cluster as one worker knows them. Thread-safe.
 
-    One that is not known yet is admitted when it says who it is, see ``roster``: whoever gets as far as that knows the
+    One that is not known yet is admitted when it says who it is, see ``membership_table``: whoever gets as
+    far as that knows the
     cluster's secret. But it takes the place of another only if the leader has told of it, see ``expect``, or if there
     is no doubt that it may, see ``_may_follow``.
 
@@ -115,7 +116,7 @@ class Peers:
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
         self._worker = worker
         self._own = own
-        self._roster = Roster(own)
+        self._roster = MembershipTable(own)
         self._changing = worker.runtime.lock()  # held while members come and go, and guards the roster
         self._lock = threading.Lock()  # guards the tables
         self._listeners: list[LossListener] = []
@@ -151,7 +152,7 @@ class Peers:
 
     def _admit(self, record: WorkerRecord, *, heard: bool, decided: bool = False) -> str:
         verdict = self._roster.admit(record, heard=heard, decided=decided)
-        if isinstance(verdict, membership_table.Refuse):
+        if isinstance(verdict, membership_table.Refusal):
             return verdict.reason
         if verdict is None:
             return ""
@@ -251,7 +252,7 @@ class Peers:
             return tuple(record for record, until, _ in self._expected.values() if now < until)
 
     def _link(self, peer: Peer) -> None:
-        peer.link = link_to(self._own, peer.record, self._worker.plane, open=not peer.plain)
+        peer.link = link_to(self._own, peer.record, self._worker.device_context, open=not peer.plain)
 
     def dismiss(self, peer: Peer, proof: str = "") -> None:
         """Forget a worker that has left; ``proof``: what others can check that by."""
@@ -418,7 +419,7 @@ class Peers:
         channel = peer.channel
         if channel is not None:
             return channel
-        with self._worker.crew.blocking():
+        with self._worker.thread_pool.blocking():
             return self._connect(peer, min(timeout, self.patience))
 
     def _connect(self, peer: Peer, timeout: float) -> Channel:
@@ -501,7 +502,7 @@ class Peers:
             if self.may_be(channel, record.name):
                 channel.send(self._hello_to(record, answer=True))
                 while self.of(channel) is None and not self._worker.closed and now() < deadline:
-                    self._worker.runtime.gate().wait(_MOMENT)
+                    self._worker.runtime.one_shot().wait(_MOMENT)
         if self.of(channel) is None:
             channel.close()
 

@@ -139,7 +139,7 @@ def _from_environment(name: str, given: int | None) -> int | None:
         raise ValueError(f"the environment's {name} is not a number: {value!r}") from None
 
 
-class Meeting:
+class StoreMeeting:
     """One meeting of all workers at a store. A second ``init`` on the same store is a meeting of its own.
 
     ``running``: we come to the last one, which is over. ``began``: when the time began that ``timeout`` limits.
@@ -308,7 +308,7 @@ def credentials_of(options: Options, rank: int) -> Credentials | None:
     folder = os.environ.get(TLS_VARIABLE)
     if folder is None:
         raise ValueError(
-            "tls='auto' is for workers that backhaul._launch starts, which makes their certificates; others need "
+            "tls='auto' is for workers that backhaul.launch starts, which makes their certificates; others need "
             "Options(tls=Tls(certificate=..., key=..., authority=...))"
         )
     return Credentials(files_of(Path(folder), rank))

@@ -19,7 +19,7 @@ _BEATS = 4  # a peer that speaks rarely is given so many of its own intervals
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Sighting:
     """What is to be seen of a channel at one moment.
 
     Attributes:
@@ -34,7 +34,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings(Generic[K]):
+class LivenessReport(Generic[K]):
     """What one look has shown.
 
     Attributes:
@@ -52,19 +52,19 @@ class Findings(Generic[K]):
     lost: dict[K, float] = field(default_factory=dict)
 
 
-class _Watched:
+class _PeerState:
     """A channel, as of the last look."""
 
     __slots__ = ("received", "sent", "silence", "suspected")
 
-    def __init__(self, sight: Sight) -> None:
+    def __init__(self, sight: Sighting) -> None:
         self.received = sight.received
         self.sent = -1  # the first look is always followed by a heartbeat
         self.silence = 0.0
         self.suspected = False
 
 
-class Pulse(Generic[K]):
+class FailureDetector(Generic[K]):
     """Watches channels, whatever those are. Used by one thread at a time.
 
     Args:
@@ -84,9 +84,11 @@ class Pulse(Generic[K]):
         self._suspect_after = suspect_after or _NEVER
         self._lost_after = lost_after or _NEVER
         self._last: float | None = None
-        self._watched: dict[K, _Watched] = {}
+        self._watched: dict[K, _PeerState] = {}
 
-    def tick(self, now: float, sights: Mapping[K, Sight], unread: Callable[[K], bool] = lambda _: False) -> Findings[K]:
+    def tick(
+        self, now: float, sights: Mapping[K, Sighting], unread: Callable[[K], bool] = lambda _: False
+    ) -> LivenessReport[K]:
         """Look at all channels there are. Those that are not among ``sights`` any more are forgotten.
 
         Args:
@@ -96,12 +98,12 @@ class Pulse(Generic[K]):
         """
         passed = 0.0 if self._last is None else min(max(now - self._last, 0.0), self._most)
         self._last = now
-        found: Findings[K] = Findings()
+        found: LivenessReport[K] = LivenessReport()
         before, self._watched = self._watched, {}
         for key, sight in sights.items():
             watched = before.get(key)
             if watched is None:
-                watched = _Watched(sight)
+                watched = _PeerState(sight)
             elif sight.received != watched.received:
                 watched.received, watched.silence = sight.received, 0.0
             else:
@@ -123,11 +125,11 @@ class Pulse(Generic[K]):
         """And after how many it is lost."""
         return max(self._lost_after, _BEATS * every if self._lost_after < _NEVER else 0)
 
-    def _silent(self, watched: _Watched, every: float) -> bool:
+    def _silent(self, watched: _PeerState, every: float) -> bool:
         """Whether a channel has been silent for so long that something follows from it."""
         return bool(every) and watched.silence >= min(self._suspicious(every), self._hopeless(every))
 
-    def _judge(self, key: K, watched: _Watched, every: float, found: Findings[K]) -> bool:
+    def _judge(self, key: K, watched: _PeerState, every: float, found: LivenessReport[K]) -> bool:
         """Put down what is to be said of a channel; whether to watch it further."""
         silence = watched.silence
         if every and silence >= self._hopeless(every):

@@ -11,7 +11,7 @@ import logging
 import threading
 
 from backhaul._rpc.cluster.peers import Peer, Peers
-from backhaul._rpc.liveness.failure_detector import Findings, Pulse, Sight
+from backhaul._rpc.liveness.failure_detector import FailureDetector, LivenessReport, Sighting
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
@@ -23,7 +23,7 @@ _BEAT = Frame(Kind.BEAT)
 _SIZE = _BEAT.nbytes
 
 
-class Heartbeat:
+class Heartbeats:
     """One worker's failure detector. Begins to look when there is a channel to look at."""
 
     def __init__(self, worker: Worker, peers: Peers) -> None:
@@ -31,7 +31,7 @@ class Heartbeat:
         self._worker = worker
         self._peers = peers
         self._interval = options.heartbeat_interval
-        self._pulse: Pulse[Channel] = Pulse(
+        self._pulse: FailureDetector[Channel] = FailureDetector(
             self._interval, suspect_after=options.suspect_after, lost_after=options.lost_after
         )
         self._beaten: dict[Channel, int] = {}  # bytes of heartbeats that went out
@@ -54,7 +54,7 @@ class Heartbeat:
         with self._lock:
             start, self._looking = not self._looking, True
         if start:
-            self._worker.crew.call_at(self._worker.runtime.now(), self._look)
+            self._worker.thread_pool.call_at(self._worker.runtime.now(), self._look)
 
     def _look(self) -> None:
         sights, owners = {}, {}
@@ -62,7 +62,7 @@ class Heartbeat:
             for channel, peer in self._peers.channels():
                 if channel.bytes_received is not None:
                     sent = channel.bytes_sent - self._beaten.get(channel, 0)
-                    sights[channel] = Sight(channel.bytes_received, sent, peer.record.beat)
+                    sights[channel] = Sighting(channel.bytes_received, sent, peer.record.beat)
                     owners[channel] = peer
             self._looking = bool(sights)
         self._beaten = {channel: count for channel, count in self._beaten.items() if channel in sights}
@@ -72,9 +72,9 @@ class Heartbeat:
             self._act(self._pulse.tick(now, sights, lambda channel: channel.unread), owners)
         finally:
             if sights:
-                self._worker.crew.call_at(now + self._interval, self._look)
+                self._worker.thread_pool.call_at(now + self._interval, self._look)
 
-    def _act(self, found: Findings[Channel], owners: dict[Channel, Peer]) -> None:
+    def _act(self, found: LivenessReport[Channel], owners: dict[Channel, Peer]) -> None:
         for channel, silence in found.lost.items():
             peer = owners[channel]
             log.warning("worker '%s' is lost: no sign of life for %.1f s", peer.info.name, silence)

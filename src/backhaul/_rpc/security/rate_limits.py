@@ -21,7 +21,7 @@ _UNTRUSTED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Quotas:
+class RateLimits:
     """The limits that hold on one worker; None: none. See ``Options``."""
 
     tensors: int | None
@@ -31,7 +31,7 @@ class Quotas:
     values: int | None = None
 
     @classmethod
-    def of(cls, options: Options) -> Quotas:
+    def of(cls, options: Options) -> RateLimits:
         """Those that are given, and where peers are not trusted the defaults."""
         tensors, calls, nbytes, contexts = (
             getattr(options, field) if options.trusted or getattr(options, field) is not None else default
@@ -61,7 +61,7 @@ _COUNTED = {"max_values": "values in one message", "max_depth": "levels of nesti
 
 def bounds_of(options: Options) -> Bounds | None:
     """What a worker tells others about the messages that it takes; None: it takes any."""
-    quotas = Quotas.of(options)
+    quotas = RateLimits.of(options)
     if quotas.values is None and quotas.tensors is None:
         return None
     return Bounds(quotas.values or 0, options.max_depth if quotas.values else 0, quotas.tensors or 0)
@@ -98,10 +98,10 @@ def over_bounds(frame: Frame, bounds: Bounds, worker: str, what: Callable[[], st
     )
 
 
-class Ledger:
+class PeerUsage:
     """What the peers of one worker have under way there. Thread-safe."""
 
-    def __init__(self, worker: str, quotas: Quotas) -> None:
+    def __init__(self, worker: str, quotas: RateLimits) -> None:
         self._worker = worker
         self._quotas = quotas
         self._lock = threading.Lock()  # guards the table

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from backhaul._rpc.calls.client import PROFILE, Agent
-from backhaul._rpc.calls.server import NO_NOTES, Answer, Dispatcher
+from backhaul._rpc.calls.client import PROFILE, CallClient
+from backhaul._rpc.calls.server import NO_NOTES, CallServer, ServedCall
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.security.policy import Policy, find_internal
-from backhaul._rpc.security.rate_limits import Ledger, Quotas, beyond, over_limits
+from backhaul._rpc.security.rate_limits import PeerUsage, RateLimits, beyond, over_limits
 from backhaul._transport.base import Channel
 from backhaul._wire.device_link import decline
 from backhaul._wire.frames import Frame
@@ -89,7 +89,7 @@ def _check_notes(worker: Worker, found: dict[str, bytes]) -> LimitError | None:
     return next((error for error in errors if error is not None), None)
 
 
-def guard_frames(worker: Worker, agent: Agent, quotas: Quotas) -> None:
+def guard_frames(worker: Worker, client: CallClient, quotas: RateLimits) -> None:
     """Let no frame of a peer through unchecked."""
 
     def check_reply(worker: Worker, peer: Peer, frame: Frame) -> bool:
@@ -103,10 +103,10 @@ def guard_frames(worker: Worker, agent: Agent, quotas: Quotas) -> None:
     def pass_on(check: Check | None, handler: FrameHandler, channel: Channel, frame: Frame) -> Task | None:
         if channel is worker.loopback:
             return handler(channel, frame)
-        peer = agent.peers.of(channel)
+        peer = client.peers.of(channel)
         if frame.kind != Kind.REQUEST and (too_many := _count(worker, frame)) is not None:
             if peer is not None and frame.kind in (Kind.REPLY, Kind.FAULT):
-                return agent.refuse(channel, frame.number, too_many)
+                return client.refuse(channel, frame.number, too_many)
             raise ProtocolError(str(too_many))
         if frame.kind in (Kind.HELLO, Kind.REFUSE, Kind.JOIN):
             if frame.kind != Kind.REFUSE and peer is not None:
@@ -117,7 +117,7 @@ def guard_frames(worker: Worker, agent: Agent, quotas: Quotas) -> None:
         try:
             return handler(channel, frame) if check is None or check(worker, peer, frame) else None
         except LimitError as error:
-            return agent.refuse(channel, frame.number, error)
+            return client.refuse(channel, frame.number, error)
 
     def guarded(kind: int, handler: FrameHandler) -> FrameHandler:
         return functools.partial(pass_on, check_reply if kind == Kind.REPLY else checks.get(kind), handler)
@@ -125,21 +125,21 @@ def guard_frames(worker: Worker, agent: Agent, quotas: Quotas) -> None:
     worker.guard_frames(guarded)
 
 
-def _too_many_tensors(worker: Worker, quotas: Quotas, payload: Payload, what: str) -> LimitError | None:
+def _too_many_tensors(worker: Worker, quotas: RateLimits, payload: Payload, what: str) -> LimitError | None:
     count, limit = tensor_count(payload), quotas.tensors
     if limit is None or count <= limit:
         return None
     return beyond(worker.name, "tensors in one message", "max_tensors", limit, f"{what} has {count} tensors")
 
 
-class GuardedDispatcher(Dispatcher):
+class UntrustedServer(CallServer):
     """Serves no more than a peer may ask for; and, where peers are not trusted, nothing but what is exposed to them."""
 
-    def __init__(self, worker: Worker, agent: Agent) -> None:
-        super().__init__(worker, agent)
+    def __init__(self, worker: Worker, client: CallClient) -> None:
+        super().__init__(worker, client)
         self._patience = _PATIENCE
-        self._quotas = Quotas.of(worker.options)
-        self._ledger = Ledger(worker.name, self._quotas)
+        self._quotas = RateLimits.of(worker.options)
+        self._ledger = PeerUsage(worker.name, self._quotas)
         self._policy = None if worker.options.trusted else Policy(worker.name, worker.options.allow)
         worker.counters["num_calls_in_flight"] = lambda: self._ledger.calls
 
@@ -174,7 +174,7 @@ class GuardedDispatcher(Dispatcher):
             return self._turn_down(peer, channel, frame, refused)
         task = super()._on_request(channel, frame)
         accepted = self._agent.under_way[channel, frame.number]
-        assert isinstance(accepted, Answer)
+        assert isinstance(accepted, ServedCall)
         accepted.charge = frame.nbytes
         return task
 
@@ -187,22 +187,22 @@ class GuardedDispatcher(Dispatcher):
         return next((error for error in errors if error is not None), None)
 
     def _turn_down(self, peer: Peer, channel: Channel, frame: Frame, error: BackhaulError) -> Task:
-        answer = Answer(peer, channel, frame.number, self._worker.runtime.now)
+        answer = ServedCall(peer, channel, frame.number, self._worker.runtime.now)
         self._agent.under_way[channel, frame.number] = answer
         if peer.link is not None and not peer.plain:  # those who do not trust each other share no device memory
             decline(unpack(frame.body, Request).payload, peer.link.answer(channel))
         return functools.partial(self._refuse, answer, error)
 
-    def _refuse(self, answer: Answer, error: BackhaulError) -> None:
+    def _refuse(self, answer: ServedCall, error: BackhaulError) -> None:
         log.info("refused a call of %s: %s", answer.channel.peer, error)
         self._reply_fault(answer, error)
 
-    def _find(self, name: str, answer: Answer) -> Callable[..., Any]:
+    def _find(self, name: str, answer: ServedCall) -> Callable[..., Any]:
         if self._policy is None or answer.channel is self._worker.loopback:
             return super()._find(name, answer)
         return self._policy.find(name, answer.peer.info.name)
 
-    def _send(self, answer: Answer, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:
+    def _send(self, answer: ServedCall, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:
         channel = answer.channel
         if not channel.backlog:
             self._give_back(answer)  # before: who has the reply may call again at once
@@ -214,16 +214,16 @@ class GuardedDispatcher(Dispatcher):
             log.warning("closing the channel to %s: it does not read its replies", channel.peer)
             channel.close()
 
-    def _reply_with_future(self, answer: Answer, done: torch.futures.Future[Any]) -> None:
+    def _reply_with_future(self, answer: ServedCall, done: torch.futures.Future[Any]) -> None:
         super()._reply_with_future(answer, done)
         self._give_back(answer)
 
-    def _finish(self, answer: Answer) -> None:
+    def _finish(self, answer: ServedCall) -> None:
         super()._finish(answer)
         if not answer.later:  # else something goes on for it: cancelling is no way to have more of that at once
             self._give_back(answer)
 
-    def _give_back(self, answer: Answer) -> None:
+    def _give_back(self, answer: ServedCall) -> None:
         charge = vars(answer).pop("charge", 0)  # at once: a call may end, and be cancelled, on two threads
         if charge:
             self._ledger.give_back(answer.peer.record.id, charge)

@@ -8,13 +8,13 @@ import logging
 import threading
 from collections.abc import Callable
 
-from backhaul._rpc.calls.client import Agent
-from backhaul._rpc.calls.server import Dispatcher
+from backhaul._rpc.calls.client import CallClient
+from backhaul._rpc.calls.server import CallServer
 from backhaul._rpc.cluster.peers import Peer
-from backhaul._rpc.shutdown.termination import Ask, Dismiss, Roundup
+from backhaul._rpc.shutdown.termination import AllowExit, RequestTallies, TerminationDetector
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
-from backhaul._wire.messages import Count, Kind, Tally, pack, unpack
+from backhaul._wire.messages import CallTally, Count, Kind, pack, unpack
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
 from backhaul.errors import AuthenticationError, PeerLostError, ShutdownTimeoutError
@@ -25,34 +25,35 @@ _PAUSE = 0.1  # seconds before a leader to which a channel was lost is told agai
 _PARTING = 2.0  # seconds the leader gives the others to hear that it is over
 
 
-class Farewell:
+class GracefulShutdown:
     """One worker's part in a graceful shutdown. Thread-safe.
 
-    The leader is the member with the lowest id that can be reached. Every worker keeps a ``Roundup``, but only the one
+    The leader is the member with the lowest id that can be reached. Every worker keeps a
+    ``TerminationDetector``, but only the one
     to which all others say that they are ready gets to use it.
     """
 
-    def __init__(self, worker: Worker, agent: Agent, dispatcher: Dispatcher) -> None:
+    def __init__(self, worker: Worker, client: CallClient, server: CallServer) -> None:
         self._worker = worker
-        self._agent = agent
-        self._dispatcher = dispatcher
-        members = {peer.record.id for peer in agent.peers}
+        self._agent = client
+        self._dispatcher = server
+        members = {peer.record.id for peer in client.peers}
         self._own = int(worker.info.id)
-        self._names = {peer.record.id: peer.info.name for peer in agent.peers}  # of all that ever were
+        self._names = {peer.record.id: peer.info.name for peer in client.peers}  # of all that ever were
         self._leader: int | None = None  # whom this worker has told that it is ready
         self._lock = threading.Lock()  # guards _roundup and _present
-        self._roundup = Roundup(members)
+        self._roundup = TerminationDetector(members)
         self._present = members - {self._own}  # who has not left
-        self._dismissed = worker.runtime.gate()
-        self._alone = worker.runtime.gate()  # the leader's: all others have left
+        self._dismissed = worker.runtime.one_shot()
+        self._alone = worker.runtime.one_shot()  # the leader's: all others have left
         self._mute: set[int] = set()  # members that did not answer
         self.started = False
         worker.on_frame(Kind.READY, self._on_ready)
         worker.on_frame(Kind.COUNT, self._on_count)
         worker.on_frame(Kind.TALLY, self._on_tally)
         worker.on_frame(Kind.LEAVE, self._on_leave)
-        agent.peers.on_lost(self._on_lost)
-        agent.peers.on_change(self._on_change)
+        client.peers.on_lost(self._on_lost)
+        client.peers.on_change(self._on_change)
 
     def wait(self, timeout: float) -> None:
         """Return when every worker is done. Raises ``ShutdownTimeoutError`` after ``timeout`` seconds."""
@@ -79,7 +80,7 @@ class Farewell:
             return
         for peer in self._agent.peers:  # open a channel to everyone, so that we learn of losses
             if peer.record.id not in tried and peer is not self._agent.peers.own:
-                self._worker.crew.submit(functools.partial(self._meet, peer, deadline))
+                self._worker.thread_pool.submit(functools.partial(self._meet, peer, deadline))
         for who in tried:
             self._gone(who, "it cannot be reached")
         self._send(self._agent.peers.own, Frame(Kind.READY), deadline)
@@ -133,23 +134,25 @@ class Farewell:
                 follow = self.started and self._leader == who
             # Not here: who tells us has locks.
             if order is not None:
-                self._worker.crew.submit(functools.partial(self._carry_out, order))
+                self._worker.thread_pool.submit(functools.partial(self._carry_out, order))
             if follow:
                 self._follow()
 
     def _follow(self) -> None:
         """There is another leader: report to it."""
         deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
-        self._worker.crew.submit(functools.partial(self._report, deadline))
+        self._worker.thread_pool.submit(functools.partial(self._report, deadline))
 
     # Frames.
 
     def _on_ready(self, channel: Channel, frame: Frame) -> Task | None:
-        return self._advance(channel, lambda roundup, who: roundup.ready(who))
+        return self._advance(channel, lambda termination, who: termination.ready(who))
 
     def _on_tally(self, channel: Channel, frame: Frame) -> Task | None:
-        tally = unpack(frame.body, Tally)
-        return self._advance(channel, lambda roundup, who: roundup.counted(who, tally.wave, tally.sent, tally.served))
+        tally = unpack(frame.body, CallTally)
+        return self._advance(
+            channel, lambda termination, who: termination.counted(who, tally.wave, tally.sent, tally.served)
+        )
 
     def _on_count(self, channel: Channel, frame: Frame) -> Task | None:
         wave = unpack(frame.body, Count).wave
@@ -157,7 +160,7 @@ class Farewell:
             return None
 
         def answer() -> None:
-            tally = Tally(wave, self._agent.sent, self._dispatcher.served)
+            tally = CallTally(wave, self._agent.sent, self._dispatcher.served)
             with contextlib.suppress(ChannelClosedError):  # if the leader is there it asks again
                 channel.send(Frame(Kind.TALLY, 0, pack(tally)), timeout=0)
 
@@ -181,11 +184,11 @@ class Farewell:
             # without a pause.
             now = self._worker.runtime.now()
             again = functools.partial(self._send, peer, Frame(Kind.READY), now + self._worker.options.connect_timeout)
-            self._worker.crew.call_at(now + _PAUSE, functools.partial(self._worker.crew.submit, again))
+            self._worker.thread_pool.call_at(now + _PAUSE, functools.partial(self._worker.thread_pool.submit, again))
         elif self._leader == self._own and not self._roundup.over and not refused:
             look = functools.partial(self._look_for, peer, reason)  # the same
-            self._worker.crew.call_at(
-                self._worker.runtime.now() + _PAUSE, functools.partial(self._worker.crew.submit, look)
+            self._worker.thread_pool.call_at(
+                self._worker.runtime.now() + _PAUSE, functools.partial(self._worker.thread_pool.submit, look)
             )
         else:
             self._gone(peer.record.id, reason)
@@ -219,7 +222,9 @@ class Farewell:
 
     # Orders.
 
-    def _advance(self, channel: Channel, event: Callable[[Roundup, int], Ask | Dismiss | None]) -> Task | None:
+    def _advance(
+        self, channel: Channel, event: Callable[[TerminationDetector, int], RequestTallies | AllowExit | None]
+    ) -> Task | None:
         peer = self._agent.peers.of(channel)
         if peer is None:
             return None
@@ -227,10 +232,12 @@ class Farewell:
             order = event(self._roundup, peer.record.id)
         return None if order is None else functools.partial(self._carry_out, order)
 
-    def _carry_out(self, order: Ask | Dismiss | None) -> None:
+    def _carry_out(self, order: RequestTallies | AllowExit | None) -> None:
         if order is None:
             return
-        frame = Frame(Kind.COUNT, 0, pack(Count(order.wave))) if isinstance(order, Ask) else Frame(Kind.LEAVE)
+        frame = (
+            Frame(Kind.COUNT, 0, pack(Count(order.wave))) if isinstance(order, RequestTallies) else Frame(Kind.LEAVE)
+        )
         deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
         peers = {peer.record.id: peer for peer in self._agent.peers}
         for who in sorted(order.to, key=lambda who: (who == self._own, who)):  # the leader itself last

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestTallies:
     """Send COUNT to these workers."""
 
     wave: int
@@ -23,13 +23,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
+class AllowExit:
     """Send LEAVE to these workers; it is over."""
 
     to: frozenset[int]
 
 
-class Roundup:
+class TerminationDetector:
     """Events in, instructions out."""
 
     def __init__(self, members: Iterable[int]) -> None:
@@ -46,20 +46,20 @@ class Roundup:
         """Who has not done what was last asked of all."""
         return frozenset(self._unready or self._members - self._tallies.keys())
 
-    def ready(self, who: int) -> Ask | Dismiss | None:
+    def ready(self, who: int) -> RequestTallies | AllowExit | None:
         """A worker has called ``shutdown``. One that says so again has lost its channel, and perhaps our question."""
         self._unready.discard(who)
         return self._advance() or self.again(who)
 
-    def again(self, who: int) -> Ask | Dismiss | None:
+    def again(self, who: int) -> RequestTallies | AllowExit | None:
         """What a worker has to hear once more, after a channel to it was lost. An answer that comes twice is as good as
         one: both are given before the next wave begins, or ignored.
         """
         if who not in self._members:
             return None
         if self.over:
-            return Dismiss(frozenset({who}))
-        return Ask(self._wave, frozenset({who})) if who in self._asked - self._tallies.keys() else None
+            return AllowExit(frozenset({who}))
+        return RequestTallies(self._wave, frozenset({who})) if who in self._asked - self._tallies.keys() else None
 
     def joined(self, who: int) -> None:
         """There is one more worker to wait for. One that is only there again has said what it had to."""
@@ -68,7 +68,7 @@ class Roundup:
             self._unready.add(who)
             self._before = {}
 
-    def gone(self, who: int) -> Ask | Dismiss | None:
+    def gone(self, who: int) -> RequestTallies | AllowExit | None:
         """A worker is lost."""
         if who not in self._members:
             return None
@@ -79,14 +79,14 @@ class Roundup:
         self._before = {}
         return self._advance()
 
-    def counted(self, who: int, wave: int, sent: int, served: int) -> Ask | Dismiss | None:
+    def counted(self, who: int, wave: int, sent: int, served: int) -> RequestTallies | AllowExit | None:
         """A worker has answered. Answers to earlier waves are ignored."""
         if wave != self._wave or who not in self._members:
             return None
         self._tallies[who] = (sent, served)
         return self._advance()
 
-    def _advance(self) -> Ask | Dismiss | None:
+    def _advance(self) -> RequestTallies | AllowExit | None:
         if self.over or self._unready:
             return None
         missing = self._members - self._tallies.keys()
@@ -98,8 +98,8 @@ class Roundup:
         )
         if same or not self._members:
             self.over = True
-            return Dismiss(frozenset(self._members))
+            return AllowExit(frozenset(self._members))
         self._wave += 1
         self._before, self._tallies = self._tallies, {}
         self._asked = set(self._members)
-        return Ask(self._wave, frozenset(self._members))
+        return RequestTallies(self._wave, frozenset(self._members))

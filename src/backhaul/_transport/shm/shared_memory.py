@@ -1,6 +1,7 @@
 """The data plane of one host: large buffers travel through memory that both processes have mapped.
 
-``Lender`` is the sending end of one direction of a channel, ``Borrower`` the receiving end. Segments are anonymous
+``HostLender`` is the sending end of one direction of a channel, ``HostBorrower`` the receiving end. Segments
+are anonymous
 files (``memfd_create``): they have no name, so the system frees them with the last process that has them mapped,
 however that one ends, and the size of ``/dev/shm`` does not matter. They belong to one direction of one channel: when
 the channel is lost the sender lets go of its own mapping, and what the receiver still uses stays as it is.
@@ -159,7 +160,7 @@ def default_ceiling() -> int:
 # The sending end.
 
 
-class Lender:
+class HostLender:
     """Puts buffers into slots. Thread-safe, and waits for nobody: what finds no slot goes inline.
 
     Args:
@@ -313,7 +314,7 @@ class _Borrowed:
         self.taken = bytearray(count)  # which slots are in use here, whatever the states say
 
 
-class _Lease(weakref.ref[Any]):
+class _HostLease(weakref.ref[Any]):
     """Tells when a slot is no longer used."""
 
     __slots__ = ("index", "segment")
@@ -321,10 +322,10 @@ class _Lease(weakref.ref[Any]):
     index: int
 
 
-_leases: dict[int, _Lease] = {}  # by id, of this process; they outlive their channels
+_leases: dict[int, _HostLease] = {}  # by id, of this process; they outlive their channels
 
 
-class Borrower:
+class HostBorrower:
     """Makes buffers of slots. Used by the one thread that reads the channel; slots go back from any.
 
     Args:
@@ -370,13 +371,13 @@ class Borrower:
             raise ProtocolError(f"place {place:#x} was not lent")
         segment.taken[index] = 1
         block: Buffer = segment.mapping.block(PAGE + index * segment.slot_bytes, size)
-        lease = _Lease(block, _end)
+        lease = _HostLease(block, _end)
         lease.segment, lease.index = segment, index
         _leases[id(lease)] = lease
         return block
 
 
-def _end(lease: _Lease) -> None:
+def _end(lease: _HostLease) -> None:
     """Called wherever the last reference happens to go: takes no lock."""
     if _leases.pop(id(lease), None) is None:
         return
@@ -397,7 +398,7 @@ class _Forks(threading.local):
 class _ForkWatch:
     def __init__(self) -> None:
         self.under_way: collections.deque[int] = collections.deque()  # one item for each fork
-        self.ended: collections.deque[_Lease] = collections.deque()
+        self.ended: collections.deque[_HostLease] = collections.deque()
         self._mine = _Forks()
         os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
 

@@ -26,7 +26,7 @@ from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedE
 from backhaul._transport.shm import shared_memory
 from backhaul._transport.shm.copies import join
 from backhaul._transport.shm.slots import Budget
-from backhaul._transport.spin_wait import LONGEST, LOOKS, Luck, offer
+from backhaul._transport.spin_wait import LONGEST, MAX_SPINS, SpinPolicy, offer
 from backhaul._wire.frames import Frame, FrameReader
 from backhaul._wire.memory import Buffer, Recycler
 from backhaul.errors import ProtocolError
@@ -82,7 +82,7 @@ class SocketChannel(Channel):
         self._losing = False  # the holder is about to tell of the loss
         self._poller = select.poll()  # for receive; used by the holder
         self._poller.register(self._fd, select.POLLIN)
-        self._luck = Luck()
+        self._luck = SpinPolicy()
         self._lingering = False  # the holder has nothing else to do
         self._wanted = False  # and another thread waits for the channel
         self._ended: str | None = None  # why the channel is over; set once
@@ -123,10 +123,10 @@ class SocketChannel(Channel):
             return None  # somebody holds it, and arms it again
         event = self._read()
         if event is None:
-            self.resume()
+            self.release()
         return event
 
-    def hold(self, holder: object = None) -> bool:
+    def acquire(self, holder: object = None) -> bool:
         if self._losing:  # its descriptor is another's by now; who has told of the loss is its holder still
             return False
         if holder is None:
@@ -169,7 +169,7 @@ class SocketChannel(Channel):
             if event is not None:
                 return event
 
-    def linger(self) -> Event | None:
+    def spin_read(self) -> Event | None:
         """The thread that read the channel last has nothing else to do: see whether more comes. If so, the channel is
         held as after ``read``.
         """
@@ -181,7 +181,7 @@ class SocketChannel(Channel):
         event = self._look()
         self._lingering = False
         if event is None:
-            self.resume()
+            self.release()
         return event
 
     def _look(self) -> Event | None:
@@ -190,7 +190,7 @@ class SocketChannel(Channel):
         wakes, now = endpoint.wakes, time.perf_counter
         until = now() + LONGEST
         event = None
-        for _ in range(LOOKS):
+        for _ in range(MAX_SPINS):
             if not endpoint.quiet or endpoint.wakes != wakes or self._wanted:
                 return None  # whoever is at work here wanted the interpreter: that says nothing of processors
             if poll(0) and (event := self._read()) is not None:
@@ -256,14 +256,14 @@ class SocketChannel(Channel):
     def take(self) -> Event | None:
         return self._read()
 
-    def resume(self) -> None:
+    def release(self) -> None:
         self._luck.begin()
         # In this order: armed first, a poller could find the channel still held and drop its event.
         self._holder.clear()
         if not self._wanted:  # else it is going to be held at once
             self._endpoint.arm(self._fd, select.EPOLLIN)
 
-    def mend(self, holder: object, *, whole: bool) -> Lost | None:
+    def recover_after_interrupt(self, holder: object, *, whole: bool) -> Lost | None:
         mine = self._holder.get(0) is holder
         if mine and not whole:
             self._end("interrupted while it was read")
@@ -584,11 +584,13 @@ def _without(parts: Sequence[Buffer], count: int) -> list[Buffer]:
     return []
 
 
-def _share(sock: socket.socket, budget: Budget) -> tuple[shared_memory.Lender | None, shared_memory.Borrower | None]:
+def _share(
+    sock: socket.socket, budget: Budget
+) -> tuple[shared_memory.HostLender | None, shared_memory.HostBorrower | None]:
     """The two ends of the channel's shared memory, where both processes are this host's and this user's."""
     if sock.family != socket.AF_UNIX:
         return None, None
     process, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if not budget.limit or user != os.geteuid() or not shared_memory.available():
-        return None, shared_memory.Borrower(0)
-    return shared_memory.Lender(budget), shared_memory.Borrower(process)
+        return None, shared_memory.HostBorrower(0)
+    return shared_memory.HostLender(budget), shared_memory.HostBorrower(process)

@@ -25,7 +25,7 @@ from backhaul._transport.shm.slots import Budget
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.handshake import ClientHandshake
-from backhaul._transport.sockets.pending_connections import Newcomer, TlsNewcomer
+from backhaul._transport.sockets.pending_connections import PendingConnection, TlsPendingConnection
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket, explain
 from backhaul._transport.timer import Timer
 from backhaul._wire.frames import MAX_BUFFERS
@@ -90,7 +90,7 @@ class SocketEndpoint(Endpoint):
         self._lock = threading.Lock()  # guards the tables below
         self._actions: dict[int, Callable[[], None]] = {}  # descriptor -> what to call when it is ready
         self._channels: dict[int, SocketChannel] = {}
-        self._newcomers: dict[int, Newcomer] = {}
+        self._newcomers: dict[int, PendingConnection] = {}
         self._listeners: list[socket.socket] = []
         self._unflushed: set[SocketChannel] = set()
         self._closed = False
@@ -158,7 +158,7 @@ class SocketEndpoint(Endpoint):
             timeout = _DEAF if timeout is None else min(timeout, _DEAF)
         last: SocketChannel | None = getattr(self._here, "last", None)
         if last is not None and (timeout is None or timeout > _BRIEF):
-            event = last.linger()
+            event = last.spin_read()
             if event is not None:
                 return event
             self._here.last = None
@@ -259,10 +259,10 @@ class SocketEndpoint(Endpoint):
             return
         self.arm(listener.fileno(), select.EPOLLIN)
 
-    def _meet(self, sock: socket.socket, peer: str) -> Newcomer:
+    def _meet(self, sock: socket.socket, peer: str) -> PendingConnection:
         if self.credentials is None or sock.family == socket.AF_UNIX:
-            return Newcomer(self, sock, peer)
-        return TlsNewcomer(self, sock, peer, self.credentials)
+            return PendingConnection(self, sock, peer)
+        return TlsPendingConnection(self, sock, peer, self.credentials)
 
     def _shed_newcomers(self) -> None:
         """Make room: connections that will not prove themselves may not pile up. Look again when the next is late."""
@@ -276,7 +276,7 @@ class SocketEndpoint(Endpoint):
                 with contextlib.suppress(OSError):
                     newcomer.sock.shutdown(socket.SHUT_RDWR)  # its own thread refuses and closes it
 
-    def welcome(self, newcomer: Newcomer) -> None:
+    def welcome(self, newcomer: PendingConnection) -> None:
         """A newcomer has proven itself: from here on its bytes are frames."""
         channel, fd = newcomer.channel(), newcomer.fd
         with self._lock:
@@ -287,7 +287,7 @@ class SocketEndpoint(Endpoint):
             self._channels[fd] = channel
         self.arm(fd, select.EPOLLIN)
 
-    def drop(self, newcomer: Newcomer) -> None:
+    def drop(self, newcomer: PendingConnection) -> None:
         """Close a connection that did not prove itself."""
         with self._lock:
             if self._newcomers.get(newcomer.fd) is not newcomer:

@@ -26,10 +26,10 @@ class Host(Watcher, Protocol):
 
     secret: bytes
 
-    def welcome(self, newcomer: Newcomer) -> None:
+    def welcome(self, newcomer: PendingConnection) -> None:
         """It has proven itself."""
 
-    def drop(self, newcomer: Newcomer) -> None:
+    def drop(self, newcomer: PendingConnection) -> None:
         """Close a connection that did not."""
 
 
@@ -41,7 +41,7 @@ class _RefusalError(Exception):
         self.last_word = last_word
 
 
-class Newcomer:
+class PendingConnection:
     """A connection without TLS."""
 
     def __init__(self, endpoint: Host, sock: socket.socket, peer: str) -> None:
@@ -144,7 +144,7 @@ class Newcomer:
         return len(self.sock.recv(_DISCARDED))
 
 
-class TlsNewcomer(Newcomer):
+class TlsPendingConnection(PendingConnection):
     """A connection that has to speak TLS."""
 
     def __init__(self, endpoint: Host, sock: socket.socket, peer: str, credentials: Credentials) -> None:

@@ -3,7 +3,7 @@
 A subclass that has memory of its own travels as a plain alias of it. The alias is part of the same graph, so the
 message records it as it records any tensor. A *wrapper* (a class with ``__tensor_flatten__``) travels as its inner
 tensors. Autograd knows the wrapper and not the inner tensors, so the message records the wrapper itself, behind the
-tensors of its table. The receiver builds the wrapper again and then attaches it to the graph (``Tensors.attach``).
+tensors of its table. The receiver builds the wrapper again and then attaches it to the graph (``TensorList.attach``).
 
 This module knows no message and no autograd engine.
 """
@@ -61,7 +61,7 @@ class _Refusal(torch.autograd.Function):
         raise RuntimeError(ctx.why)
 
 
-def refuse_gradients(tensors: Sequence[torch.Tensor], why: str) -> Tensors:
+def refuse_gradients(tensors: Sequence[torch.Tensor], why: str) -> TensorList:
     """Let the tensors of a message that require grad, and wrappers built from them, raise if a gradient comes."""
 
     def refuse(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,10 +71,10 @@ def refuse_gradients(tensors: Sequence[torch.Tensor], why: str) -> Tensors:
             made: Any = _Refusal.apply(tensor, why)  # type: ignore[no-untyped-call]
         return mark_refused(made)
 
-    return Tensors(map(refuse, tensors), 0, lambda number, wrapper: refuse(wrapper.detach().requires_grad_()))
+    return TensorList(map(refuse, tensors), 0, lambda number, wrapper: refuse(wrapper.detach().requires_grad_()))
 
 
-class Tensors(list[torch.Tensor]):
+class TensorList(list[torch.Tensor]):
     """The tensors of a message that also has wrappers which require grad.
 
     Attributes:
@@ -104,13 +104,13 @@ class Tensors(list[torch.Tensor]):
 
 def may_require_grad(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a tensor of a message, or a wrapper built from them, requires grad."""
-    return isinstance(tensors, Tensors) or any([tensor.requires_grad for tensor in tensors])
+    return isinstance(tensors, TensorList) or any([tensor.requires_grad for tensor in tensors])
 
 
 def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a message that arrive without a graph, and so that they do not require grad."""
     found = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-    return Tensors(found, tensors.wrapped, _detach_wrapper) if isinstance(tensors, Tensors) else found
+    return TensorList(found, tensors.wrapped, _detach_wrapper) if isinstance(tensors, TensorList) else found
 
 
 def _detach_wrapper(number: int, wrapper: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ def make_wrapper(
 ) -> torch.Tensor:
     """Build a wrapper of the tensors of a message, and attach it to the graph if it has a number."""
     kind, inner, context, shape, stride, dimension = made_of
-    attached = number >= 0 and isinstance(tensors, Tensors) and tensors.attach is not None
+    attached = number >= 0 and isinstance(tensors, TensorList) and tensors.attach is not None
     if attached:
         inner = tensors.own(inner)  # type: ignore[attr-defined]
     if dimension is not None:

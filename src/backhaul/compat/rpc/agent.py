@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul._rpc.api import init, shutdown
 from backhaul._rpc.node import Node
-from backhaul._rref.registry import RRefs
+from backhaul._rref.registry import RRefRegistry
 from backhaul._worker.worker import Worker
 from backhaul.compat import errors
 from backhaul.compat.rpc import devices
@@ -44,7 +44,7 @@ class TensorPipeAgent(RpcAgent):
         worker.on_close(self._look_for_leaks)
 
     def _look_for_leaks(self) -> None:
-        self.leaks = self.worker.part(RRefs).end()
+        self.leaks = self.worker.part(RRefRegistry).end()
 
     @property
     def node(self) -> Node:
@@ -66,8 +66,8 @@ class TensorPipeAgent(RpcAgent):
         """Counters by the reference's names."""
         counts: dict[str, float] = {
             "agent.thread_pool_size": self.worker.options.threads,
-            "agent.num_pending_requests": len(self.node.agent.pending),
-            "agent.num_calls_served": self.node.dispatcher.served,
+            "agent.num_pending_requests": len(self.node.client.pending),
+            "agent.num_calls_served": self.node.server.served,
         }
         if _interpreter_waits is not None:
             waits = _interpreter_waits or [0.0]
@@ -83,8 +83,8 @@ class TensorPipeAgent(RpcAgent):
         """Wait until this worker has no call under way, made or served, for at most ``timeout`` seconds."""
         if self.worker.closed:
             return
-        idle = self.worker.runtime.gate()
-        self.node.agent.when_idle(idle.open)
+        idle = self.worker.runtime.one_shot()
+        self.node.client.when_idle(idle.open)
         with self.worker.blocking():
             idle.wait(timeout)
 
@@ -156,7 +156,7 @@ def reset() -> None:
 
 def get_rpc_timeout() -> float:
     """Seconds a call may take if it says nothing else."""
-    timeout: float = current().node.agent.timeout
+    timeout: float = current().node.client.timeout
     return timeout
 
 
@@ -164,7 +164,7 @@ def set_rpc_timeout(timeout: float) -> None:
     """Set that, for calls that are made from now on."""
     if not isinstance(timeout, numbers.Real):
         raise TypeError(f"incompatible function arguments: a timeout is a number of seconds, not {timeout!r}")
-    current().node.agent.timeout = float(timeout)
+    current().node.client.timeout = float(timeout)
 
 
 def enable_gil_profiling(flag: bool) -> None:

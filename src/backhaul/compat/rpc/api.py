@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from backhaul._rpc.node import Node
-from backhaul._rref.registry import RRefs
+from backhaul._rref.registry import RRefRegistry
 from backhaul._rref.remote import remote as create
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._wire.callables import label_of
@@ -121,7 +121,7 @@ def rpc_sync(
         call = serving.outgoing(_default_pickler, func, args, kwargs)
         if profiling.is_on():
             return _record(RPCExecMode.SYNC, func, peer, call, timeout).wait()
-        return _get_current_rpc_agent().node.agent.call(peer, *call, _limit(timeout), label=label_of(func))
+        return _get_current_rpc_agent().node.client.call(peer, *call, _limit(timeout), label=label_of(func))
 
 
 @_require_initialized
@@ -194,7 +194,7 @@ def _create(peer: WorkerInfo, call: Any, timeout: float) -> Any:
 
 
 def _start(peer: WorkerInfo, call: Any, func: Callable[..., Any], timeout: float) -> torch.futures.Future[Any]:
-    agent = _get_current_rpc_agent().node.agent
+    agent = _get_current_rpc_agent().node.client
     future: torch.futures.Future[Any] = agent.call_async(peer, *call, _limit(timeout), label=label_of(func))
     return future
 
@@ -207,7 +207,7 @@ def _record(mode: RPCExecMode, func: Callable[..., Any], peer: WorkerInfo, call:
 # Gathering: everyone's value goes to the worker whose name is first, and from there to all.
 
 
-class _Gathering:
+class _GatherRound:
     """One round at one worker."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class _Gathering:
 _ALL_WORKER_NAMES: set[str] = set()
 _rounds_lock = threading.RLock()  # guards both tables
 _rounds_begun: collections.Counter[str] = collections.Counter()
-_rounds: collections.defaultdict[str, _Gathering] = collections.defaultdict(_Gathering)
+_rounds: collections.defaultdict[str, _GatherRound] = collections.defaultdict(_GatherRound)
 
 
 def _init_rpc_states(agent: Any) -> None:
@@ -291,7 +291,7 @@ def _gather(obj: Any, worker_names: set[str] | None, timeout: float) -> tuple[di
         return _rounds.pop(sequence_id).values, lost
 
 
-def _await(gathering: _Gathering, names: set[str], patience: float) -> set[str]:
+def _await(gathering: _GatherRound, names: set[str], patience: float) -> set[str]:
     """Wait until a round is complete but for those of ``names`` that are lost. Returns who is lost."""
     worker = _get_current_rpc_agent().worker
     peers, now = worker.part(Node).peers, worker.runtime.now
@@ -355,7 +355,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> set[str]:
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """Give up the remote references this worker still holds."""
-    _get_current_rpc_agent().worker.part(RRefs).begin()
+    _get_current_rpc_agent().worker.part(RRefRegistry).begin()
 
 
 @_require_initialized

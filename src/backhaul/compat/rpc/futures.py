@@ -46,7 +46,7 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
 
     Torch's own gives up early only for errors that were set in C++, and there is no way to set one from Python.
     """
-    members, gate = list(futures), runtime_here().gate()
+    members, gate = list(futures), runtime_here().one_shot()
     left, lock, errors = len(members), threading.Lock(), list[BaseException]()
 
     def note(done: torch.futures.Future[Any]) -> None:

@@ -51,16 +51,16 @@ class _InternalRPCPickler:
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         """The value as bytes, and its tensors."""
         out = io.BytesIO()
-        pickler = _Pickler(out, self._reducers)
+        pickler = _ReferencePickler(out, self._reducers)
         pickler.dump(obj)
         return out.getvalue(), pickler.tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
         """Make the value again."""
-        return _Unpickler(io.BytesIO(binary_data), tensor_table).load()
+        return _ReferenceUnpickler(io.BytesIO(binary_data), tensor_table).load()
 
 
-class _Pickler(pickle.Pickler):
+class _ReferencePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO, reducers: dict[type, Reducer]) -> None:
         super().__init__(out)
         self.tensors: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
+class _ReferenceUnpickler(pickle.Unpickler):
     def __init__(self, data: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(data)
         self._tensors = tensors

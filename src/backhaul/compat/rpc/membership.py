@@ -82,8 +82,8 @@ def join(name: str, rank: int, store: Store, given: TensorPipeRpcBackendOptions)
 def leave(agent: TensorPipeAgent) -> None:
     """Stop being a member, once what this worker has begun is over."""
     own = int(agent.worker.info.id)
-    idle = agent.worker.runtime.gate()
-    agent.node.agent.when_idle(idle.open)
+    idle = agent.worker.runtime.one_shot()
+    agent.node.client.when_idle(idle.open)
     with agent.worker.blocking():
         idle.wait()
     with _turn(agent.store, agent.worker.name), errors.rewording():

@@ -30,7 +30,7 @@ REMOTE = "#remote_op: "
 Call = tuple[Callable[..., Any], tuple[Any, ...], Any]
 
 
-class Event(msgspec.Struct, array_like=True, frozen=True):
+class ProfiledEvent(msgspec.Struct, array_like=True, frozen=True):
     """What travels of an event."""
 
     name: str
@@ -51,7 +51,7 @@ class Collector:
         self.began = time.perf_counter()
         self._events: list[FunctionEvent] = []
 
-    def add(self, key: str, node: int, at: float, events: Iterable[Event]) -> None:
+    def add(self, key: str, node: int, at: float, events: Iterable[ProfiledEvent]) -> None:
         """Events of a call that began at that time, in microseconds of this profile."""
         for event in events:
             made: Any = FunctionEvent(
@@ -82,7 +82,7 @@ class Collector:
 
 _numbers = itertools.count(1 << 32)
 _open = threading.local()
-_kept: dict[int, list[Event]] = {}  # at the callee, by ticket
+_kept: dict[int, list[ProfiledEvent]] = {}  # at the callee, by ticket
 
 
 def _watch() -> None:
@@ -188,14 +188,14 @@ def run(ticket: int, settings: tuple[bool, bool], function: Callable[..., Any], 
         _kept[ticket] = [_describe(event) for event in profile.function_events]
 
 
-def take(ticket: int) -> list[Event]:
+def take(ticket: int) -> list[ProfiledEvent]:
     """The events of a call, once."""
     return _kept.pop(ticket, [])
 
 
-def _describe(event: FunctionEvent) -> Event:
+def _describe(event: FunctionEvent) -> ProfiledEvent:
     span = event.time_range
-    return Event(
+    return ProfiledEvent(
         event.name,
         event.node_id,
         event.thread,

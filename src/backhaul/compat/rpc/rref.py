@@ -14,7 +14,7 @@ from backhaul._rpc.api import rpc_sync
 from backhaul._rpc.node import Node
 from backhaul._rref import handle
 from backhaul._rref.ownership import ForkId, RRefId, maker_of
-from backhaul._rref.registry import RRefs
+from backhaul._rref.registry import RRefRegistry
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import first_number
 from backhaul._wire.codec import builders, reducers
@@ -123,12 +123,14 @@ class RRef(handle.RRef[T]):
     @graph_break
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.rpc_sync().method(...)`` calls a method of the value and waits for the result."""
-        return _Proxy(lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))).wait())
+        return _ReferenceProxy(
+            lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))).wait()
+        )
 
     @graph_break
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.rpc_async().method(...)`` calls a method of the value and returns a future."""
-        return _Proxy(lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))))
+        return _ReferenceProxy(lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))))
 
     @graph_break
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
@@ -141,7 +143,7 @@ class RRef(handle.RRef[T]):
             inner = getattr(handle.RRef.remote(self, _limit(timeout)), name)
             return adopt(inner(*args, **kwargs))
 
-        return _Proxy(call)
+        return _ReferenceProxy(call)
 
     # What the reference's tests look at.
 
@@ -200,7 +202,7 @@ _recordings: weakref.WeakKeyDictionary[RRef[Any], Future[Any]] = weakref.WeakKey
 _types: weakref.WeakKeyDictionary[RRef[Any], Future[Any]] = weakref.WeakKeyDictionary()
 
 
-class _Proxy:
+class _ReferenceProxy:
     """Stands for the value: its methods are calls."""
 
     def __init__(self, call: Callable[[str, Any, Any], Any]) -> None:
@@ -267,7 +269,7 @@ def counters() -> dict[str, int]:
     worker = agent.current().worker
     making = sum(not created.done() for created in _being_made)
     return {
-        "num_owner_rrefs": len(worker.part(RRefs).end()),  # the reference counts those that others refer to
+        "num_owner_rrefs": len(worker.part(RRefRegistry).end()),  # the reference counts those that others refer to
         "num_forks": worker.counters["num_forks"](),
         "num_pending_users": making,
         "num_pending_futures": making,

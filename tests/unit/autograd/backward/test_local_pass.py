@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import GradientEdge
 
-from backhaul._autograd.backward.local_pass import Orders, Outcome, Run
+from backhaul._autograd.backward.local_pass import LocalPass, Orders, Outcome
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import ContextId, Grads, MessageId, Recv, SendRecord, recv_of
 from backhaul._autograd.messages import PassSpec
@@ -51,7 +51,7 @@ class Share:
         self.sent: dict[MessageId, Grads] = {}
         self.outcomes: list[Outcome] = []
         self._lock = threading.Lock()  # guards sent and outcomes
-        self.run = Run(PassSpec(CONTEXT, 7, 1, **options), self.context)
+        self.run = LocalPass(PassSpec(CONTEXT, 7, 1, **options), self.context)
 
     def natively(self) -> tuple[dict[torch.Tensor, torch.Tensor], dict[MessageId, list[torch.Tensor | None]]]:
         """All at once, as plain autograd does; what a leaf's hooks do besides is not seen by it."""
@@ -226,7 +226,7 @@ def test_a_group_in_a_circle_is_freed_without_the_garbage_collector(over: bool) 
     context = Context(ContextId(1))
     for number in (1, 2):
         context.add_send(SendRecord(MessageId(number), 0, [shared * number], (number,)))
-    run = Run(PassSpec(ContextId(1), 7, 1, retain=True), context)
+    run = LocalPass(PassSpec(ContextId(1), 7, 1, retain=True), context)
     run.follow(Orders(frozenset({1, 2}), frozenset({1, 2})))
     gone = weakref.ref(leaf)
     gc.collect()
@@ -266,13 +266,13 @@ def test_memory_of_gradients_is_kept_for_the_thread_that_goes_on_with_them(
     circular: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = Streams()
-    monkeypatch.setattr(process, "frontier", streams)
+    monkeypatch.setattr(process, "stream_order", streams)
     leaf = torch.ones(2, requires_grad=True)
     leaf.register_hook(lambda grad: grad)  # so that both sources run together
     context = Context(CONTEXT)
     for number in (1, 2):
         context.add_send(SendRecord(MessageId(number), 0, [leaf * number], (number,)))
-    run = Run(PassSpec(CONTEXT, 7, 1), context)
+    run = LocalPass(PassSpec(CONTEXT, 7, 1), context)
     active = frozenset({1, 2})
     run.follow(Orders(active, active if circular else frozenset()))
     first, second = torch.ones(2), torch.ones(2)

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from backhaul import _autograd
 from backhaul._autograd.backward import groups
-from backhaul._autograd.backward.local_pass import Orders, Run
+from backhaul._autograd.backward.local_pass import LocalPass, Orders
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import ROOTS, ContextId, MessageId, Recv, SendRecord, receive
 from backhaul._autograd.messages import PassSpec
@@ -66,7 +66,7 @@ def apart(count: int) -> Callable[[], None]:
     context = context_of([received(number) * weight for number in range(count)])
 
     def work() -> None:
-        run = Run(PassSpec(ContextId(1), 7, 1), context)
+        run = LocalPass(PassSpec(ContextId(1), 7, 1), context)
         for number in range(1, count + 1):
             (outcome,) = run.arrive(MessageId(number), SEED) or ()
             assert len(outcome.fired) == 1
@@ -81,7 +81,7 @@ def together(count: int, **mode: Any) -> Callable[[], None]:
     context = context_of([shared * number for number in range(count)])
 
     def work() -> None:
-        run = Run(PassSpec(ContextId(1), 7, 1, **mode), context)
+        run = LocalPass(PassSpec(ContextId(1), 7, 1, **mode), context)
         sources = range(1, count + 1)
         outcomes = run.follow(Orders(frozenset(sources), frozenset()))
         for number in sources:
@@ -97,7 +97,7 @@ def in_a_circle(count: int) -> Callable[[], None]:
     context = context_of([shared * number + received(number) for number in range(1, count)])
 
     def work() -> None:
-        run = Run(PassSpec(ContextId(1), 7, 1, fast=True), context)
+        run = LocalPass(PassSpec(ContextId(1), 7, 1, fast=True), context)
         fired = [out.fired for number in range(1, count) for out in run.arrive(MessageId(number), SEED) or ()]
         assert sum(map(len, fired)) == count
 
@@ -112,7 +112,9 @@ def deep(count: int) -> Callable[[], None]:
     context = context_of([value])
 
     def work() -> None:
-        (outcome,) = Run(PassSpec(ContextId(1), 7, 1, deterministic=True), context).arrive(MessageId(1), SEED) or ()
+        (outcome,) = (
+            LocalPass(PassSpec(ContextId(1), 7, 1, deterministic=True), context).arrive(MessageId(1), SEED) or ()
+        )
         assert len(outcome.fired) == 1
 
     return work
@@ -140,7 +142,7 @@ def test_part_of_a_graph_of_many_nodes_may_be_kept() -> None:
             kept.append(value)
     context = context_of(kept)
     sources = range(1, len(kept) + 1)
-    run = Run(PassSpec(ContextId(1), 7, 1), context)
+    run = LocalPass(PassSpec(ContextId(1), 7, 1), context)
     run.follow(Orders(frozenset(sources), frozenset()))
     for number in sources:
         run.arrive(MessageId(number), SEED)

@@ -13,14 +13,14 @@ import torch
 from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import NO_CONTEXT, ContextId, recv_of
-from backhaul._autograd.forward.recording import Recorder, Scope, current_scope, enter, leave
-from backhaul._autograd.messages import Note
+from backhaul._autograd.forward.recording import ForwardRecorder, Scope, current_scope, enter, leave
+from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine import anomaly
-from backhaul._autograd.untrusted import CheckedRecorder
+from backhaul._autograd.untrusted import UntrustedRecorder
 from backhaul._wire.codec import Encoded
 from backhaul._wire.messages import Payload, pack, unpack
 from backhaul._worker import deadlines
-from backhaul._worker.deadlines import Limit
+from backhaul._worker.deadlines import CancelScope
 from backhaul.errors import UnknownContextError
 
 
@@ -31,7 +31,7 @@ class Side:
         self.worker: Any = SimpleNamespace(name=f"worker{number}")
         self.peer: Any = SimpleNamespace(record=SimpleNamespace(id=number))
         self.container = Container(number)
-        self.recorder = Recorder(self.worker, self.container)
+        self.recorder = ForwardRecorder(self.worker, self.container)
 
     @contextlib.contextmanager
     def context(self, *place: int) -> Iterator[Context]:
@@ -64,9 +64,9 @@ def message(tensors: list[torch.Tensor]) -> Encoded:
     return Encoded(Payload(), [], [], tensors)
 
 
-def read(note: bytes | None) -> Note:
+def read(note: bytes | None) -> AutogradNote:
     assert note is not None
-    return unpack(note, Note)
+    return unpack(note, AutogradNote)
 
 
 LEAF = torch.ones(2, requires_grad=True)
@@ -259,10 +259,10 @@ def test_anomaly_mode_goes_with_requests(caller: Side, callee: Side, level: int,
             torch.set_anomaly_enabled(False)
     assert read(note).anomaly == level
     callee.worker.options = SimpleNamespace(trusted=trusted)
-    limit = Limit()
+    limit = CancelScope()
     token = deadlines.current.set(limit)
     try:
-        CheckedRecorder(callee.worker, callee.container, None).request_in(caller.peer, note, [torch.ones(2)])
+        UntrustedRecorder(callee.worker, callee.container, None).request_in(caller.peer, note, [torch.ones(2)])
         assert anomaly.level() == (level if trusted else anomaly.OFF)
     finally:
         deadlines.current.reset(token)

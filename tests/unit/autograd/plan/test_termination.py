@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backhaul._autograd.forward.functions import ContextId
-from backhaul._autograd.messages import PassSpec, Report, Tally, in_parts
+from backhaul._autograd.messages import PassSpec, PassTally, Report, in_parts
 from backhaul._autograd.plan.termination import Ledger, Plan, Summary, on_cycles
 
 # The ledger.
@@ -78,7 +78,7 @@ def test_a_report_may_come_in_parts(data: st.DataObject, groups: list[Ran], most
     """Those of different workers come in any order; those of one as it has sent them."""
     spec, ledger, left = PassSpec(ContextId(1), 0, 1), Ledger(), []
     for group in groups:
-        whole = Report(spec, Tally(tuple(group.consumed), group.produced), lost=5)
+        whole = Report(spec, PassTally(tuple(group.consumed), group.produced), lost=5)
         parts = list(in_parts(whole, most))
         assert all(len(part.tally.consumed) + len(part.tally.produced) <= most for part in parts)
         assert [part.lost for part in parts] == [-1] * (len(parts) - 1) + [5]
@@ -87,7 +87,7 @@ def test_a_report_may_come_in_parts(data: st.DataObject, groups: list[Ran], most
         parts = data.draw(st.sampled_from(left))
         tally = parts.pop(0).tally
         ledger.report(tally.consumed, tally.produced)
-        left = [parts for parts in left if any(part.tally != Tally() for part in parts)]
+        left = [parts for parts in left if any(part.tally != PassTally() for part in parts)]
         assert ledger.over == (not left)
 
 

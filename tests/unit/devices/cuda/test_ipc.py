@@ -13,7 +13,7 @@ import torch
 
 from backhaul._devices.cuda import driver, library, process
 from backhaul._devices.cuda.ipc import view_at
-from backhaul._devices.stream_order import Frontier
+from backhaul._devices.stream_order import StreamOrder
 from backhaul._wire.device_link import Form
 from tests.unit.devices.clocks import FakeCuda
 
@@ -50,16 +50,16 @@ def test_without_cuda_there_is_nothing() -> None:
         return
     assert not driver.available()
     assert driver.identities() == process.identities() == ()
-    assert process.frontier is None
+    assert process.stream_order is None
 
 
 def test_a_forked_child_has_no_streams_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "frontier", Frontier(FakeCuda()))
+    monkeypatch.setattr(process, "stream_order", StreamOrder(FakeCuda()))
     child = os.fork()
     if not child:
-        os._exit(process.frontier is not None)
+        os._exit(process.stream_order is not None)
     assert os.waitpid(child, 0)[1] == 0
-    assert process.frontier is not None
+    assert process.stream_order is not None
 
 
 class FakeLibrary:
@@ -83,7 +83,7 @@ class FakeLibrary:
 @pytest.mark.parametrize("devices", [[0, 0], [1, 0, 1, 0]])
 def test_what_is_done_on_a_device_is_done_in_its_context(devices: list[int]) -> None:
     made: Any = library.Library.__new__(library.Library)
-    made._cuda, made._here, made._contexts = FakeLibrary(), library._Here(), {0: 100, 1: 101}
+    made._cuda, made._here, made._contexts = FakeLibrary(), library._ThreadContext(), {0: 100, 1: 101}
     made._here.relaxed = True
     made._alone = len(set(devices)) == 1
     seen: list[int] = []

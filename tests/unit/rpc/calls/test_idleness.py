@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import pytest
 
 import backhaul as bh
-from backhaul._rpc.calls.client import Agent
+from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.node import Node
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
+def agent() -> Iterator[CallClient]:
     with bh.cluster(2) as workers:
-        yield workers[0].part(Node).agent
+        yield workers[0].part(Node).client
 
 
-def test_all_who_wait_are_told(agent: Agent) -> None:
+def test_all_who_wait_are_told(agent: CallClient) -> None:
     """A shutdown and another wave of it, say: nothing happens later that would tell the second."""
     told: list[int] = []
     agent.begin()
@@ -29,7 +29,7 @@ def test_all_who_wait_are_told(agent: Agent) -> None:
     assert told == [1, 2]
 
 
-def test_one_who_makes_it_busy_keeps_the_others_waiting(agent: Agent) -> None:
+def test_one_who_makes_it_busy_keeps_the_others_waiting(agent: CallClient) -> None:
     told: list[int] = []
     agent.begin()
     agent.when_idle(agent.begin)

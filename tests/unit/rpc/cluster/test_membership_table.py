@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul._rpc.cluster.departure import seal_of, secret_of
-from backhaul._rpc.cluster.membership_table import Admit, Refuse, Roster, WorkerRecord
+from backhaul._rpc.cluster.membership_table import Admit, MembershipTable, Refusal, WorkerRecord
 from backhaul._types import MAX_WORKERS
 from backhaul._wire.messages import Departure
 
@@ -19,14 +19,14 @@ def record(number: int, name: str, incarnation: str, epoch: int) -> WorkerRecord
     return WorkerRecord(number, name, incarnation, "here", (), "", 0, epoch=epoch, seal=seal)
 
 
-def members(roster: Roster, names: str = "abcd") -> set[str]:
-    return {found.incarnation for name in names for found in roster.rivals(name, -1)}
+def members(membership_table: MembershipTable, names: str = "abcd") -> set[str]:
+    return {found.incarnation for name in names for found in membership_table.rivals(name, -1)}
 
 
 @given(st.lists(st.sampled_from("bcd"), min_size=1, max_size=8), st.randoms())
 def test_the_last_of_a_name_counts_in_any_order(names: list[str], order: random.Random) -> None:
     """Restarts, each enrolled by the leader after the one before."""
-    leader = Roster(record(0, "a", "first", 0))
+    leader = MembershipTable(record(0, "a", "first", 0))
     shown = []
     for count, name in enumerate(names):
         place = leader.enrol(name, -1)
@@ -35,7 +35,7 @@ def test_the_last_of_a_name_counts_in_any_order(names: list[str], order: random.
         assert isinstance(leader.admit(shown[-1]), Admit)
     expected = members(leader)
     assert {f"i{max(i for i, n in enumerate(names) if n == name)}" for name in set(names)} | {"first"} == expected
-    other = Roster(record(9, "z", "other", 0))
+    other = MembershipTable(record(9, "z", "other", 0))
     other.admit(record(0, "a", "first", 0))
     order.shuffle(shown)
     for one in shown:
@@ -50,25 +50,25 @@ def test_of_two_enrolled_at_once_one_wins_everywhere(epoch: int, one: str, other
     rivals = [record(1, "b", one, epoch), record(1, "b", other, epoch)]
     winners = []
     for order in (rivals, rivals[::-1]):
-        roster = Roster(record(0, "a", "first", 0))
+        membership_table = MembershipTable(record(0, "a", "first", 0))
         for shown in order:
-            roster.admit(shown)
-        winners.append(members(roster, "b"))
+            membership_table.admit(shown)
+        winners.append(members(membership_table, "b"))
     assert winners[0] == winners[1]
     assert len(winners[0]) == 1
 
 
 def test_those_who_are_gone_stay_away() -> None:
-    roster = Roster(record(0, "a", "first", 0))
+    membership_table = MembershipTable(record(0, "a", "first", 0))
     old = record(1, "b", "old", 0)
-    roster.admit(old)
-    assert roster.dismiss(old, "has left the cluster")
-    assert not roster.dismiss(old, "has left the cluster")
-    assert isinstance(roster.admit(old), Refuse)
-    assert roster.fate_of("b") == "has left the cluster"
-    assert roster.enrol("c", -1) == (1, 1)
-    assert roster.admit(record(1, "c", "new", 1)) == Admit()
-    assert isinstance(roster.admit(record(0, "a", "thief", 7)), Refuse)
+    membership_table.admit(old)
+    assert membership_table.dismiss(old, "has left the cluster")
+    assert not membership_table.dismiss(old, "has left the cluster")
+    assert isinstance(membership_table.admit(old), Refusal)
+    assert membership_table.fate_of("b") == "has left the cluster"
+    assert membership_table.enrol("c", -1) == (1, 1)
+    assert membership_table.admit(record(1, "c", "new", 1)) == Admit()
+    assert isinstance(membership_table.admit(record(0, "a", "thief", 7)), Refusal)
 
 
 @pytest.mark.parametrize(
@@ -85,26 +85,26 @@ def test_those_who_are_gone_stay_away() -> None:
     ],
 )
 def test_records_that_cannot_be(bad: WorkerRecord) -> None:
-    roster = Roster(record(0, "a", "first", 0))
-    assert isinstance(roster.admit(bad), Refuse)
-    assert roster.enrol("c", -1) == (1, 1)
-    assert roster.enrol("d", MAX_WORKERS) is None
+    membership_table = MembershipTable(record(0, "a", "first", 0))
+    assert isinstance(membership_table.admit(bad), Refusal)
+    assert membership_table.enrol("c", -1) == (1, 1)
+    assert membership_table.enrol("d", MAX_WORKERS) is None
 
 
 def test_epochs_are_not_taken_from_anybody() -> None:
-    roster = Roster(record(0, "a", "first", 0))
-    assert isinstance(roster.admit(record(1, "b", "i", 10**6), heard=False), Refuse)
-    assert isinstance(roster.admit(record(1, "b", "i", 10**6)), Admit)
-    assert isinstance(roster.admit(record(2, "c", "j", 10**6 + 1), heard=False), Admit)
+    membership_table = MembershipTable(record(0, "a", "first", 0))
+    assert isinstance(membership_table.admit(record(1, "b", "i", 10**6), heard=False), Refusal)
+    assert isinstance(membership_table.admit(record(1, "b", "i", 10**6)), Admit)
+    assert isinstance(membership_table.admit(record(2, "c", "j", 10**6 + 1), heard=False), Admit)
 
 
 def test_nobody_lives_anothers_life() -> None:
-    roster = Roster(record(0, "a", "first", 0))
-    roster.admit(record(1, "b", "i", 0))
-    roster.admit(record(2, "evil", "j", 0))
+    membership_table = MembershipTable(record(0, "a", "first", 0))
+    membership_table.admit(record(1, "b", "i", 0))
+    membership_table.admit(record(2, "evil", "j", 0))
     for number, name in ((1, "evil"), (2, "b"), (3, "evil2"), (2, "evil")):
-        assert isinstance(roster.admit(record(number, name, "i", 1)), Refuse)
-    assert roster.admit(record(1, "b", "i", 0)) is None
+        assert isinstance(membership_table.admit(record(number, name, "i", 1)), Refusal)
+    assert membership_table.admit(record(1, "b", "i", 0)) is None
 
 
 # Those who have left prove it.
@@ -125,10 +125,10 @@ def test_a_chain_of_members_passes_proofs_on(leaving: str, lies: list[str]) -> N
     """Whoever tells, and whatever else it says: the last knows who has left, and drops nobody else."""
     rosters = []
     for name in ("first", "middle", "last"):
-        roster = Roster(record(10 + len(rosters), name, name, 0))
+        membership_table = MembershipTable(record(10 + len(rosters), name, name, 0))
         for number, other in enumerate("abcdef"):
-            roster.admit(record(number, other, other, 0))
-        rosters.append(roster)
+            membership_table.admit(record(number, other, other, 0))
+        rosters.append(membership_table)
     first, middle, last = rosters
     for name in leaving:
         (found,) = first.rivals(name, -1)
@@ -147,29 +147,31 @@ def test_a_chain_of_members_passes_proofs_on(leaving: str, lies: list[str]) -> N
 
 def test_nobody_can_prove_that_a_worker_itself_has_left() -> None:
     own = record(0, "a", "first", 0)
-    assert Roster(own).departed("first", secret_of("first")) is None
+    assert MembershipTable(own).departed("first", secret_of("first")) is None
 
 
 def test_a_departure_without_a_proof_is_only_said() -> None:
-    roster = Roster(record(0, "a", "first", 0))
-    roster.admit(record(1, "b", "i", 0))
-    (found,) = roster.rivals("b", -1)
-    assert roster.dismiss(found, proof="a lie")
-    assert (roster.standing.left, roster.standing.proven) == (("i",), ())
+    membership_table = MembershipTable(record(0, "a", "first", 0))
+    membership_table.admit(record(1, "b", "i", 0))
+    (found,) = membership_table.rivals("b", -1)
+    assert membership_table.dismiss(found, proof="a lie")
+    assert (membership_table.standing.left, membership_table.standing.proven) == (("i",), ())
 
 
 def test_what_others_prove_is_remembered_within_bounds() -> None:
-    roster = Roster(record(0, "a", "first", 0))
-    roster.admit(record(1, "b", "i", 0))
-    roster.keep([Departure("i", 1, "b", "x"), Departure("j" * 1000, 1, "c", "x"), Departure("j", 7, "a", "x" * 10**6)])
-    assert roster.standing.proven == ()  # one of them is a member, and the others are too long
+    membership_table = MembershipTable(record(0, "a", "first", 0))
+    membership_table.admit(record(1, "b", "i", 0))
+    membership_table.keep(
+        [Departure("i", 1, "b", "x"), Departure("j" * 1000, 1, "c", "x"), Departure("j", 7, "a", "x" * 10**6)]
+    )
+    assert membership_table.standing.proven == ()  # one of them is a member, and the others are too long
     kept = [Departure(f"life {number}", number % 3, f"name {number}", "x") for number in range(2000)]
-    roster.keep(kept)
-    proven = roster.standing.proven
+    membership_table.keep(kept)
+    proven = membership_table.standing.proven
     assert 100 < len(proven) < 1000
-    roster.keep([Departure("one more", 5, "z", "x")])
-    assert roster.standing.proven == proven == tuple(kept[: len(proven)])
-    assert {left.id for left in roster.predecessors} == {0}
+    membership_table.keep([Departure("one more", 5, "z", "x")])
+    assert membership_table.standing.proven == proven == tuple(kept[: len(proven)])
+    assert {left.id for left in membership_table.predecessors} == {0}
 
 
 # Leaders that let two newcomers in under one id.
@@ -184,27 +186,27 @@ def test_the_newcomer_of_the_lowest_leader_stays_whatever_is_heard_later(
     """
     newcomers = {leader: record(9, f"new{order[leader]}", f"life{order[leader]}", 5) for leader in range(leaders)}
     for _ in range(3):
-        roster = Roster(record(50, "z", "own", 0))
+        membership_table = MembershipTable(record(50, "z", "own", 0))
         for leader in range(leaders):
-            roster.admit(record(leader, f"leader{leader}", f"leader{leader}", 0))
+            membership_table.admit(record(leader, f"leader{leader}", f"leader{leader}", 0))
         words = data.draw(st.lists(st.sampled_from(range(leaders)), max_size=6))
         for leader in [*words, 0, *data.draw(st.lists(st.sampled_from(range(leaders)), max_size=6))]:
-            rivals = roster.rivals(newcomers[leader].name, 9)
-            if all(roster.yields(rival, f"leader{leader}") for rival in rivals):
-                roster.admit(newcomers[leader], decided=True)
-                roster.vouch(newcomers[leader].incarnation, f"leader{leader}")
-        assert roster.alive(newcomers[0].incarnation) == newcomers[0]
+            rivals = membership_table.rivals(newcomers[leader].name, 9)
+            if all(membership_table.yields(rival, f"leader{leader}") for rival in rivals):
+                membership_table.admit(newcomers[leader], decided=True)
+                membership_table.vouch(newcomers[leader].incarnation, f"leader{leader}")
+        assert membership_table.alive(newcomers[0].incarnation) == newcomers[0]
 
 
 def test_a_leader_that_is_gone_for_good_decides_nothing_any_more() -> None:
-    roster = Roster(record(5, "z", "own", 0))
+    membership_table = MembershipTable(record(5, "z", "own", 0))
     old = record(0, "a", "first", 0)
     for each in (old, record(1, "b", "second", 0), record(4, "new", "i", 1)):
-        roster.admit(each)
-    roster.vouch("i", "first")
-    (new,) = roster.rivals("new", -1)
-    assert not roster.yields(new, "second")
-    assert not roster.yields(new, "nobody")
-    assert roster.yields(new, "first")
-    roster.dismiss(roster.rivals("a", -1)[0])
-    assert roster.yields(new, "second")
+        membership_table.admit(each)
+    membership_table.vouch("i", "first")
+    (new,) = membership_table.rivals("new", -1)
+    assert not membership_table.yields(new, "second")
+    assert not membership_table.yields(new, "nobody")
+    assert membership_table.yields(new, "first")
+    membership_table.dismiss(membership_table.rivals("a", -1)[0])
+    assert membership_table.yields(new, "second")

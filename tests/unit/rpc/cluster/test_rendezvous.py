@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from backhaul._rpc.cluster import rendezvous
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.cluster.rendezvous import Meeting
+from backhaul._rpc.cluster.rendezvous import StoreMeeting
 from backhaul.errors import RendezvousError
 
 LONG = 1e6  # seconds; no test takes so long
@@ -28,15 +28,17 @@ def record(rank: int) -> WorkerRecord:
         (1, lambda meeting: meeting.agree_on_secret(None), "2 of 3 did not come: ranks 0, 2"),
     ],
 )
-def test_each_step_has_what_is_left_of_the_time(rank: int, step: Callable[[Meeting], object], missing: str) -> None:
-    meeting = Meeting(HashStore(), rank, 3, LONG, began=time.monotonic() - LONG)
+def test_each_step_has_what_is_left_of_the_time(
+    rank: int, step: Callable[[StoreMeeting], object], missing: str
+) -> None:
+    meeting = StoreMeeting(HashStore(), rank, 3, LONG, began=time.monotonic() - LONG)
     with pytest.raises(RendezvousError, match=f"waited 1e\\+06 s .*{missing}$"):
         step(meeting)
 
 
 def test_one_that_came_and_did_not_go_on() -> None:
     store = HashStore()
-    meetings = [Meeting(store, rank, 3, LONG, began=time.monotonic() - LONG) for rank in range(3)]
+    meetings = [StoreMeeting(store, rank, 3, LONG, began=time.monotonic() - LONG) for rank in range(3)]
     with pytest.raises(RendezvousError, match="all came, but one of them has ended or hangs"):
         meetings[1].agree_on_secret(None)
 

@@ -9,13 +9,13 @@ import functools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul._rpc.liveness.failure_detector import Pulse, Sight
+from backhaul._rpc.liveness.failure_detector import FailureDetector, Sighting
 
 INTERVAL, SUSPECT, LOST = 1.0, 3.0, 10.0
 
 
-def pulse() -> Pulse[str]:
-    return Pulse(INTERVAL, suspect_after=SUSPECT, lost_after=LOST)
+def pulse() -> FailureDetector[str]:
+    return FailureDetector(INTERVAL, suspect_after=SUSPECT, lost_after=LOST)
 
 
 steps = st.lists(
@@ -48,7 +48,7 @@ def test_verdicts_follow_from_what_was_heard(history: list[tuple[float, dict[str
             del silence[key]
         beaten &= set(seen)
         suspected &= set(seen)
-        found = detector.tick(now, {key: Sight(received[key], sent[key], INTERVAL) for key in seen})
+        found = detector.tick(now, {key: Sighting(received[key], sent[key], INTERVAL) for key in seen})
         lost = {key for key, value in silence.items() if value >= LOST}
         doubtful = {key for key, value in silence.items() if SUSPECT <= value < LOST}
         assert set(found.lost) == lost
@@ -66,7 +66,7 @@ def test_a_peer_that_is_heard_at_every_look_is_never_doubted(pauses: list[float]
     detector, now = pulse(), 0.0
     for number, pause in enumerate(pauses):
         now += pause
-        found = detector.tick(now, {"peer": Sight(number, 0, INTERVAL)})
+        found = detector.tick(now, {"peer": Sighting(number, 0, INTERVAL)})
         assert (found.suspected, found.lost, found.alarmed, found.recovered) == ({}, {}, [], [])
 
 
@@ -74,7 +74,7 @@ def test_a_peer_that_is_heard_at_every_look_is_never_doubted(pauses: list[float]
 def test_a_peer_whose_bytes_nobody_has_read_is_not_doubted(history: list[tuple[int, bool]]) -> None:
     """And whether there are any is asked only where a peer would be doubted."""
     detector, now, silence, asked = pulse(), 0.0, 0.0, 0
-    detector.tick(now, {"peer": Sight(5, 0, INTERVAL)})
+    detector.tick(now, {"peer": Sighting(5, 0, INTERVAL)})
 
     def ask(key: str, unread: bool) -> bool:
         nonlocal asked
@@ -86,7 +86,7 @@ def test_a_peer_whose_bytes_nobody_has_read_is_not_doubted(history: list[tuple[i
         now += pause
         silence += min(pause, 2 * INTERVAL)
         doubtful = silence >= SUSPECT
-        found = detector.tick(now, {"peer": Sight(5, 0, INTERVAL)}, functools.partial(ask, unread=unread))
+        found = detector.tick(now, {"peer": Sighting(5, 0, INTERVAL)}, functools.partial(ask, unread=unread))
         assert asked - before == doubtful
         if doubtful and unread:
             silence = 0.0
@@ -99,7 +99,7 @@ def test_a_peer_whose_bytes_nobody_has_read_is_not_doubted(history: list[tuple[i
 @given(st.floats(0.0, 1e6))
 def test_a_long_sleep_of_our_own_is_nobodys_fault(slept: float) -> None:
     detector = pulse()
-    sights = {"peer": Sight(5, 0, INTERVAL)}
+    sights = {"peer": Sighting(5, 0, INTERVAL)}
     assert not detector.tick(0.0, sights).lost
     found = detector.tick(slept, sights)
     assert not found.lost
@@ -108,7 +108,7 @@ def test_a_long_sleep_of_our_own_is_nobodys_fault(slept: float) -> None:
 
 @given(st.floats(0.1, 2.0))
 def test_a_silent_peer_is_suspected_then_lost_in_time(pause: float) -> None:
-    detector, now, sights = pulse(), 0.0, {"peer": Sight(5, 0, INTERVAL)}
+    detector, now, sights = pulse(), 0.0, {"peer": Sighting(5, 0, INTERVAL)}
     verdicts: dict[str, float] = {}
     for _ in range(500):
         found = detector.tick(now, sights)
@@ -126,15 +126,15 @@ def test_a_silent_peer_is_suspected_then_lost_in_time(pause: float) -> None:
 def test_one_that_promises_nothing_may_be_silent_and_a_slow_one_gets_its_time(looks: int) -> None:
     detector = pulse()
     for now in range(looks):
-        sights = {"mute": Sight(1, 0, 0.0), "slow": Sight(now // 20, 0, 20.0)}
+        sights = {"mute": Sighting(1, 0, 0.0), "slow": Sighting(now // 20, 0, 20.0)}
         found = detector.tick(float(now), sights)
         assert not found.lost
         assert not found.suspected
 
 
 def test_zero_means_never() -> None:
-    detector: Pulse[str] = Pulse(INTERVAL, suspect_after=0, lost_after=0)
+    detector: FailureDetector[str] = FailureDetector(INTERVAL, suspect_after=0, lost_after=0)
     for now in range(1000):
-        found = detector.tick(float(now), {"peer": Sight(1, 0, INTERVAL)})
+        found = detector.tick(float(now), {"peer": Sighting(1, 0, INTERVAL)})
         assert not found.lost
         assert not found.suspected

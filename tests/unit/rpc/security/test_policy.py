@@ -7,7 +7,7 @@ import torch
 
 from backhaul._rpc.security import policy
 from backhaul._rpc.security.policy import Policy, expose, internal
-from backhaul._rpc.security.rate_limits import Ledger, Quotas
+from backhaul._rpc.security.rate_limits import PeerUsage, RateLimits
 from backhaul._types import Options
 from backhaul.errors import LimitError, PermissionDeniedError
 
@@ -82,9 +82,9 @@ def test_internal_functions_take_just_their_types() -> None:
 
 
 def test_limits_are_for_those_who_are_not_trusted_or_who_are_given_some() -> None:
-    assert not Quotas.of(Options()).any
-    assert None not in [getattr(Quotas.of(Options(trusted=False)), name) for name in Quotas.__slots__]
-    given = Quotas.of(Options(max_calls=5))
+    assert not RateLimits.of(Options()).any
+    assert None not in [getattr(RateLimits.of(Options(trusted=False)), name) for name in RateLimits.__slots__]
+    given = RateLimits.of(Options(max_calls=5))
     assert (given.calls, given.tensors) == (5, None)
     for wrong in ({"max_calls": 0}, {"max_depth": 0}, {"max_depth": 300}, {"allow": {}}, {"tls": "none"}):
         with pytest.raises(ValueError):
@@ -92,7 +92,7 @@ def test_limits_are_for_those_who_are_not_trusted_or_who_are_given_some() -> Non
 
 
 def test_ledger() -> None:
-    ledger = Ledger("server", Quotas(None, 2, 100, None))
+    ledger = PeerUsage("server", RateLimits(None, 2, 100, None))
     ledger.take(1, "a", 1000)  # a single one is bounded by the size of frames alone
     with pytest.raises(LimitError) as caught:
         ledger.take(1, "a", 1)

@@ -1,7 +1,7 @@
 """Nobody is dismissed while a call is under way, and everybody is in the end.
 
 A small world plays all workers: messages between two of them keep their order and take any time, handlers call on,
-and Hypothesis decides what happens next. ``Roundup`` sees what a leader sees.
+and Hypothesis decides what happens next. ``TerminationDetector`` sees what a leader sees.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul._rpc.shutdown.termination import Ask, Dismiss, Roundup
+from backhaul._rpc.shutdown.termination import AllowExit, RequestTallies, TerminationDetector
 
 LEADER = 0
 
@@ -52,7 +52,7 @@ class World:
             collections.deque
         )
         self.speeds = {ends: chance.choice([0.1, 1, 10]) for ends in itertools.product(range(size), repeat=2)}
-        self.roundup = Roundup(range(size))
+        self.termination = TerminationDetector(range(size))
         self.numbers = itertools.count()
 
     # What may happen next, and how likely it is.
@@ -69,7 +69,7 @@ class World:
         for ends, waiting in self.channels.items():
             if waiting:
                 steps[functools.partial(self.deliver, *ends)] = self.speeds[ends]
-        if self.losses and len(self.alive) > 1 and not self.roundup.over:
+        if self.losses and len(self.alive) > 1 and not self.termination.over:
             steps[self.lose] = 0.1
         if self.breaks and len(self.alive) > 1:
             steps[self.break_a_channel] = 0.3
@@ -137,26 +137,26 @@ class World:
         elif kind == "leave":
             worker.left = True
         elif kind == "ready":
-            self.carry_out(self.roundup.ready(source))
+            self.carry_out(self.termination.ready(source))
         elif kind == "tally":
-            self.carry_out(self.roundup.counted(source, *content))
+            self.carry_out(self.termination.counted(source, *content))
         elif kind == "lost":
             worker.pending = {number: whom for number, whom in worker.pending.items() if whom != source}
             if to == LEADER:
-                self.carry_out(self.roundup.gone(source))
+                self.carry_out(self.termination.gone(source))
         elif kind == "broken":
             worker.pending = {number: whom for number, whom in worker.pending.items() if whom != source}
             if source == LEADER and worker.ready:
                 self.send(to, LEADER, "ready")
             elif to == LEADER:
-                self.carry_out(self.roundup.again(source))
+                self.carry_out(self.termination.again(source))
 
-    def carry_out(self, order: Ask | Dismiss | None) -> None:
-        if isinstance(order, Ask):
+    def carry_out(self, order: RequestTallies | AllowExit | None) -> None:
+        if isinstance(order, RequestTallies):
             assert all(worker.ready for worker in self.alive.values()), "asked before all were ready"
             for who in order.to:
                 self.send(LEADER, who, "count", order.wave)
-        elif isinstance(order, Dismiss):
+        elif isinstance(order, AllowExit):
             assert self.under_way() == []
             for who in order.to:
                 self.send(LEADER, who, "leave")
@@ -176,7 +176,7 @@ dangerous_worlds = st.builds(
 
 
 def assert_all_have_left(world: World) -> None:
-    assert world.roundup.over, f"waiting for {world.roundup.waiting_for}"
+    assert world.termination.over, f"waiting for {world.termination.waiting_for}"
     assert all(worker.left for worker in world.alive.values())
 
 
@@ -223,182 +223,182 @@ def test_many_worlds_whose_channels_break_by_the_dice(start: int) -> None:
 # One step after the other.
 
 
-def asked(roundup: Roundup, order: Ask | Dismiss | None, wave: int) -> None:
-    assert isinstance(order, Ask)
+def asked(termination: TerminationDetector, order: RequestTallies | AllowExit | None, wave: int) -> None:
+    assert isinstance(order, RequestTallies)
     assert order.wave == wave
-    assert order.to == roundup.waiting_for
-    assert not roundup.over
+    assert order.to == termination.waiting_for
+    assert not termination.over
 
 
 def test_one_worker_alone() -> None:
-    roundup = Roundup([5])
-    asked(roundup, roundup.ready(5), 1)
-    asked(roundup, roundup.counted(5, 1, 0, 0), 2)
-    assert roundup.counted(5, 2, 0, 0) == Dismiss(frozenset({5}))
-    assert roundup.over
+    termination = TerminationDetector([5])
+    asked(termination, termination.ready(5), 1)
+    asked(termination, termination.counted(5, 1, 0, 0), 2)
+    assert termination.counted(5, 2, 0, 0) == AllowExit(frozenset({5}))
+    assert termination.over
 
 
 def test_nobody_is_asked_before_all_are_ready() -> None:
-    roundup = Roundup([0, 1, 2])
-    assert roundup.ready(1) is None
-    assert roundup.ready(1) is None
-    assert roundup.waiting_for == {0, 2}
-    assert roundup.ready(0) is None
-    asked(roundup, roundup.ready(2), 1)
+    termination = TerminationDetector([0, 1, 2])
+    assert termination.ready(1) is None
+    assert termination.ready(1) is None
+    assert termination.waiting_for == {0, 2}
+    assert termination.ready(0) is None
+    asked(termination, termination.ready(2), 1)
 
 
 def test_a_change_between_two_tallies_means_one_more() -> None:
-    roundup = Roundup([0, 1])
-    roundup.ready(0)
-    asked(roundup, roundup.ready(1), 1)
-    assert roundup.counted(0, 1, 3, 4) is None
-    assert roundup.waiting_for == {1}
-    asked(roundup, roundup.counted(1, 1, 4, 3), 2)
-    assert roundup.counted(1, 2, 4, 4) is None
-    asked(roundup, roundup.counted(0, 2, 3, 4), 3)
-    assert roundup.counted(0, 3, 3, 4) is None
-    assert roundup.counted(1, 3, 4, 4) == Dismiss(frozenset({0, 1}))
+    termination = TerminationDetector([0, 1])
+    termination.ready(0)
+    asked(termination, termination.ready(1), 1)
+    assert termination.counted(0, 1, 3, 4) is None
+    assert termination.waiting_for == {1}
+    asked(termination, termination.counted(1, 1, 4, 3), 2)
+    assert termination.counted(1, 2, 4, 4) is None
+    asked(termination, termination.counted(0, 2, 3, 4), 3)
+    assert termination.counted(0, 3, 3, 4) is None
+    assert termination.counted(1, 3, 4, 4) == AllowExit(frozenset({0, 1}))
 
 
 def test_a_call_from_one_to_the_other_and_back_is_a_change() -> None:
     """The sums would be the same, had somebody sent less."""
-    roundup = Roundup([0, 1])
-    roundup.ready(0)
-    roundup.ready(1)
-    roundup.counted(0, 1, 1, 0)
-    asked(roundup, roundup.counted(1, 1, 0, 1), 2)
-    roundup.counted(0, 2, 0, 1)
-    asked(roundup, roundup.counted(1, 2, 1, 0), 3)
+    termination = TerminationDetector([0, 1])
+    termination.ready(0)
+    termination.ready(1)
+    termination.counted(0, 1, 1, 0)
+    asked(termination, termination.counted(1, 1, 0, 1), 2)
+    termination.counted(0, 2, 0, 1)
+    asked(termination, termination.counted(1, 2, 1, 0), 3)
 
 
 def test_answers_to_earlier_waves_and_of_strangers_are_ignored() -> None:
-    roundup = Roundup([0, 1])
-    assert roundup.counted(0, 0, 0, 0) is None
-    roundup.ready(0)
-    roundup.ready(1)
-    roundup.counted(0, 1, 0, 0)
-    asked(roundup, roundup.counted(1, 1, 0, 0), 2)
-    assert roundup.counted(0, 1, 9, 9) is None
-    assert roundup.counted(7, 2, 0, 0) is None
-    assert roundup.counted(0, 3, 0, 0) is None
-    assert roundup.waiting_for == {0, 1}
+    termination = TerminationDetector([0, 1])
+    assert termination.counted(0, 0, 0, 0) is None
+    termination.ready(0)
+    termination.ready(1)
+    termination.counted(0, 1, 0, 0)
+    asked(termination, termination.counted(1, 1, 0, 0), 2)
+    assert termination.counted(0, 1, 9, 9) is None
+    assert termination.counted(7, 2, 0, 0) is None
+    assert termination.counted(0, 3, 0, 0) is None
+    assert termination.waiting_for == {0, 1}
 
 
 def test_a_worker_that_never_got_ready_may_be_lost() -> None:
-    roundup = Roundup([0, 1, 2])
-    roundup.ready(0)
-    roundup.ready(1)
-    asked(roundup, roundup.gone(2), 1)
-    assert roundup.waiting_for == {0, 1}
+    termination = TerminationDetector([0, 1, 2])
+    termination.ready(0)
+    termination.ready(1)
+    asked(termination, termination.gone(2), 1)
+    assert termination.waiting_for == {0, 1}
 
 
 def test_a_worker_that_owes_an_answer_may_be_lost() -> None:
-    roundup = Roundup([0, 1])
-    roundup.ready(0)
-    roundup.ready(1)
-    roundup.counted(0, 1, 2, 2)
-    order = roundup.gone(1)
-    assert isinstance(order, Ask)
+    termination = TerminationDetector([0, 1])
+    termination.ready(0)
+    termination.ready(1)
+    termination.counted(0, 1, 2, 2)
+    order = termination.gone(1)
+    assert isinstance(order, RequestTallies)
     assert order.to == {0}
 
 
 def test_the_same_loss_and_strangers_count_once() -> None:
-    roundup = Roundup([0, 1, 2])
-    assert roundup.gone(9) is None
-    assert roundup.gone(2) is None
-    assert roundup.gone(2) is None
-    roundup.ready(0)
-    asked(roundup, roundup.ready(1), 1)
-    assert roundup.ready(2) is None
-    assert roundup.counted(2, 1, 0, 0) is None
+    termination = TerminationDetector([0, 1, 2])
+    assert termination.gone(9) is None
+    assert termination.gone(2) is None
+    assert termination.gone(2) is None
+    termination.ready(0)
+    asked(termination, termination.ready(1), 1)
+    assert termination.ready(2) is None
+    assert termination.counted(2, 1, 0, 0) is None
 
 
 def test_the_counts_of_the_lost_do_not_matter() -> None:
-    roundup = Roundup([0, 1])
-    roundup.ready(0)
-    roundup.ready(1)
-    roundup.counted(1, 1, 100, 0)
-    roundup.counted(0, 1, 0, 1)
-    order = roundup.gone(1)
+    termination = TerminationDetector([0, 1])
+    termination.ready(0)
+    termination.ready(1)
+    termination.counted(1, 1, 100, 0)
+    termination.counted(0, 1, 0, 1)
+    order = termination.gone(1)
     if order is None:
-        order = roundup.counted(0, 2, 0, 1)
+        order = termination.counted(0, 2, 0, 1)
     waves = 0
-    while isinstance(order, Ask):
+    while isinstance(order, RequestTallies):
         waves += 1
-        order = roundup.counted(0, order.wave, 0, 1)
-    assert order == Dismiss(frozenset({0}))
+        order = termination.counted(0, order.wave, 0, 1)
+    assert order == AllowExit(frozenset({0}))
     assert waves <= 2
 
 
 def test_all_may_be_lost() -> None:
-    roundup = Roundup([0, 1])
-    assert roundup.gone(0) is None
-    assert roundup.gone(1) == Dismiss(frozenset())
-    assert roundup.over
+    termination = TerminationDetector([0, 1])
+    assert termination.gone(0) is None
+    assert termination.gone(1) == AllowExit(frozenset())
+    assert termination.over
 
 
 def test_what_is_over_stays_over() -> None:
-    roundup = Roundup([0, 1])
-    roundup.ready(0)
-    roundup.ready(1)
+    termination = TerminationDetector([0, 1])
+    termination.ready(0)
+    termination.ready(1)
     for wave in (1, 2):
-        roundup.counted(0, wave, 0, 0)
-        order = roundup.counted(1, wave, 0, 0)
-    assert isinstance(order, Dismiss)
-    assert roundup.counted(0, 2, 1, 1) is None
-    assert roundup.gone(1) is None
-    assert roundup.ready(1) is None
-    assert roundup.ready(0) == Dismiss(frozenset({0}))  # it has not heard it
-    assert roundup.over
+        termination.counted(0, wave, 0, 0)
+        order = termination.counted(1, wave, 0, 0)
+    assert isinstance(order, AllowExit)
+    assert termination.counted(0, 2, 1, 1) is None
+    assert termination.gone(1) is None
+    assert termination.ready(1) is None
+    assert termination.ready(0) == AllowExit(frozenset({0}))  # it has not heard it
+    assert termination.over
 
 
 def test_a_worker_lost_with_a_call_under_way_does_not_hide_it() -> None:
     """2 was called by 1, has called 0 and is lost before it can count; 0 has counted before that call reached it."""
-    roundup = Roundup([0, 1, 2])
+    termination = TerminationDetector([0, 1, 2])
     for who in range(3):
-        roundup.ready(who)
-    roundup.counted(0, 1, 0, 0)
-    roundup.counted(2, 1, 0, 0)
-    asked(roundup, roundup.counted(1, 1, 1, 0), 2)
-    assert roundup.counted(0, 2, 0, 0) is None
-    assert roundup.counted(1, 2, 1, 0) is None
-    assert isinstance(roundup.gone(2), Ask)  # 0 must be asked once more: it may serve what 2 has sent
+        termination.ready(who)
+    termination.counted(0, 1, 0, 0)
+    termination.counted(2, 1, 0, 0)
+    asked(termination, termination.counted(1, 1, 1, 0), 2)
+    assert termination.counted(0, 2, 0, 0) is None
+    assert termination.counted(1, 2, 1, 0) is None
+    assert isinstance(termination.gone(2), RequestTallies)  # 0 must be asked once more: it may serve what 2 has sent
 
 
 def test_one_that_comes_while_others_are_asked() -> None:
     """All are asked once more; the leader had waited for an answer to what it had not asked."""
-    roundup = Roundup([0, 1])
-    roundup.ready(0)
-    asked(roundup, roundup.ready(1), 1)
-    roundup.joined(2)
-    assert roundup.ready(2) is None  # the answers to the first question come first
-    assert roundup.counted(0, 1, 0, 0) is None
+    termination = TerminationDetector([0, 1])
+    termination.ready(0)
+    asked(termination, termination.ready(1), 1)
+    termination.joined(2)
+    assert termination.ready(2) is None  # the answers to the first question come first
+    assert termination.counted(0, 1, 0, 0) is None
     for wave in (2, 3):
-        order = roundup.counted(1, wave - 1, 0, 0)
-        assert order == Ask(wave, frozenset({0, 1, 2}))
-        assert roundup.counted(0, wave, 0, 0) is None
-        assert roundup.counted(2, wave, 0, 0) is None
-    assert isinstance(roundup.counted(1, 3, 0, 0), Dismiss)
+        order = termination.counted(1, wave - 1, 0, 0)
+        assert order == RequestTallies(wave, frozenset({0, 1, 2}))
+        assert termination.counted(0, wave, 0, 0) is None
+        assert termination.counted(2, wave, 0, 0) is None
+    assert isinstance(termination.counted(1, 3, 0, 0), AllowExit)
 
 
 def test_one_that_is_there_again_has_said_what_it_had_to() -> None:
     """Seeds 119 and 179: its channel was opened anew after it had said that it is ready."""
-    roundup = Roundup([0, 1])
-    roundup.ready(1)
-    roundup.joined(1)
-    assert roundup.ready(0) == Ask(1, frozenset({0, 1}))
+    termination = TerminationDetector([0, 1])
+    termination.ready(1)
+    termination.joined(1)
+    assert termination.ready(0) == RequestTallies(1, frozenset({0, 1}))
 
 
 def test_what_was_lost_with_a_channel_is_asked_again() -> None:
-    roundup = Roundup([0, 1])
-    assert roundup.again(1) is None
-    roundup.ready(0)
-    roundup.ready(1)
-    assert roundup.again(1) == roundup.ready(1) == Ask(1, frozenset({1}))
-    roundup.counted(1, 1, 0, 0)
-    assert roundup.again(1) is None
-    roundup.counted(0, 1, 0, 0)
-    roundup.counted(0, 2, 0, 0)
-    assert roundup.counted(1, 2, 0, 0) == Dismiss(frozenset({0, 1}))
-    assert roundup.again(1) == roundup.ready(1) == Dismiss(frozenset({1}))
-    assert roundup.again(7) is None
+    termination = TerminationDetector([0, 1])
+    assert termination.again(1) is None
+    termination.ready(0)
+    termination.ready(1)
+    assert termination.again(1) == termination.ready(1) == RequestTallies(1, frozenset({1}))
+    termination.counted(1, 1, 0, 0)
+    assert termination.again(1) is None
+    termination.counted(0, 1, 0, 0)
+    termination.counted(0, 2, 0, 0)
+    assert termination.counted(1, 2, 0, 0) == AllowExit(frozenset({0, 1}))
+    assert termination.again(1) == termination.ready(1) == AllowExit(frozenset({1}))
+    assert termination.again(7) is None

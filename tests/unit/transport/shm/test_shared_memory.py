@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul._transport.shm import shared_memory
-from backhaul._transport.shm.shared_memory import THRESHOLD, Borrower, Lender
+from backhaul._transport.shm.shared_memory import THRESHOLD, HostBorrower, HostLender
 from backhaul._transport.shm.slots import Budget
 from backhaul._wire.frames import HEADER, MAGIC, VERSION, Frame, FrameReader, control_frame
 from backhaul.errors import ProtocolError
@@ -35,8 +35,8 @@ class Line:
 
     def __init__(self, limit: int = 256 * MIB, process: int | None = None, frame_limit: int = 1 << 30) -> None:
         self.budget = Budget(limit)
-        self.lender = Lender(self.budget)
-        self.borrower = Borrower(os.getpid() if process is None else process)
+        self.lender = HostLender(self.budget)
+        self.borrower = HostBorrower(os.getpid() if process is None else process)
         self.reader = FrameReader(frame_limit, slots=self)
         self.back = FrameReader(1 << 30, slots=self)
         self.told: list[int] = []
@@ -213,7 +213,7 @@ def test_unused_segments_go_at_both_ends(line: Line, monkeypatch: pytest.MonkeyP
 
 
 def test_a_receiver_that_cannot_map_is_left_alone(line: Line) -> None:
-    line.borrower = Borrower(0)
+    line.borrower = HostBorrower(0)
     for seed in range(5):
         assert bytes(*line.carry(noise(MIB, seed))) == noise(MIB, seed)
     assert line.told == [shared_memory.OFFER, shared_memory.ANSWER]
@@ -292,13 +292,13 @@ offer = struct.Struct("<iIQ16s")
 )
 def test_impossible_offers_are_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):
-        Borrower(os.getpid()).offered(1, body)
+        HostBorrower(os.getpid()).offered(1, body)
 
 
 @pytest.mark.parametrize("number", [0, 1 << 31, (1 << 64) - 1])
 def test_impossible_segment_numbers_are_refused(number: int) -> None:
     with pytest.raises(ProtocolError):
-        Borrower(os.getpid()).offered(number, offer.pack(0, 1, 4096, bytes(16)))
+        HostBorrower(os.getpid()).offered(number, offer.pack(0, 1, 4096, bytes(16)))
 
 
 @pytest.mark.parametrize("wrong", ["missing", "negative", "size", "seals", "cookie", "pipe", "directory"])
@@ -316,7 +316,7 @@ def test_what_is_no_segment_is_not_mapped(wrong: str, tmp_path: Any) -> None:
             fcntl.fcntl(ends[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     try:
         fd = {"missing": 1 << 20, "negative": -1}.get(wrong, ends[0])
-        answer = Borrower(os.getpid()).offered(1, offer.pack(fd, 1, 4096, cookie))
+        answer = HostBorrower(os.getpid()).offered(1, offer.pack(fd, 1, 4096, cookie))
         assert answer == control_frame(shared_memory.ANSWER, 1, b"\0")
     finally:
         for end in ends:

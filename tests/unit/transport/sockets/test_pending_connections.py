@@ -14,7 +14,7 @@ from backhaul._transport.base import Received
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.handshake import ClientHandshake
-from backhaul._transport.sockets.pending_connections import Newcomer
+from backhaul._transport.sockets.pending_connections import PendingConnection
 from backhaul._wire.frames import Frame
 
 SECRET = b"ours"
@@ -36,14 +36,14 @@ def client(endpoint: SocketEndpoint) -> Iterator[socket.socket]:
         yield made
 
 
-def meet(endpoint: SocketEndpoint) -> Newcomer:
+def meet(endpoint: SocketEndpoint) -> PendingConnection:
     while not endpoint._newcomers:
         endpoint.poll(1.0)
     (newcomer,) = endpoint._newcomers.values()
     return newcomer
 
 
-def shake_hands(endpoint: SocketEndpoint, newcomer: Newcomer, client: socket.socket) -> None:
+def shake_hands(endpoint: SocketEndpoint, newcomer: PendingConnection, client: socket.socket) -> None:
     handshake = ClientHandshake(SECRET)
     client.sendall(handshake.start())
     while not handshake.done:

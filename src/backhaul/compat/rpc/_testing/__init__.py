@@ -49,7 +49,7 @@ def _start(store: Any, name: str, rank: int, world_size: int, rpc_backend_option
         times=rpc_backend_options.num_fail_sends,
         delay=rpc_backend_options.messages_to_delay,
     )
-    faults.install(started.node.agent)
+    faults.install(started.node.client)
     api._init_rpc_states(started)
     return started
 
