@@ -173,6 +173,14 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
         assert any((place / named).exists() for place in places), f"{page.name} names `{named}`"
 
 
+def test_the_newcomers_questions_have_answers() -> None:
+    """``test_every_file_that_is_named_exists`` checks the files."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to find what")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .*\? \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) >= 20
+    assert [row for row in rows if re.search(r"`[\w./-]+`", row) is None] == []
+
+
 def test_the_table_of_folders_is_that_of_the_sources() -> None:
     """``python -m tools.tree`` rewrites the table. The numbers of lines may be old."""
     expected = {folder.path: folder.purpose for folder in read_folders()}
