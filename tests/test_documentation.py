@@ -29,6 +29,7 @@ from .cluster.processes import run_processes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
+MAX_COLUMNS = 100
 FENCE = re.compile(r"^ *```(?P<info>[^\n]*)\n(?P<code>.*?)^ *```$", re.DOTALL | re.MULTILINE)
 INFO = re.compile(r"(?P<language>python|sh)(?: no-run: (?P<reason>\S.*))?|text")
 """``python`` and ``sh`` are run, unless ``no-run:`` and a reason follow; ``text`` is no code."""
@@ -186,3 +187,11 @@ def test_the_table_of_folders_is_that_of_the_sources() -> None:
     expected = {folder.path: folder.purpose for folder in read_folders()}
     assert "" not in expected.values(), "each folder says its purpose in the docstring of its __init__.py"
     assert {folder.path: folder.purpose for folder in read_table()} == expected, "run `python -m tools.tree`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_short(page: Path) -> None:
+    """Tables, links and commands cannot be broken into lines; everything else can."""
+    text = re.sub(r"^ *```(?:sh|python)\b.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.startswith("|") and "](http" not in line]
+    assert [line for line in lines if len(line) > MAX_COLUMNS] == []
