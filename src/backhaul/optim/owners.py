@@ -106,6 +106,7 @@ def check_context(context: int | None, answers: Sequence[Any]) -> None:
         return
     if find_gradients(context) is None:
         raise UnknownContextError(
-            f"no owner of these parameters knows context {context}; step inside the `with bh.context()` block, after backward",
+            f"no owner of these parameters knows context {context}; call this after backward, inside the "
+            "`with bh.context()` block",
             context=context,
         )
