@@ -286,7 +286,7 @@ def test_attach_to_a_torch_profiler() -> None:
 
 
 def test_attach_needs_a_running_profiler() -> None:
-    with bh.cluster(1), pytest.raises(bh.BackhaulError, match="inside of"):
+    with bh.cluster(1), pytest.raises(bh.BackhaulError, match="needs a running profiler"):
         bh.profiler.attach(torch.profiler.profile())
 
 
@@ -305,10 +305,10 @@ def test_results_are_there_when_it_is_over() -> None:
         prof = bh.profile()
         with pytest.raises(bh.BackhaulError, match="not started"):
             prof.stop()
-        with prof, pytest.raises(bh.BackhaulError, match="not over"):
+        with prof, pytest.raises(bh.BackhaulError, match="still open"):
             prof.table()
         assert prof.timeline.path
-        with pytest.raises(bh.BackhaulError, match="make another"):
+        with pytest.raises(bh.BackhaulError, match="create another"):
             prof.start()
 
 
