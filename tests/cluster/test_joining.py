@@ -15,7 +15,6 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
-from backhaul._rpc.cluster.joining import introduce
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.node import Node, describe, start_node
 from backhaul._transport.base import EndpointFactory
@@ -363,7 +362,7 @@ def test_what_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_name: str) -> None:
     with bh.cluster(["a", "b", "c"], endpoints=endpoints) as (_, b, _c):
         call = bh.rpc_async("b", remote.wait_at, args=(gate_name, "in time"), timeout=0)
-        assert remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
+        assert remote.gate(f"{gate_name} reached").wait(PATIENCE)
 
         def leave() -> None:
             with b:
@@ -443,7 +442,7 @@ def test_members_that_do_not_answer_hold_up_no_newcomer(endpoints: EndpointFacto
             return asked(args[0], args[1], None, None, 0.5, mode="internal")
 
         late.client.call = call  # type: ignore[method-assign]
-        late.worker.run(introduce, late, PATIENCE)
+        late.worker.run(late.membership.introduce, PATIENCE)
         assert [peer.info.name for peer in first.peers] == ["first", "late"]
         late.shutdown(graceful=False, timeout=5)
     finally:

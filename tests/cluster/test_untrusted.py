@@ -269,7 +269,7 @@ def test_leaving(of_others: bh.Options) -> None:
 
 
 def test_nobody_can_dismiss_another() -> None:
-    forget = "backhaul._rpc.cluster.membership:forget"
+    forget = "backhaul._rpc.cluster.leaving:forget"
     with mixed_cluster({"driver": STRICT, "worker": STRICT, "hostile": TRUSTING}) as (driver, worker, hostile):
         with hostile:
             for wrong in ({"args": (1,)}, {"args": ("worker",)}, {"kwargs": {"worker": 1}}):
@@ -278,12 +278,12 @@ def test_nobody_can_dismiss_another() -> None:
             lives = [worker.incarnation, driver.incarnation]
             for proof in ("", "a lie", *lives, seal_of("a lie"), worker.part(Node).peers.own.record.seal):
                 for life in lives:
-                    bh.rpc_sync("driver", "backhaul._rpc.cluster.membership:departed", args=(life, proof))
+                    bh.rpc_sync("driver", "backhaul._rpc.cluster.leaving:departed", args=(life, proof))
                 left = tuple(Departure(life, 1, "worker", proof) for life in lives)
                 standing = pack(Standing((), tuple(lives), left))
                 bh.rpc_sync("driver", "backhaul._rpc.cluster.partition_healing:compare", args=(standing,))
             with pytest.raises(TypeError):
-                bh.rpc_sync("driver", "backhaul._rpc.cluster.membership:departed", args=(lives[0], 1))
+                bh.rpc_sync("driver", "backhaul._rpc.cluster.leaving:departed", args=(lives[0], 1))
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
             bh.rpc_sync("driver", forget, args=("a lie", [worker.incarnation, 5]))
         with driver:
@@ -305,10 +305,10 @@ def test_a_worker_of_which_anybody_tells_shows_itself() -> None:
     try:
         record = other.peers.own.record
         for false in ({"incarnation": "another"}, {"name": "evil"}, {"addresses": ("unix:@nobody",)}, {"id": -5}):
-            one.worker.run(one.peers.approach, msgspec.structs.replace(record, **false))
+            one.worker.run(one.admission.approach, msgspec.structs.replace(record, **false))
             assert [peer.info.name for peer in one.peers] == ["one"]
             assert [peer.info.name for peer in other.peers] == ["other"]
-        one.worker.run(one.peers.approach, msgspec.structs.replace(record, id=7, seal="a lie", trusting=True))
+        one.worker.run(one.admission.approach, msgspec.structs.replace(record, id=7, seal="a lie", trusting=True))
         for node in nodes:
             assert node.peers.records == (one.peers.own.record, record)
             with node.worker:

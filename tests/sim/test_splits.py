@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul._rpc.cluster.peers import Peers
+from backhaul._rpc.cluster.certificate_names import CertificateNames
 from backhaul._sim.cluster import SimCluster
 
 OPTIONS = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
@@ -93,8 +93,8 @@ def test_a_channel_that_is_lost_before_two_have_compared() -> None:
         call(cluster, "worker1", "worker0")
         cluster.network.drop(cluster.network.channels[0], 0.0, 0.0)
         cluster.sleep(1.0)
-        peers, sent = cluster.nodes["worker1"].peers, cluster.network.sent
-        cluster.run("worker1", lambda: peers.regained(peers.find("worker0"))).result()
+        node, sent = cluster.nodes["worker1"], cluster.network.sent
+        cluster.run("worker1", lambda: node.partition_healing.compare_with(node.peers.find("worker0"))).result()
         cluster.sleep(60.0)
         assert cluster.network.sent == sent
 
@@ -108,7 +108,7 @@ def test_two_leaders_that_give_one_id_to_two_workers_where_not_everyone_is_belie
     one in, and the others did not put the earlier one in its place.
     """
     sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
-    monkeypatch.setattr(Peers, "_bound", trusted)  # as if there were certificates
+    monkeypatch.setattr(CertificateNames, "bound", trusted)  # as if there were certificates
     with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
         monkeypatch.setattr(cluster.network, "returns", lambda name: None)
         split(cluster, *([*members, side] for side, members in sides.items()))
@@ -208,7 +208,7 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_others_newcomer
     trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each followed the leader that it saw just then, and what it had dropped it refused for ever."""
-    monkeypatch.setattr(Peers, "_bound", trusted)  # as if there were certificates
+    monkeypatch.setattr(CertificateNames, "bound", trusted)  # as if there were certificates
     with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
         monkeypatch.setattr(cluster.network, "returns", lambda name: None)
         left, right = ["worker0", "worker2"], ["worker1", "worker3"]

@@ -73,8 +73,8 @@ class FailureDetector(Generic[K]):
         lost_after: And after which it is lost; 0: never.
 
     Example:
-        >>> pulse = Pulse(1.0, suspect_after=2.0, lost_after=3.0)
-        >>> looks = [pulse.tick(now, {"peer": Sight(received=7, sent=0, every=0.5)}) for now in range(4)]
+        >>> detector = FailureDetector(1.0, suspect_after=2.0, lost_after=3.0)
+        >>> looks = [detector.tick(now, {"peer": Sighting(received=7, sent=0, every=0.5)}) for now in range(4)]
         >>> [look.suspected for look in looks], looks[3].lost
         ([{}, {}, {'peer': 2.0}, {}], {'peer': 3.0})
     """

@@ -40,7 +40,7 @@ class Heartbeats:
         self._looking = False
         worker.on_frame(Kind.BEAT, lambda channel, frame: None)
         if self._interval:
-            peers.on_channel(self._watch)
+            peers.connections.on_channel(self._watch)
 
     @property
     def suspected(self) -> list[Peer]:
@@ -59,7 +59,7 @@ class Heartbeats:
     def _look(self) -> None:
         sights, owners = {}, {}
         with self._lock:
-            for channel, peer in self._peers.channels():
+            for channel, peer in self._peers.connections.channels():
                 if channel.bytes_received is not None:
                     sent = channel.bytes_sent - self._beaten.get(channel, 0)
                     sights[channel] = Sighting(channel.bytes_received, sent, peer.record.beat)

@@ -11,13 +11,25 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
-from backhaul._rpc.cluster.peers import Peer
+from backhaul._types import WorkerInfo
 from backhaul._wire.callables import label_of, name_of
 from backhaul.errors import PermissionDeniedError, SerializationError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Callee(Protocol):
+    """What the policy needs to know of the worker that is called."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing may be pickled between it and this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +137,7 @@ def find_internal(name: str) -> Callable[..., Any] | None:
     return _internal.get(name)
 
 
-def name_for(peer: Peer, function: Any, found: str | None) -> str | None:
+def name_for(peer: Callee, function: Any, found: str | None) -> str | None:
     """What to call ``function`` in a request, if not by the name under which it was ``found``; None: send it itself."""
     if isinstance(function, str):
         return function

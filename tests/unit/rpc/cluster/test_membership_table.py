@@ -29,7 +29,7 @@ def test_the_last_of_a_name_counts_in_any_order(names: list[str], order: random.
     leader = MembershipTable(record(0, "a", "first", 0))
     shown = []
     for count, name in enumerate(names):
-        place = leader.enrol(name, -1)
+        place = leader.enroll(name, -1)
         assert place is not None
         shown.append(record(place[0], name, f"i{count}", place[1]))
         assert isinstance(leader.admit(shown[-1]), Admit)
@@ -65,8 +65,8 @@ def test_those_who_are_gone_stay_away() -> None:
     assert membership_table.dismiss(old, "has left the cluster")
     assert not membership_table.dismiss(old, "has left the cluster")
     assert isinstance(membership_table.admit(old), Refusal)
-    assert membership_table.fate_of("b") == "has left the cluster"
-    assert membership_table.enrol("c", -1) == (1, 1)
+    assert membership_table.why_gone("b") == "has left the cluster"
+    assert membership_table.enroll("c", -1) == (1, 1)
     assert membership_table.admit(record(1, "c", "new", 1)) == Admit()
     assert isinstance(membership_table.admit(record(0, "a", "thief", 7)), Refusal)
 
@@ -87,8 +87,8 @@ def test_those_who_are_gone_stay_away() -> None:
 def test_records_that_cannot_be(bad: WorkerRecord) -> None:
     membership_table = MembershipTable(record(0, "a", "first", 0))
     assert isinstance(membership_table.admit(bad), Refusal)
-    assert membership_table.enrol("c", -1) == (1, 1)
-    assert membership_table.enrol("d", MAX_WORKERS) is None
+    assert membership_table.enroll("c", -1) == (1, 1)
+    assert membership_table.enroll("d", MAX_WORKERS) is None
 
 
 def test_epochs_are_not_taken_from_anybody() -> None:
@@ -123,13 +123,13 @@ def test_only_the_one_that_leaves_can_prove_it() -> None:
 @given(st.lists(st.sampled_from("abcdef"), unique=True), st.lists(st.text(max_size=40), max_size=3))
 def test_a_chain_of_members_passes_proofs_on(leaving: str, lies: list[str]) -> None:
     """Whoever tells, and whatever else it says: the last knows who has left, and drops nobody else."""
-    rosters = []
+    tables = []
     for name in ("first", "middle", "last"):
-        membership_table = MembershipTable(record(10 + len(rosters), name, name, 0))
+        membership_table = MembershipTable(record(10 + len(tables), name, name, 0))
         for number, other in enumerate("abcdef"):
             membership_table.admit(record(number, other, other, 0))
-        rosters.append(membership_table)
-    first, middle, last = rosters
+        tables.append(membership_table)
+    first, middle, last = tables
     for name in leaving:
         (found,) = first.rivals(name, -1)
         assert first.dismiss(found, proof=secret_of(name))
@@ -137,17 +137,17 @@ def test_a_chain_of_members_passes_proofs_on(leaving: str, lies: list[str]) -> N
         told = [(left.incarnation, left.proof) for left in teller.standing.proven]
         assert {life for life, _ in told} == set(leaving)
         for incarnation, proof in [*told, *((name, lie) for name in "abcdef" for lie in lies)]:
-            gone = hearer.departed(incarnation, proof)
+            gone = hearer.proven_gone(incarnation, proof)
             if gone is not None:
                 assert hearer.dismiss(gone, proof=proof)
     assert members(last, "abcdef") == set("abcdef") - set(leaving)
-    assert all(last.fate_in(name) == (name, "has left the cluster") for name in leaving)
+    assert all(last.gone(name) == (name, "has left the cluster") for name in leaving)
     assert last.standing.left == ()
 
 
 def test_nobody_can_prove_that_a_worker_itself_has_left() -> None:
     own = record(0, "a", "first", 0)
-    assert MembershipTable(own).departed("first", secret_of("first")) is None
+    assert MembershipTable(own).proven_gone("first", secret_of("first")) is None
 
 
 def test_a_departure_without_a_proof_is_only_said() -> None:
@@ -161,15 +161,15 @@ def test_a_departure_without_a_proof_is_only_said() -> None:
 def test_what_others_prove_is_remembered_within_bounds() -> None:
     membership_table = MembershipTable(record(0, "a", "first", 0))
     membership_table.admit(record(1, "b", "i", 0))
-    membership_table.keep(
+    membership_table.remember(
         [Departure("i", 1, "b", "x"), Departure("j" * 1000, 1, "c", "x"), Departure("j", 7, "a", "x" * 10**6)]
     )
     assert membership_table.standing.proven == ()  # one of them is a member, and the others are too long
     kept = [Departure(f"life {number}", number % 3, f"name {number}", "x") for number in range(2000)]
-    membership_table.keep(kept)
+    membership_table.remember(kept)
     proven = membership_table.standing.proven
     assert 100 < len(proven) < 1000
-    membership_table.keep([Departure("one more", 5, "z", "x")])
+    membership_table.remember([Departure("one more", 5, "z", "x")])
     assert membership_table.standing.proven == proven == tuple(kept[: len(proven)])
     assert {left.id for left in membership_table.predecessors} == {0}
 
@@ -195,7 +195,7 @@ def test_the_newcomer_of_the_lowest_leader_stays_whatever_is_heard_later(
             if all(membership_table.yields(rival, f"leader{leader}") for rival in rivals):
                 membership_table.admit(newcomers[leader], decided=True)
                 membership_table.vouch(newcomers[leader].incarnation, f"leader{leader}")
-        assert membership_table.alive(newcomers[0].incarnation) == newcomers[0]
+        assert membership_table.member(newcomers[0].incarnation) == newcomers[0]
 
 
 def test_a_leader_that_is_gone_for_good_decides_nothing_any_more() -> None:
