@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from backhaul._rpc.cluster import rendezvous
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.cluster.rendezvous import StoreMeeting
+from backhaul._rpc.cluster.rendezvous import StoreRendezvous
 from backhaul.errors import RendezvousError
 
 LONG = 1e6  # seconds; no test takes so long
@@ -29,16 +29,16 @@ def record(rank: int) -> WorkerRecord:
     ],
 )
 def test_each_step_has_what_is_left_of_the_time(
-    rank: int, step: Callable[[StoreMeeting], object], missing: str
+    rank: int, step: Callable[[StoreRendezvous], object], missing: str
 ) -> None:
-    meeting = StoreMeeting(HashStore(), rank, 3, LONG, began=time.monotonic() - LONG)
+    meeting = StoreRendezvous(HashStore(), rank, 3, LONG, began=time.monotonic() - LONG)
     with pytest.raises(RendezvousError, match=f"waited 1e\\+06 s .*{missing}$"):
         step(meeting)
 
 
 def test_one_that_came_and_did_not_go_on() -> None:
     store = HashStore()
-    meetings = [StoreMeeting(store, rank, 3, LONG, began=time.monotonic() - LONG) for rank in range(3)]
+    meetings = [StoreRendezvous(store, rank, 3, LONG, began=time.monotonic() - LONG) for rank in range(3)]
     with pytest.raises(RendezvousError, match="all came, but one of them has ended or hangs"):
         meetings[1].agree_on_secret(None)
 
