@@ -50,6 +50,7 @@ class Audit(Protocol):
         """All workers have done so: what is left, for people."""
 
 
+# Over the limit because it holds one of each part; it only makes them, and ends them in order.
 class Node:
     """The RPC parts of one worker, attached to it."""
 
@@ -59,15 +60,15 @@ class Node:
         self.admission = Admission(worker, self.peers)
         self.heartbeat = Heartbeats(worker, self.peers)
         self.client = CallClient(worker, self.peers)
-        self.quotas = RateLimits.of(worker.options)
-        guarded = not worker.options.trusted or self.quotas.any
+        self.rate_limits = RateLimits.of(worker.options)
+        guarded = not worker.options.trusted or self.rate_limits.any
         self.server = (UntrustedServer if guarded else CallServer)(worker, self.client)
         self.graceful_shutdown = GracefulShutdown(worker, self.client, self.server)
         calls = InternalCalls(self.client, worker.runtime.now)
         MembershipEvents(worker, self.peers)
         self.membership = Membership(worker, self.peers, self.admission, calls)
         Enrollment(worker, self.peers, self.admission, self.membership, calls)
-        self.leaving = Leaving(worker, self.peers, self.client)
+        self.leaving = Leaving(worker, self.peers, calls, self.client.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
         self.devices = (
             None if worker.device_context is None else DeviceMemory(worker, self.peers, worker.device_context)
@@ -175,8 +176,8 @@ def start_node(
         extend(node)
     if not options.trusted:
         endpoint.share_nothing()
-        endpoint.limit_buffers(most_buffers(node.quotas.tensors or 0))
-        guard_frames(node.worker, node.client, node.quotas)
+        endpoint.limit_buffers(most_buffers(node.rate_limits.tensors or 0))
+        guard_frames(node.worker, node.client, node.rate_limits)
     node.worker.start()
     return node
 

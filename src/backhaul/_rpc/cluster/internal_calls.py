@@ -40,9 +40,6 @@ class Client(Protocol):
     ) -> Future[Any]:
         """Call and return a future."""
 
-    def when_idle(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once no call is pending and none is served."""
-
 
 class InternalCalls:
     """Calls functions that are registered with ``internal`` on other members. Thread-safe."""

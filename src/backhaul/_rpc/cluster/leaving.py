@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from backhaul._rpc.cluster.departure import secret_of
-from backhaul._rpc.cluster.internal_calls import Client, InternalCalls, caller
+from backhaul._rpc.cluster.internal_calls import InternalCalls, caller
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._rpc.security.policy import internal
 from backhaul._worker.worker import Worker, current_worker
@@ -24,15 +24,23 @@ _MAX_UNTOLD = 1024  # members that one worker may ask to tell
 class Leaving:
     """One worker's part in leaving. Thread-safe.
 
+    Args:
+        worker: The worker.
+        peers: The members.
+        calls: Calls them.
+        when_idle: Calls a function once no call is pending and none is served.
+
     Attributes:
         secret: What the worker tells when it leaves; see ``departure``.
     """
 
-    def __init__(self, worker: Worker, peers: Peers, client: Client) -> None:
+    def __init__(
+        self, worker: Worker, peers: Peers, calls: InternalCalls, when_idle: Callable[[Callable[[], None]], None]
+    ) -> None:
         self._worker = worker
         self._peers = peers
-        self._client = client
-        self._calls = InternalCalls(client, worker.runtime.now)
+        self._calls = calls
+        self._when_idle = when_idle
         self.secret = secret_of(worker.incarnation)
         worker.attach(self)
 
@@ -49,7 +57,7 @@ class Leaving:
 
     def _await_idle(self, deadline: float) -> None:
         idle = self._worker.runtime.one_shot()
-        self._client.when_idle(idle.open)
+        self._when_idle(idle.open)
         with self._worker.blocking():
             idle.wait(max(deadline - self._worker.runtime.now(), 0.0))
 
