@@ -155,13 +155,17 @@ def test_the_protocol_lists_every_kind_of_message() -> None:
 
 
 def test_layers_are_those_of_the_contract() -> None:
-    """Which the linter checks."""
-    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    """The linter checks the contract. Further contracts are about the rooms of one layer."""
+    contract, *rooms = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
     block = next(block for block in blocks_of(ROOT / "CONTRIBUTING.md") if "autograd" in block.code)
     assert [re.split(r" {4,}", line)[0].split() for line in block.code.splitlines()] == layers
     for layer in (name for names in layers for name in names):
         assert importlib.util.find_spec(f"backhaul.{layer}") is not None, f"there is no layer {layer}"
+    for other in rooms:
+        (container,) = other["containers"]
+        for room in (name for layer in other["layers"] for name in re.findall(r"[\w.]+", layer)):
+            assert importlib.util.find_spec(f"{container}.{room}") is not None, f"there is no room {room}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
