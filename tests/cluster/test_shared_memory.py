@@ -22,7 +22,7 @@ import torch
 from torch.distributed import FileStore
 
 import backhaul as bh
-from backhaul._transport.shm.shared_memory import THRESHOLD
+from backhaul._transport.shm.host_memory import THRESHOLD
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 
 from .processes import DIED, run_processes
@@ -229,7 +229,7 @@ def test_memory_stays_flat() -> None:
 def test_memory_that_is_not_used_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though nobody sends anything any more."""
     monkeypatch.setattr("backhaul._transport.sockets.endpoint._TRIM", 0.01)
-    monkeypatch.setattr("backhaul._transport.shm.slots._LINGER", 0.05)
+    monkeypatch.setattr("backhaul._transport.shm.slots._UNUSED_SECONDS", 0.05)
     with bh.cluster(2, endpoints=functools.partial(SocketEndpoint, secret=b"the tests' own")) as workers:
         warm(32 * MIB)
         held = bh.rpc_sync("worker1", identity, args=(content(32 * MIB),))

@@ -70,7 +70,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """A ``streams.Backend`` for threads of this process."""
+    """A ``backend.StreamBackend`` for threads of this process."""
 
     def __init__(self, count: int = 1) -> None:
         self.count = count

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from backhaul._devices.backend import HANDLE_BYTES
 from backhaul._devices.flag_reaper import Span
-from backhaul._devices.segments import HANDLE
-from backhaul._transport.shm import shared_memory
+from backhaul._transport.shm.segments import COOKIE_BYTES, Mapping
 from backhaul._wire.device_link import Form
 from tests.unit.devices.clocks import Cell, FakeCuda, FakeEvent
 
@@ -51,7 +51,7 @@ class FakeFlag(FakeEvent):
 
 class FakeIpc:
     """Each place in memory has a ``Cell``: who writes a slot too early, or looks at it too early, has found a race.
-    Also a ``links.Memory``.
+    Also a ``backend.Memory``.
     """
 
     def __init__(self, cuda: FakeCuda) -> None:
@@ -77,7 +77,7 @@ class FakeIpc:
 
     def export(self, memory: FakeStretch) -> bytes:
         assert isinstance(memory.keep, torch.Tensor)
-        handle = memory.name.ljust(HANDLE)
+        handle = memory.name.ljust(HANDLE_BYTES)
         self._exported[handle] = memory.keep
         return handle
 
@@ -88,8 +88,8 @@ class FakeIpc:
         assert len(memory) >= nbytes
         return FakeStretch(self, handle.rstrip(), memory.data_ptr(), memory)
 
-    def pin(self, mapping: shared_memory.Mapping, device: int) -> FakeStretch:
-        name = ctypes.string_at(mapping.address, shared_memory.COOKIE)
+    def pin(self, mapping: Mapping, device: int) -> FakeStretch:
+        name = ctypes.string_at(mapping.address, COOKIE_BYTES)
         if self.refuse and any(name == known for _, known in self.pins.values()):  # the other end's
             raise RuntimeError("CUDA error: invalid device context")
         self.pins[mapping.address] = mapping.size, name
@@ -107,7 +107,7 @@ class FakeIpc:
         return torch.frombuffer(block, dtype=form.dtype).as_strided(form.shape, form.stride), block
 
     def copy(self, memory: FakeStretch | torch.Tensor, *args: Any) -> None:
-        """Also ``links.Memory.copy``."""
+        """Also ``backend.Memory.copy``."""
         if self.breaks:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if isinstance(memory, torch.Tensor):

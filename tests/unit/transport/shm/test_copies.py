@@ -23,8 +23,8 @@ SIZES = [300 * KIB, 512 * KIB, 1024 * KIB + 77, 4096 * KIB - 1]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers from half a MiB on, on four processors."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
-    monkeypatch.setattr(copies, "_HELPED", 512 * KIB)
-    monkeypatch.setattr(copies, "_PIECE", 64 * KIB)
+    monkeypatch.setattr(copies, "_PARALLEL_BYTES", 512 * KIB)
+    monkeypatch.setattr(copies, "_PIECE_BYTES", 64 * KIB)
 
 
 def copied(size: int, seed: int = 0) -> None:
