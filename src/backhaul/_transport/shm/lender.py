@@ -3,7 +3,7 @@
 A lender belongs to one direction of one channel. It owns the protocol: pools of slots, offers of new segments, the
 receiver's replies, and the retirement of segments that nobody uses. It does not know what memory is: a ``LenderMemory``
 creates it (``host_memory`` for the host, ``_devices.lending`` for CUDA), and the subclass beside that copies into
-slots. What the receiver is to be told is collected in ``notes`` for the owner of the channel to send.
+slots. What the receiver is to be told is collected in ``news`` for the owner of the channel to send.
 
     sender                                      receiver
     offer: number, slots, how to open it    ->  opens and maps the segment
