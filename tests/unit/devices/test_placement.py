@@ -154,7 +154,7 @@ class TestCheck:
     def test_names(self, found: Any, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "backhaul"):
             check(worker("a", 2, {"later": found}), [worker("b", 0)])
-        assert "of worker 'a' for 'later': there is no such worker yet; there are: b" in caplog.text
+        assert "of worker 'a' for 'later': there is no worker of that name yet; known workers: b" in caplog.text
 
     def test_nothing_is_said_of_names_that_are_there(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "backhaul"):
