@@ -131,7 +131,7 @@ class Shipment:
         self.lease = Lease(link)
 
     def put(self, flat: torch.Tensor, name: str, buffers: list[Buffer]) -> tuple[int, Slot | None]:
-        """Put bytes into a slot, or reserve a place for them in ``buffers``; return the buffer's index, and the slot."""
+        """Put bytes into a slot, or reserve a place in ``buffers``; return the buffer's index, and the slot."""
         slot = self._link.lend(flat) if name else None
         if slot is not None:
             self.lease.slots.append(slot)
@@ -226,7 +226,7 @@ class TrialEncoding:
         """Nothing was borrowed."""
 
 
-class Grounded:
+class HostLink:
     """A link that only receives, without slots. Staged memory stays on the host, to be checked first."""
 
     takes_host = False
@@ -235,7 +235,7 @@ class Grounded:
         return False
 
     def name(self, device: torch.device) -> str:
-        raise NotImplementedError("Grounded sends nothing")
+        raise NotImplementedError("HostLink sends nothing")
 
     def device(self, name: str) -> torch.device:
         return torch.device("cpu")
@@ -247,7 +247,7 @@ class Grounded:
         return None
 
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        raise NotImplementedError("Grounded sends nothing")
+        raise NotImplementedError("HostLink sends nothing")
 
     def borrow(self, slot: Slot, nbytes: int, device: torch.device) -> torch.Tensor:
         raise ProtocolError(f"the peer names slot {slot}, but no device memory is shared with it")

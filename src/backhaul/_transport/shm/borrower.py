@@ -44,9 +44,8 @@ class BorrowedSegment:
         self.taken[index] = 0
         self.states[index] = FREE
 
-    def give_back(self, index: int) -> None:
-        """The lease of the slot has ended. Called in destructors: takes no lock."""
-        self.free(index)
+    give_back = free
+    """Called in destructors when the lease of the slot has ended: takes no lock."""
 
     def copy_in_child(self, owner: Any) -> None:
         """Called in a forked child: make the memory of ``owner``, a leased object, the child's own."""

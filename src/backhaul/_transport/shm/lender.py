@@ -127,10 +127,10 @@ class Lender(Generic[Note]):
                 self._note_replies()
             if self._closed:
                 return None
-            size = max(nbytes, self._memory.smallest)
-            pool = self._pools.get(home)
+            pool, smallest = self._pools.get(home), self._memory.smallest
             if pool is None:
                 pool = self._pools[home] = Pool()
+            size = nbytes if nbytes > smallest else smallest
             slot = pool.take(size, self._now())
             if slot is None:
                 self._grow(home, pool, size)
