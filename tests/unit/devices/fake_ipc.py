@@ -1,4 +1,4 @@
-"""CPU memory and clocked events in the place of CUDA's, both ends in one process."""
+"""Fake device memory and flags, made of CPU memory and clocked events. Both ends are in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backhaul._wire.device_link import Form
 from tests.unit.devices.clocks import Cell, FakeCuda, FakeEvent
 
 RemoteDevice = tuple[bytes, int]
-"""A stretch of memory, whichever end has it, and where in it."""
+"""The name of a piece of memory, the same at both ends, and an offset in it."""
 
 
 class FakeStretch:
@@ -50,7 +50,7 @@ class FakeFlag(FakeEvent):
 
 
 class FakeIpc:
-    """Each place in memory has a ``Cell``: who writes a slot too early, or looks at it too early, has found a race.
+    """Each offset of memory has a ``Cell``: a stream that writes or reads a slot too early raises ``RaceError``.
     Also a ``backend.Memory``.
     """
 

@@ -47,7 +47,7 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture
 def program(unstarted: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Lets another program tell which devices there are."""
+    """Make another program answer which devices there are."""
 
     def use(source: str) -> None:
         path = tmp_path / "query.py"
@@ -99,7 +99,7 @@ def test_where_no_process_can_be_asked_torch_is(
 
 
 class FakeDriver:
-    """As NVIDIA's, for two devices."""
+    """Like NVIDIA's driver, for two devices."""
 
     code = 0
 
@@ -170,7 +170,7 @@ def test_the_first_tensor_of_a_device_finds_out_whether_the_devices_are_others_n
 
 
 class FakeLibrary:
-    """Says that CUDA has not been started, until it is."""
+    """Says that CUDA has not been started, until the test starts it."""
 
     started = False
 

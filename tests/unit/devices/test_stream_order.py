@@ -1,4 +1,4 @@
-"""Every way from one thread's streams to another's has its wait: the clocks find each one that is missing."""
+"""Every path from one thread's streams to another's has its wait: the clocks find each missing one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stream_order(cuda: FakeCuda) -> StreamOrder:
 
 
 class TestTheClocks:
-    """They would find what the other tests look for."""
+    """The clocks find the races that the other tests look for."""
 
     def test_a_missing_wait(self, cuda: FakeCuda, threads: Threads) -> None:
         cell = Cell(cuda)

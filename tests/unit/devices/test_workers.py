@@ -1,4 +1,4 @@
-"""Workers whose tensors are all on a device: CPU memory with clocked streams in the place of CUDA. Calls and passes
+"""Workers whose tensors are all on a fake device: CPU memory with clocked streams instead of CUDA. Calls and passes
 run, in slots, handed over or staged; a slot that is written too early is found, and none is lost.
 """
 
@@ -64,7 +64,7 @@ def weight_grad(context: int) -> torch.Tensor:
 
 
 class Spoiled:
-    """Cannot be made again."""
+    """Cannot be unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
@@ -84,7 +84,7 @@ def wait_for(true: Callable[[], bool]) -> bool:
 
 
 class World:
-    """Workers over sockets that believe to be in different processes, or not."""
+    """Workers over sockets that act as if they were in different processes, or in one."""
 
     def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cuda = FakeCuda()
@@ -118,7 +118,7 @@ class World:
         return [shared for link in self.links for _, shared in link.shared()]
 
     def warm(self) -> None:
-        """Send small tensors both ways until there are slots for them: those are made meanwhile."""
+        """Send small tensors in both directions until there are slots for them: other threads make the slots."""
 
         def warm() -> bool:
             bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),))
@@ -140,11 +140,11 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         if request.param == "slots":
             made.warm()
         yield made
-        assert wait_for(lambda: not made.lent), "no slot is left"  # handlers let go of some just after their replies
+        assert wait_for(lambda: not made.lent), "no slot is left"  # handlers free some just after their replies
         bytes_lent = sum(shared.lender.bytes_lent for shared in made.shared)
         assert (bytes_lent > 0) == (request.param == "slots")
         assert not made.stream_order.trouble
-        made.cuda.finish()  # who ends waits for that
+        made.cuda.finish()  # a worker that shuts down waits for that
         assert bh.get_debug_info()["cuda_usable"]
     made.cuda.finish()
     assert wait_for(lambda: not deferred_free.free_deferred())
@@ -368,7 +368,7 @@ def test_what_is_staged_arrives_whole(world: World, shared: int, monkeypatch: py
 
 
 class Owner:
-    """Has something on a device that its methods use."""
+    """Has a tensor on a device that its methods use."""
 
     def write(self) -> None:
         cells[0].write()
@@ -395,7 +395,7 @@ def test_methods_in_asyncio_come_after_what_was_done_before(world: World) -> Non
 
 
 class Touch(torch.autograd.Function):
-    """Its backward runs on the stream of its forward, as the engine sees to."""
+    """Its backward runs on the stream of its forward, as torch's engine arranges."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

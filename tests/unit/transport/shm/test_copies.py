@@ -1,4 +1,4 @@
-"""Copies with helpers that come in time, late, or not at all."""
+"""Copies with helper threads that start in time, late, or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copied(size: int, seed: int = 0) -> None:
-    """Copy ``size`` bytes, between others that must stay as they are."""
+    """Copy ``size`` bytes between others that must not change."""
     content = bytes((n * 7 + seed) % 251 for n in range(997)) * (size // 997 + 1)
     target = bytearray(size + 2 * KIB)
     block = (ctypes.c_ubyte * size).from_buffer(target, KIB)

@@ -1,4 +1,4 @@
-"""Both ends of the data plane within one process: buffers in, buffers out, and what a peer must not do."""
+"""Both ends of shared host memory in one process: buffers in, buffers out, and what a peer must not do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACES = [0, 1, 1 << 32, 1 << 32 | 1, 1 << 32 | 4, 2 << 32, (1 << 64) - 1]
 
 
 class Line:
-    """A lender and a borrower, joined by what they tell each other."""
+    """A lender and a borrower that exchange their control frames."""
 
     def __init__(self, limit: int = 256 * MIB, process: int | None = None, frame_limit: int = 1 << 30) -> None:
         self.budget = Budget(limit)
@@ -345,7 +345,7 @@ def test_answers_to_no_offer_are_refused(line: Line, number: int, body: bytes) -
 def test_an_answer_that_comes_twice_counts_once(line: Line, busy: bool) -> None:
     line.lender.lend([bytes(MIB)])
     line.lender.lend([bytes(MIB)])
-    if busy:  # another thread is in the pool: answers are noted, and looked at later
+    if busy:  # another thread holds the lock: answers are queued
         with line.lender._lock:
             line.tell()
             line.lender.answered(1, b"\0")
@@ -359,7 +359,7 @@ def test_an_answer_that_comes_twice_counts_once(line: Line, busy: bool) -> None:
 
 
 def test_a_segment_cannot_be_cut_short(line: Line) -> None:
-    """Or whoever reads it would be killed."""
+    """A process that reads beyond the end of a mapped file is killed."""
     line.lender.lend([bytes(MIB)])
     line.lender.lend([bytes(MIB)])
     (segment,) = line.lender._segments.values()

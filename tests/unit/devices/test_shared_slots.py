@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 def free_deferred() -> None:
-    deferred_free.free_deferred()  # the receiver closes what the sender lets go next
+    deferred_free.free_deferred()  # the receiver closes what the sender frees next
     deferred_free.free_deferred()
 
 
@@ -40,7 +40,7 @@ DEVICES = ("X", "Y")
 
 
 class Line:
-    """A lender and a borrower, joined by what they tell each other. Each has a process's streams of its own."""
+    """A lender and a borrower that exchange their messages. Each has a ``StreamOrder`` like a process of its own."""
 
     def __init__(self, limit: int = 256 * MIB, there: tuple[str, ...] = DEVICES) -> None:
         self.time = 0.0
@@ -99,7 +99,7 @@ def line() -> Iterator[Line]:
 
 @pytest.fixture(params=[64, 4 * SMALL_BYTES], ids=["host", "device"])
 def size(request: pytest.FixtureRequest) -> int:
-    """Bytes: where they lie depends on that."""
+    """Bytes of a tensor. The size decides whether its slot lies on the host or on the device."""
     found: int = request.param
     return found
 
@@ -216,7 +216,7 @@ class TestOrder:
             mark = threads.run("a", line.receiver.mark)
             threads.run("b", lambda mark=mark: line.receiver.join(mark))
             threads.run("b", cell.read)
-            threads.run("c", box.clear)  # the last reference goes elsewhere
+            threads.run("c", box.clear)  # another thread drops the last reference
             assert line.lender.lent == 0
 
     def test_from_one_device_to_another(self, line: Line, size: int, threads: Threads) -> None:
@@ -315,7 +315,7 @@ class TestEnds:
         slot = line.lend(size)
         assert slot is not None
         held = line.borrower.borrow(slot, size, 0)
-        line.borrower._segments.clear()  # without a word
+        line.borrower._segments.clear()  # without telling the sender
         line.lender.close()
         line.cuda.finish()
         free_deferred()
@@ -408,9 +408,8 @@ class TestEnds:
         assert process.stdin is not None
         process.stdin.close()
         deadline = time.monotonic() + 60
-        while (
-            not process_identity.has_ended(process.pid, life) and time.monotonic() < deadline
-        ):  # nobody has waited for it yet
+        # Nobody has waited for the process yet: it is a zombie.
+        while not process_identity.has_ended(process.pid, life) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert process_identity.has_ended(process.pid, life)
         process.wait()
