@@ -111,7 +111,7 @@ class Flag(DeviceEvent, Protocol):
         """Count it as passed, because the process that records it has ended."""
 
 
-class Stretch(Protocol):
+class MemoryBlock(Protocol):
     """Contiguous memory that is freed when nothing refers to this object any more."""
 
     @property
@@ -122,16 +122,16 @@ class Stretch(Protocol):
 class Ipc(Protocol):
     """Memory and flags that other processes can open. All calls raise ``RuntimeError`` where that is impossible."""
 
-    def allocate(self, device: int, nbytes: int) -> Stretch:
+    def allocate(self, device: int, nbytes: int) -> MemoryBlock:
         """Memory of a device."""
 
     def export(self, memory: Any) -> bytes:
         """The handle by which others open memory that ``allocate`` has made."""
 
-    def open(self, handle: bytes, device: int, nbytes: int) -> Stretch:
+    def open(self, handle: bytes, device: int, nbytes: int) -> MemoryBlock:
         """Memory of another process."""
 
-    def pin(self, mapping: Mapping, device: int) -> Stretch:
+    def pin(self, mapping: Mapping, device: int) -> MemoryBlock:
         """Make mapped host memory accessible to devices."""
 
     def flag(self, pinned: Any, offset: int) -> Flag:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from backhaul._devices.backend import HANDLE_BYTES, DeviceEvent, Ipc, Stretch
+from backhaul._devices.backend import HANDLE_BYTES, DeviceEvent, Ipc, MemoryBlock
 from backhaul._devices.deferred_free import free_later
 from backhaul._devices.pages import HEAD_BYTES, TAKEN, Pages, pages_size, probe, span_of_ready
 from backhaul._devices.process_identity import has_ended, identity_of
@@ -88,7 +88,7 @@ class BorrowedDeviceSegment(BorrowedSegment):
         device: int,
         offer: Offer,
         pages: Pages,
-        memory: Stretch,
+        memory: MemoryBlock,
     ) -> None:
         super().__init__(offer.slot_bytes, pages.states)
         self.device = device

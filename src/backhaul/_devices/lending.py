@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import torch
 
-from backhaul._devices.backend import Ipc, Stretch
+from backhaul._devices.backend import Ipc, MemoryBlock
 from backhaul._devices.deferred_free import free_later
 from backhaul._devices.pages import HEAD_BYTES, Pages, pages_size, probe, span_of_done
 from backhaul._devices.process_identity import has_ended, identity_of
@@ -61,7 +61,7 @@ class LentDeviceMemory:
         "start",
     )
 
-    def __init__(self, ipc: Ipc, budget: Budget, pages: Pages, memory: Stretch, offer: Offer) -> None:
+    def __init__(self, ipc: Ipc, budget: Budget, pages: Pages, memory: MemoryBlock, offer: Offer) -> None:
         self.pages = pages
         self.memory = memory
         self.on_host = memory is pages.pinned

@@ -21,7 +21,7 @@ RemoteDevice = tuple[bytes, int]
 """The name of a piece of memory, the same at both ends, and an offset in it."""
 
 
-class FakeStretch:
+class FakeBlock:
     """Memory of "a device" or, with ``mapping``, of the host."""
 
     def __init__(self, ipc: FakeIpc, name: bytes, address: int, keep: object) -> None:
@@ -71,42 +71,40 @@ class FakeIpc:
     def cell(self, place: RemoteDevice) -> Cell:
         return self.cells.setdefault(place, Cell(self.cuda))
 
-    def allocate(self, device: int, nbytes: int) -> FakeStretch:
+    def allocate(self, device: int, nbytes: int) -> FakeBlock:
         memory = self.empty(device, nbytes)
-        return FakeStretch(self, b"%d" % next(self._names), memory.data_ptr(), memory)
+        return FakeBlock(self, b"%d" % next(self._names), memory.data_ptr(), memory)
 
-    def export(self, memory: FakeStretch) -> bytes:
+    def export(self, memory: FakeBlock) -> bytes:
         assert isinstance(memory.keep, torch.Tensor)
         handle = memory.name.ljust(HANDLE_BYTES)
         self._exported[handle] = memory.keep
         return handle
 
-    def open(self, handle: bytes, device: int, nbytes: int) -> FakeStretch:
+    def open(self, handle: bytes, device: int, nbytes: int) -> FakeBlock:
         if self.refuse:
             raise RuntimeError("CUDA error: invalid device context")
         memory = self._exported[handle]
         assert len(memory) >= nbytes
-        return FakeStretch(self, handle.rstrip(), memory.data_ptr(), memory)
+        return FakeBlock(self, handle.rstrip(), memory.data_ptr(), memory)
 
-    def pin(self, mapping: Mapping, device: int) -> FakeStretch:
+    def pin(self, mapping: Mapping, device: int) -> FakeBlock:
         name = ctypes.string_at(mapping.address, COOKIE_BYTES)
         if self.refuse and any(name == known for _, known in self.pins.values()):  # the other end's
             raise RuntimeError("CUDA error: invalid device context")
         self.pins[mapping.address] = mapping.size, name
-        return FakeStretch(self, name, mapping.address, mapping)
+        return FakeBlock(self, name, mapping.address, mapping)
 
-    def flag(self, pinned: FakeStretch, offset: int) -> FakeFlag:
+    def flag(self, pinned: FakeBlock, offset: int) -> FakeFlag:
         return self.flags.setdefault((pinned.name, offset), FakeFlag(self.cuda))
 
-    def view(
-        self, memory: FakeStretch, offset: int, nbytes: int, device: int, form: Form
-    ) -> tuple[torch.Tensor, object]:
+    def view(self, memory: FakeBlock, offset: int, nbytes: int, device: int, form: Form) -> tuple[torch.Tensor, object]:
         self.cell((memory.name, offset)).read_on(self.cuda.current(device))
         block = (ctypes.c_ubyte * nbytes).from_address(memory.address + offset)
         block.memory = memory  # type: ignore[attr-defined]
         return torch.frombuffer(block, dtype=form.dtype).as_strided(form.shape, form.stride), block
 
-    def copy(self, memory: FakeStretch | torch.Tensor, *args: Any) -> None:
+    def copy(self, memory: FakeBlock | torch.Tensor, *args: Any) -> None:
         """Also ``backend.Memory.copy``."""
         if self.breaks:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -129,7 +127,7 @@ class FakeIpc:
                 return name, address - start
         return None
 
-    def copy_on_host(self, pinned: FakeStretch, offset: int, source: int, nbytes: int) -> None:
+    def copy_on_host(self, pinned: FakeBlock, offset: int, source: int, nbytes: int) -> None:
         place = self._pinned_at(source)
         assert place is not None
         self.cell(place).look()

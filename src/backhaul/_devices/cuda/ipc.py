@@ -19,7 +19,7 @@ _tensor_on: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Met
 _raw_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class DeviceStretch:
+class DeviceBlock:
     """Device memory that this process has allocated or opened."""
 
     __slots__ = ("_free", "address", "device")
@@ -34,7 +34,7 @@ class DeviceStretch:
             self._free(self.device, self.address)
 
 
-class PinnedStretch:
+class PinnedBlock:
     """Host memory that devices can reach."""
 
     __slots__ = ("_ipc", "address", "device", "mapping")
@@ -61,7 +61,7 @@ class HostFlag:
 
     __slots__ = ("_address", "_library", "_memory", "_reached", "_target")
 
-    def __init__(self, library: Library, memory: PinnedStretch, offset: int) -> None:
+    def __init__(self, library: Library, memory: PinnedBlock, offset: int) -> None:
         place = memory.mapping.address + offset
         self._target = ctypes.c_uint32.from_address(place)
         self._reached = ctypes.c_uint32.from_address(place + 4)
@@ -97,32 +97,32 @@ class CudaIpc:
         self.library = Library(count)
         self.pinned: dict[int, tuple[int, int]] = {}  # address for devices -> address for the host, and size
 
-    def allocate(self, device: int, nbytes: int) -> DeviceStretch:
+    def allocate(self, device: int, nbytes: int) -> DeviceBlock:
         try:
             address = self.library.allocate(device, nbytes)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # torch may keep unused memory
             address = self.library.allocate(device, nbytes)
-        return DeviceStretch(address, device, self.library.free)
+        return DeviceBlock(address, device, self.library.free)
 
-    def export(self, memory: DeviceStretch) -> bytes:
+    def export(self, memory: DeviceBlock) -> bytes:
         return self.library.handle(memory.device, memory.address)
 
-    def open(self, handle: bytes, device: int, nbytes: int) -> DeviceStretch:
-        return DeviceStretch(self.library.open(device, handle, nbytes), device, self.library.close)
+    def open(self, handle: bytes, device: int, nbytes: int) -> DeviceBlock:
+        return DeviceBlock(self.library.open(device, handle, nbytes), device, self.library.close)
 
-    def pin(self, mapping: Mapping, device: int) -> PinnedStretch:
-        return PinnedStretch(self, mapping, device)
+    def pin(self, mapping: Mapping, device: int) -> PinnedBlock:
+        return PinnedBlock(self, mapping, device)
 
-    def flag(self, pinned: PinnedStretch, offset: int) -> HostFlag:
+    def flag(self, pinned: PinnedBlock, offset: int) -> HostFlag:
         return HostFlag(self.library, pinned, offset)
 
     def view(
-        self, memory: DeviceStretch | PinnedStretch, offset: int, nbytes: int, device: int, form: Form
+        self, memory: DeviceBlock | PinnedBlock, offset: int, nbytes: int, device: int, form: Form
     ) -> tuple[torch.Tensor, object]:
         return view_at(memory.address + offset, nbytes, device_at(device), form)
 
-    def copy(self, memory: DeviceStretch | PinnedStretch, offset: int, stretch: tuple[int, int], device: int) -> None:
+    def copy(self, memory: DeviceBlock | PinnedBlock, offset: int, stretch: tuple[int, int], device: int) -> None:
         self.library.copy(device, memory.address + offset, *stretch, _raw_current(device))
 
     def on_host(self, address: int, nbytes: int) -> int:
@@ -131,7 +131,7 @@ class CudaIpc:
                 return address - start + host
         return 0
 
-    def copy_on_host(self, pinned: PinnedStretch, offset: int, source: int, nbytes: int) -> None:
+    def copy_on_host(self, pinned: PinnedBlock, offset: int, source: int, nbytes: int) -> None:
         ctypes.memmove(pinned.mapping.address + offset, source, nbytes)
 
     def watch(self, file: int, process: int, span: flag_reaper.Span) -> object:

@@ -30,7 +30,7 @@ class LeasedFrom(Protocol):
         """Called in a forked child: make the memory of ``owner``, a leased object, the child's own."""
 
 
-class Lease(weakref.ref[Any]):
+class SlotLease(weakref.ref[Any]):
     """Notices when the object on a slot's memory is gone."""
 
     __slots__ = ("index", "segment")
@@ -38,17 +38,17 @@ class Lease(weakref.ref[Any]):
     index: int
 
 
-_leases: dict[int, Lease] = {}  # of this process, by id: what a lease refers to may have no hash
+_leases: dict[int, SlotLease] = {}  # of this process, by id: what a lease refers to may have no hash
 
 
 def lease(segment: LeasedFrom, index: int, owner: Any) -> None:
     """Give a slot back when ``owner`` is gone."""
-    made = Lease(owner, _end)
+    made = SlotLease(owner, _end)
     made.segment, made.index = segment, index
     _leases[id(made)] = made
 
 
-def _end(ended: Lease) -> None:
+def _end(ended: SlotLease) -> None:
     """Called by whichever thread drops the last reference: takes no lock."""
     if _leases.pop(id(ended), None) is None:
         return
@@ -72,7 +72,7 @@ class ForkGuard:
 
     def __init__(self) -> None:
         self.under_way: collections.deque[int] = collections.deque()
-        self.ended: collections.deque[Lease] = collections.deque()
+        self.ended: collections.deque[SlotLease] = collections.deque()
         self._thread = _ForkingThread()
         os.register_at_fork(before=self.before, after_in_parent=self.in_parent, after_in_child=self.in_child)
 
