@@ -160,6 +160,9 @@ class Lender(Generic[Note]):
             return
         if memory is None:
             return
+        if self._closed:  # meanwhile: to allocate device memory may take longer than ``close`` waits
+            memory.release()
+            return
         number = next(self._numbers)
         segment = Segment(number, slot_bytes, memory.states, self._now(), memory, home)
         pool.add(segment)

@@ -239,6 +239,22 @@ def test_without_memory_there_is_none(line: Line, monkeypatch: pytest.MonkeyPatc
     assert line.budget.used == 0
 
 
+def test_a_channel_that_is_lost_while_memory_is_allocated(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, before = line.lender._memory.create, set(os.listdir("/proc/self/fd"))
+
+    def lose(*args: Any) -> Any:
+        made = create(*args)
+        line.lender._closed = True  # ``close`` did not wait for the lock any longer
+        return made
+
+    monkeypatch.setattr(line.lender._memory, "create", lose)
+    line.lender.lend([bytes(MIB)])
+    line.lender.lend([bytes(MIB)])
+    assert not line.lender.news
+    assert line.budget.used == 0
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
 # What a peer must not do.
 
 
