@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import backhaul as bh
-from backhaul._transport.shm import shared_memory
+from backhaul._transport.shm import host_memory
 
 CALLEE = "worker1"
 KIB = 1 << 10
@@ -38,7 +38,7 @@ def take(value: torch.Tensor) -> None:
 
 def set_threshold(size: int) -> None:
     """For what this worker sends."""
-    shared_memory.THRESHOLD = size
+    host_memory.THRESHOLD = size
 
 
 def measure(function: Callable[..., Any], size: int, rounds: int = 8) -> tuple[float, float]:

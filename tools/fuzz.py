@@ -42,7 +42,7 @@ from backhaul._autograd.messages import (
 )
 from backhaul._rpc.cluster.membership_table import Standing, WorkerRecord
 from backhaul._rpc.security.rate_limits import over_limits
-from backhaul._transport.shm import shared_memory
+from backhaul._transport.shm import host_memory
 from backhaul._transport.shm.slots import Budget
 from backhaul._transport.sockets import handshake
 from backhaul._transport.sockets.handshake import ClientHandshake, ServerHandshake
@@ -256,8 +256,8 @@ class _FakeSlots:
     """The slots of a channel without a peer: places up to 8 exist."""
 
     def __init__(self) -> None:
-        self._borrower = shared_memory.HostBorrower(0)
-        self._lender = shared_memory.HostLender(Budget(0))
+        self._borrower = host_memory.HostBorrower(0)
+        self._lender = host_memory.HostLender(Budget(0))
 
     def resolve(self, place: int, size: int) -> Buffer:
         if not 0 < place <= 8 or size > 4096:
@@ -265,11 +265,11 @@ class _FakeSlots:
         return bytearray(size)
 
     def control(self, kind: int, number: int, body: bytes) -> None:
-        if kind == shared_memory.OFFER:
+        if kind == host_memory.OFFER:
             self._borrower.offered(number, body)
-        elif kind == shared_memory.RETIRE:
+        elif kind == host_memory.RETIRE:
             self._borrower.retired(number)
-        elif kind == shared_memory.ANSWER:
+        elif kind == host_memory.ANSWER:
             self._lender.answered(number, body)
         else:
             raise ProtocolError(f"unexpected control frame of kind {kind}")
@@ -289,9 +289,9 @@ class SlotTarget(FrameTarget):
     def seeds(self) -> list[bytes]:
         offer = struct.pack("<iIQ16s", 5, 2, 4096, b"cookie")
         controls = [
-            control_frame(shared_memory.OFFER, 1, offer),
-            control_frame(shared_memory.ANSWER, 1, b"\1"),
-            control_frame(shared_memory.RETIRE, 1),
+            control_frame(host_memory.OFFER, 1, offer),
+            control_frame(host_memory.ANSWER, 1, b"\1"),
+            control_frame(host_memory.RETIRE, 1),
         ]
         slotted = Frame(Kind.REPLY, 3, b"body", [bytes(100), bytes(10), bytes(200)]).parts([1, 0, 2])
         wire = b"".join(bytes(part) for part in slotted)

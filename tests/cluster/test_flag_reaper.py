@@ -1,4 +1,4 @@
-"""Flags of processes that were killed are set, by a process apart."""
+"""A separate process sets the flags of processes that were killed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 
 from backhaul._devices import flag_reaper
 from backhaul._devices.flag_reaper import FlagReaper, Span
-from backhaul._devices.segments import HEAD, span_of_done, span_of_ready
-from backhaul._transport.shm import shared_memory
+from backhaul._devices.pages import HEAD_BYTES, span_of_done, span_of_ready
+from backhaul._transport.shm import segments
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open")
 
@@ -34,10 +34,10 @@ def wait_for(true: Callable[[], bool]) -> bool:
 
 
 class Flags:
-    """Such as two processes share: what is to be reached, and what is."""
+    """Flags that two processes share. A flag is two numbers: its target, and the number reached."""
 
     def __init__(self) -> None:
-        self.file, self.mapping, _ = shared_memory.create(HEAD)
+        self.file, self.mapping, _ = segments.create(HEAD_BYTES)
 
     def numbers(self, span: Span) -> list[tuple[int, int]]:
         words = (ctypes.c_uint32 * (2 * span.flags)).from_address(self.mapping.address + span.start)
@@ -73,8 +73,8 @@ def test_flags_of_a_process_that_is_killed_are_set(flags: Flags, peer: subproces
     targets = [0, 1, 2, 0, 2**32 - 1, 6, 7, 8]
     flags.set(ready, targets)
     flags.set(done, targets)
-    under = FlagReaper()
-    watch = under.watch(flags.file, peer.pid, ready)
+    reaper = FlagReaper()
+    watch = reaper.watch(flags.file, peer.pid, ready)
     assert watch is not None
     assert {reached for _, reached in flags.numbers(ready)} == {0}
     peer.kill()  # nobody waits for it: it is a zombie
@@ -87,17 +87,17 @@ def test_a_process_that_has_ended_before(flags: Flags, peer: subprocess.Popen[by
     flags.set(span_of_done(COUNT), [5] * COUNT)
     peer.kill()
     peer.wait()
-    under = FlagReaper()
-    watch = under.watch(flags.file, peer.pid, span_of_done(COUNT))
+    reaper = FlagReaper()
+    watch = reaper.watch(flags.file, peer.pid, span_of_done(COUNT))
     assert wait_for(lambda: flags.numbers(span_of_done(COUNT)) == [(5, 5)] * COUNT)
     assert watch is not None
 
 
 def test_what_is_not_watched_any_more_is_left_alone(flags: Flags, peer: subprocess.Popen[bytes]) -> None:
-    other, under = Flags(), FlagReaper()
+    other, reaper = Flags(), FlagReaper()
     for one in (flags, other):
         one.set(span_of_ready(COUNT), [1] * COUNT)
-    watches = [under.watch(one.file, peer.pid, span_of_ready(COUNT)) for one in (flags, other)]
+    watches = [reaper.watch(one.file, peer.pid, span_of_ready(COUNT)) for one in (flags, other)]
     del watches[0]
     peer.kill()
     assert wait_for(lambda: other.numbers(span_of_ready(COUNT)) == [(1, 1)] * COUNT)
@@ -108,10 +108,10 @@ def test_what_is_not_watched_any_more_is_left_alone(flags: Flags, peer: subproce
 WATCH = """
 import os, sys, time
 from backhaul._devices.flag_reaper import FlagReaper, Span
-from backhaul._transport.shm import shared_memory
-file, mapping, cookie = shared_memory.create(8192)
-under = FlagReaper()
-watch = under.watch(file, os.getppid(), Span(4096, 1, 4200))
+from backhaul._transport.shm import segments
+file, mapping, cookie = segments.create(8192)
+reaper = FlagReaper()
+watch = reaper.watch(file, os.getppid(), Span(4096, 1, 4200))
 if sys.argv[1] == "fork" and not os.fork():
     time.sleep(600)  # keeps the socket open
 print(os.getpid(), flush=True)
@@ -119,8 +119,8 @@ time.sleep(600)
 """
 
 
-def undertakers_of(master: int) -> list[int]:
-    command = [flag_reaper.__file__, str(master)]
+def reapers_of(parent: int) -> list[int]:
+    command = [flag_reaper.__file__, str(parent)]
     found = []
     for place in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -132,38 +132,38 @@ def undertakers_of(master: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["alone", "fork"])
-def test_it_ends_with_its_master(how: str) -> None:
+def test_it_ends_with_its_parent(how: str) -> None:
     command = [sys.executable, "-c", WATCH, how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as master:
-        assert master.stdout is not None
-        pid = int(master.stdout.readline())
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
         try:
-            assert len(undertakers_of(pid)) == 1
+            assert len(reapers_of(pid)) == 1
             os.kill(pid, signal.SIGKILL)
-            assert wait_for(lambda: not undertakers_of(pid))
+            assert wait_for(lambda: not reapers_of(pid))
         finally:
-            os.killpg(master.pid, signal.SIGKILL)
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_no_descriptor_is_left(flags: Flags, peer: subprocess.Popen[bytes]) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    under = FlagReaper()
-    watches = [under.watch(flags.file, peer.pid, span_of_ready(COUNT)) for _ in range(20)]
+    reaper = FlagReaper()
+    watches = [reaper.watch(flags.file, peer.pid, span_of_ready(COUNT)) for _ in range(20)]
     assert None not in watches
     assert len(os.listdir("/proc/self/fd")) == before + 1
-    del watches, under
+    del watches, reaper
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_one_that_was_killed_is_started_again(flags: Flags, peer: subprocess.Popen[bytes]) -> None:
-    under = FlagReaper()
-    watches = [under.watch(flags.file, peer.pid, span_of_ready(COUNT))]
-    for pid in undertakers_of(os.getpid()):
+    reaper = FlagReaper()
+    watches = [reaper.watch(flags.file, peer.pid, span_of_ready(COUNT))]
+    for pid in reapers_of(os.getpid()):
         os.kill(pid, signal.SIGKILL)
 
     def watched_again() -> bool:
-        watches.append(under.watch(flags.file, peer.pid, span_of_ready(COUNT)))
-        return len(undertakers_of(os.getpid())) == 1 and None in watches and watches[-1] is not None
+        watches.append(reaper.watch(flags.file, peer.pid, span_of_ready(COUNT)))
+        return len(reapers_of(os.getpid())) == 1 and None in watches and watches[-1] is not None
 
     assert wait_for(watched_again)
     flags.set(span_of_ready(COUNT), [3] * COUNT)
@@ -176,4 +176,4 @@ def test_where_it_cannot_be_started(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert FlagReaper().watch(flags.file, os.getppid(), span_of_ready(COUNT)) is None
-    assert "nobody lets streams go on" in caplog.text
+    assert "cannot release streams" in caplog.text

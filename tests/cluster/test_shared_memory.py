@@ -22,7 +22,7 @@ import torch
 from torch.distributed import FileStore
 
 import backhaul as bh
-from backhaul._transport.shm.shared_memory import THRESHOLD
+from backhaul._transport.shm.host_memory import THRESHOLD
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 
 from .processes import DIED, run_processes
@@ -37,7 +37,7 @@ def launch(function: Callable[..., Any], workers: int, *args: Any, **options: An
 
 
 def content(size: int, seed: int = 0) -> torch.Tensor:
-    """So many bytes, as floats of their own."""
+    """``size`` bytes of floats that depend on ``seed``."""
     return torch.arange(size // 4, dtype=torch.float32).sub_(1000.0 * (seed + 1))
 
 
@@ -96,7 +96,7 @@ def total_of_kept() -> float:
 
 
 def drop_in_disorder() -> None:
-    """Let go of everything kept, in random order, on threads of its own."""
+    """Drop everything that was kept, in random order, on new threads."""
     keys = list(_kept)
     random.Random(1).shuffle(keys)
     threads = [threading.Thread(target=lambda part=keys[n::4]: [_kept.pop(key) for key in part]) for n in range(4)]
@@ -227,9 +227,9 @@ def test_memory_stays_flat() -> None:
 
 
 def test_memory_that_is_not_used_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nobody sends anything any more."""
+    """Also if nobody sends anything any more."""
     monkeypatch.setattr("backhaul._transport.sockets.endpoint._TRIM", 0.01)
-    monkeypatch.setattr("backhaul._transport.shm.slots._LINGER", 0.05)
+    monkeypatch.setattr("backhaul._transport.shm.slots._UNUSED_SECONDS", 0.05)
     with bh.cluster(2, endpoints=functools.partial(SocketEndpoint, secret=b"the tests' own")) as workers:
         warm(32 * MIB)
         held = bh.rpc_sync("worker1", identity, args=(content(32 * MIB),))
@@ -237,7 +237,7 @@ def test_memory_that_is_not_used_is_given_back(monkeypatch: pytest.MonkeyPatch) 
         del held
         until(lambda: workers[1].endpoint.shm_bytes == 0)
         until(lambda: mapped() == 0)
-        warm(32 * MIB)  # and can be had again
+        warm(32 * MIB)  # memory can be had again
 
 
 # Gradients.
@@ -299,7 +299,7 @@ def test_one_end_alone_may_be_without_shared_memory(tmp_path: pathlib.Path, with
 
 
 def talk_to(name: str) -> None:
-    """Until it is gone."""
+    """Send until the worker is gone."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         bh.rpc_sync(name, identity, args=(content(MIB),))
@@ -320,7 +320,7 @@ def end_with_tensors(rank: int, path: str, how: str) -> str:
     if how == "killed":
         with pytest.raises(bh.BackhaulError):
             talk_to("worker0")
-        until(lambda: counters()["shm_bytes"] == 0)  # the channel goes when its reader has noticed
+        until(lambda: counters()["shm_bytes"] == 0)  # the channel is lost when its reader has noticed
     bh.shutdown(timeout=PATIENCE, graceful=how != "killed")
     assert memory_files() == []
     if rank == 1:

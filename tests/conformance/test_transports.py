@@ -71,7 +71,7 @@ class TestUnixWithAllInSharedMemory(TransportConformance):
 
     @pytest.fixture
     def endpoints(self, monkeypatch: pytest.MonkeyPatch) -> EndpointFactory:
-        monkeypatch.setattr("backhaul._transport.shm.shared_memory.THRESHOLD", 1)
+        monkeypatch.setattr("backhaul._transport.shm.host_memory.THRESHOLD", 1)
         return functools.partial(SocketEndpoint, secret=SECRET)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backhaul._transport.base import Received
-from backhaul._transport.shm import shared_memory
+from backhaul._transport.shm import host_memory
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._wire.frames import Frame
@@ -128,14 +128,14 @@ def test_a_heartbeat_does_not_write_a_long_queue(channel: SocketChannel, fast: F
 
 def test_nothing_is_counted_as_sent_while_it_is_copied(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that sees nothing of a frame has to be sent heartbeats."""
-    frame = Frame(3, 1, b"", [bytes(shared_memory.THRESHOLD)] * 5)
-    copy_into, counts = shared_memory.copy_into, []
+    frame = Frame(3, 1, b"", [bytes(host_memory.THRESHOLD)] * 5)
+    copy_into, counts = host_memory.copy_into, []
 
     def count(block: Any, buffer: Buffer) -> None:
         counts.append(line.near.bytes_sent)
         copy_into(block, buffer)
 
-    monkeypatch.setattr(shared_memory, "copy_into", count)
+    monkeypatch.setattr(host_memory, "copy_into", count)
     with Pollers(line.here), Pollers(line.there) as there:
         for sent in range(1, 50):
             before, copied = line.near.bytes_sent, len(counts)

@@ -30,7 +30,7 @@ def nap() -> None:
 
 
 def late(x: torch.Tensor) -> torch.Tensor:
-    """Double ``x`` in memory that is something else until then."""
+    """Double ``x``, in memory that holds other values until then."""
     made = torch.full_like(x, float("nan"))
     nap()
     return made.copy_(x * 2)
@@ -46,7 +46,7 @@ weights: dict[str, torch.Tensor] = {}
 
 
 def slowly(x: torch.Tensor) -> torch.Tensor:
-    """Double ``x``, late; and spoil what it was computed from, later."""
+    """Double ``x``, late; overwrite its input later."""
     nap()
     y = x * 2
     nap()
@@ -108,7 +108,7 @@ def look_up_in(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 class Pair:
-    """Two weights with hooks of all kinds, which take long."""
+    """Two weights with slow hooks of all kinds."""
 
     def __init__(self) -> None:
         self.p = torch.full((WIDE,), 2.0, device="cuda", requires_grad=True)
@@ -176,7 +176,7 @@ def parameters_of(net: bh.RRef[Any]) -> list[torch.Tensor]:
 
 
 class Recorded:
-    """Something that is done by a CUDA graph."""
+    """Work that a CUDA graph does."""
 
     def __init__(self) -> None:
         self.graph: Any = torch.cuda.CUDAGraph()

@@ -19,7 +19,7 @@ kept: dict[int, torch.Tensor] = {}
 
 
 class _Nap(torch.autograd.Function):
-    """Takes long on the way there or back, and gives out a copy in memory that was something else before."""
+    """Takes long in forward or backward, and returns a copy in memory that held other values before."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, there: int, back: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def prepare(number: int, size: int) -> None:
 def relay(
     x: torch.Tensor, to: str, number: int, naps: tuple[int, int], more: tuple[int, int], around: bool
 ) -> torch.Tensor:
-    """With ``around``, what came goes past the other worker too."""
+    """With ``around``, the value also goes through the other worker."""
     y = _Nap.apply(x, *more)  # type: ignore[no-untyped-call]
     z = bh.rpc_sync(to, far_one, args=(y, number, naps)) * 2
     return y + z if around else z
@@ -78,7 +78,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check(lot: random.Random) -> str:
-    """One round; what differed."""
+    """One round; return what differed."""
     size, steps = lot.choice(SIZES), 2
     numbers = lot.sample(range(1 << 20), 2)
     first, second = lot.sample(["worker1", "worker2"], 2)
@@ -126,7 +126,7 @@ def check(lot: random.Random) -> str:
 
 
 def run(rounds: int, seed: int) -> list[str] | None:
-    """What differed in so many rounds. On the first worker."""
+    """Run rounds on the first worker; return what differed."""
     if bh.get_worker_info().id:
         return None
     lot = random.Random(seed)

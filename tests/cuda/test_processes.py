@@ -25,12 +25,12 @@ pytestmark = [
 
 MAPS = bh.Options(device_maps={"worker0": {0: 0}, "worker1": {0: 0}})
 OPTIONS = {"no map": bh.Options(), "maps": MAPS, "staged": bh.Options(device_slot_bytes=0)}
-WAITS = {"staged": {"nothing_waits"}}  # what is staged is waited for
+WAITS = {"staged": {"nothing_waits"}}  # the host waits for staged memory
 SOON = 20.0  # seconds
 
 
 def run_all() -> dict[str, str] | None:
-    """What went wrong, by program."""
+    """The traceback of each program; empty: it passed."""
     if bh.get_worker_info().id:
         return None
     said = {}

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backhaul._rpc.node import Node
-from backhaul._transport.shm.shared_memory import ANSWER, OFFER, RETIRE
+from backhaul._transport.shm.host_memory import ANSWER, OFFER, RETIRE
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.handshake import MAGIC, VERSION, ClientHandshake, ServerHandshake
 from backhaul._wire.frames import HEADER, Frame, control_frame

@@ -32,7 +32,7 @@ from backhaul._autograd.messages import (
 from backhaul._rpc.cluster.enrollment import expect
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.node import Node
-from backhaul._transport.shm.shared_memory import OFFER
+from backhaul._transport.shm.host_memory import OFFER
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._wire.frames import Frame, FrameReader, control_frame
 from backhaul._wire.messages import TREE, Cancel, Fault, Hello, Join, Kind, Payload, Reply, Request, pack, unpack

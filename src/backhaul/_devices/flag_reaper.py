@@ -1,11 +1,12 @@
-"""Sets the flags of processes that have ended, from a process of its own.
+"""Sets the flags of processes that have ended, from a separate process.
 
-A stream may wait for a flag that another process is to set, see ``segments``. If that process is killed somebody else
-has to, and no thread of this process can be counted on: torch keeps the interpreter's lock while it waits for a device,
-be it to load a kernel or to queue one more than fit, so that a stream which waits for good may stop all of them.
+A stream may wait for a flag that another process is to set (see ``pages``). If that process is killed, somebody else
+has to set the flag, and no thread of this process can be relied on: torch holds the interpreter's lock while it waits
+for a device, for instance to load a kernel or to queue one more than fits. So a stream that waits forever may block all
+threads.
 
-What does it is this file, run as a program: it imports nothing but the standard library, learns from a socket which
-flags are whose, and ends with the process that started it.
+This file, run as a program, is that separate process. It imports the standard library only, learns from a socket which
+flags belong to which process, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from typing import NamedTuple
 
 log = logging.getLogger("backhaul")
 
-_MESSAGE = struct.Struct("=5I")  # number, process, and a span; a span without flags: it is over
+_MESSAGE = struct.Struct("=5I")  # number of the watch, process, and a span; a span without flags ends the watch
 
 
 class Span(NamedTuple):
-    """Where flags are in a file: pairs of numbers, the one that is going to be reached and the one that is."""
+    """Where the flags of one process lie in a segment. A flag is two numbers: its target, and the number reached."""
 
-    start: int
+    start: int  # offset in bytes
     flags: int  # how many
-    lost: int  # where a byte for each says whether it had to be set
+    lost: int  # offset of one byte for each flag, which says whether the flag had to be set for its process
 
 
-def settle(memory: memoryview, span: Span) -> None:
-    """Nobody is going to reach these: set them."""
+def set_flags(memory: memoryview, span: Span) -> None:
+    """Set flags that their process is never going to set."""
     words = memory.cast("I")
     for index in range(span.flags):
         place = span.start // 4 + 2 * index
         if words[place] != words[place + 1]:
             memory[span.lost + index] = 1
-            words[place + 1] = words[place]  # at once, not byte by byte
+            words[place + 1] = words[place]  # in one store, not byte by byte
 
 
 class ProcessWatch:
-    """Flags are watched as long as this is there."""
+    """Flags are watched as long as this object exists."""
 
     __slots__ = ("_number", "_process", "_socket")
 
@@ -62,7 +63,7 @@ class ProcessWatch:
 
 
 class FlagReaper:
-    """The process, as the one sees it that has it; started when there is something to watch. Thread-safe."""
+    """The separate process, as seen by the process that uses it. Starts it at the first watch. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
@@ -70,7 +71,7 @@ class FlagReaper:
         self._socket: socket.socket | None = None
 
     def watch(self, file: int, process: int, span: Span) -> ProcessWatch | None:
-        """Set flags in a file when a process has ended; None if that cannot be done."""
+        """Set flags in a file when ``process`` has ended; None if they cannot be watched."""
         with self._lock:
             number = next(self._numbers)
             message = _MESSAGE.pack(number, process, *span)
@@ -79,8 +80,8 @@ class FlagReaper:
                 socket.send_fds(ours, [message], [file])
             except OSError as error:
                 if not isinstance(error, BlockingIOError):
-                    self._close()  # to be started again next time; what it watched is watched no longer
-                log.warning("nobody lets streams go on that wait for a worker which is killed: %s", str(error))
+                    self._close()  # the next watch starts it again; earlier watches are lost
+                log.warning("cannot release streams that wait for a killed worker: %s", str(error))
                 return None
             return ProcessWatch(number, process, ours)
 
@@ -94,9 +95,9 @@ class FlagReaper:
 
 
 def _start() -> socket.socket:
-    """Run this file."""
+    """Run this file as a program."""
     if not sys.executable:
-        raise OSError("there is no interpreter to start")
+        raise OSError("sys.executable is empty, so no Python process can be started")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setblocking(False)
@@ -111,57 +112,57 @@ def _start() -> socket.socket:
     finally:
         theirs.close()
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)  # it has made another, which nobody has to wait for
+        os.waitpid(child, 0)  # it has forked the actual process, for which nobody has to wait
     return ours
 
 
 shared = FlagReaper()
-"""This process's."""
+"""The one of this process."""
 
 
 def _renew() -> None:
     global shared
-    shared = FlagReaper()  # the other is the parent's
+    shared = FlagReaper()  # the old one is the parent's
 
 
 os.register_at_fork(after_in_child=_renew)
 
 
-# In the process that is started.
+# In the separate process.
 
 
 class _Watcher:
-    def __init__(self, master: int) -> None:
+    def __init__(self, parent: int) -> None:
         self._inbox = socket.socket(fileno=0)
         self._poll = select.poll()
-        self._watched: dict[int, dict[int, tuple[memoryview, Span]]] = {}  # by process and number
-        self._processes: dict[int, int] = {}  # by descriptor
-        self._master = os.pidfd_open(master)
-        for source in (self._inbox.fileno(), self._master):
+        self._watched: dict[int, dict[int, tuple[memoryview, Span]]] = {}  # by process and number of the watch
+        self._processes: dict[int, int] = {}  # by pidfd
+        self._parent = os.pidfd_open(parent)
+        for source in (self._inbox.fileno(), self._parent):
             self._poll.register(source, select.POLLIN)
 
     def run(self) -> None:
         while True:
             ready = {source for source, _ in self._poll.poll()}
-            if self._master in ready or not self._listen():
+            if self._parent in ready or not self._receive_all():
                 return
             for source in ready & self._processes.keys():
-                self._bury(source)
+                self._set_flags_of(source)
 
-    def _listen(self) -> bool:
-        """Hear all that was said; False: there is nobody any more."""
+    def _receive_all(self) -> bool:
+        """Receive all messages that have come; False if the socket is closed."""
         while True:
             try:
-                said, files, *_ = socket.recv_fds(self._inbox, _MESSAGE.size, 1)
+                message, files, *_ = socket.recv_fds(self._inbox, _MESSAGE.size, 1)
             except BlockingIOError:
                 return True
-            if not said:
+            if not message:
                 return False
-            with contextlib.suppress(OSError, IndexError):  # no descriptor is left: the others are still watched
-                self._hear(said, files)
+            with contextlib.suppress(OSError, IndexError):  # no descriptor is left: go on with the other watches
+                self._receive(message, files)
 
-    def _hear(self, said: bytes, files: list[int]) -> None:
-        number, process, *place = _MESSAGE.unpack(said)
+    def _receive(self, message: bytes, files: list[int]) -> None:
+        number, process, *place = _MESSAGE.unpack(message)
         span = Span(*place)
         if not span.flags:
             self._watched.get(process, {}).pop(number, None)
@@ -172,16 +173,16 @@ class _Watcher:
             try:
                 source = os.pidfd_open(process)
             except ProcessLookupError:
-                settle(memory, span)
+                set_flags(memory, span)
                 return
             self._watched[process] = {}
             self._processes[source] = process
             self._poll.register(source, select.POLLIN)
         self._watched[process][number] = memory, span
 
-    def _bury(self, source: int) -> None:
+    def _set_flags_of(self, source: int) -> None:
         for memory, span in self._watched.pop(self._processes.pop(source)).values():
-            settle(memory, span)
+            set_flags(memory, span)
         self._poll.unregister(source)
         os.close(source)
 
@@ -189,9 +190,9 @@ class _Watcher:
 def _main() -> None:
     if os.fork():
         os._exit(0)
-    os.setsid()  # Ctrl-C is not meant for it
+    os.setsid()  # Ctrl-C is not meant for this process
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file that is mapped takes one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each mapped file takes a descriptor
     _Watcher(int(sys.argv[1])).run()
 
 

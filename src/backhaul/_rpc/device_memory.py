@@ -1,4 +1,7 @@
-"""What workers tell each other about shared device memory, and when it is let go. See ``cuda.segments``."""
+"""Carries the news of shared device memory between workers, and decides when unused memory is retired and freed.
+
+The memory itself, and what is told about it, is ``_devices``' business.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import functools
 import threading
 import time
 
-from backhaul._devices.links import DeviceContext, Shared
-from backhaul._devices.segments import Offer, SegmentUpdate, free_deferred
+from backhaul._devices.deferred_free import free_deferred
+from backhaul._devices.device_context import DeviceContext
+from backhaul._devices.segment_messages import Offer, SegmentUpdate
+from backhaul._devices.shared_slots import SharedSlots
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
@@ -16,115 +21,121 @@ from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
 from backhaul.errors import ProtocolError
 
-_TRIM = 10.0  # seconds between looks at what is not used
-_MOURN = 0.05, 1.0  # seconds between looks at what was given up, at first and later
+_TRIM_SECONDS = 10.0  # between two looks for segments that nobody uses
+_FREE_SECONDS = 0.05, 1.0  # between two attempts to free memory, at first and at most
+_SETTLE_SECONDS = 0.001  # between two looks whether all is computed
 
 
 class DeviceMemory:
-    """Of one worker that has devices. Thread-safe."""
+    """The shared device memory of one worker that has devices. Thread-safe."""
 
     def __init__(self, worker: Worker, peers: Peers, device_context: DeviceContext) -> None:
         self._worker = worker
         self._peers = peers
-        self._plane = device_context
-        self._trimming = False
-        self._mourning = False
-        device_context.tell = self._tell
-        device_context.mourn = self._mourn
+        self._context = device_context
+        self._slot_order = device_context.stream_order.slot_order
+        self._trimming = False  # whether the next look for unused segments is scheduled
+        self._freeing = False  # whether the next attempt to free memory is scheduled
+        device_context.send_updates = self._send_updates
+        device_context.free_soon = self._free_soon
         worker.thread_pool.prepare = device_context.stream_order.enter
-        worker.on_frame(Kind.SEGMENTS, self._on_news)
+        worker.on_frame(Kind.SEGMENTS, self._on_updates)
         worker.on_close(self._close)
         worker.counters["device_slot_bytes"] = lambda: device_context.slot_bytes
         worker.counters["cuda_usable"] = lambda: not device_context.stream_order.trouble
 
     @property
     def bytes_sent(self) -> int:
-        """How many bytes of devices have gone out that did not pass through the host."""
+        """How many bytes of devices were sent without passing through the host."""
         links = [peer.link for peer in self._peers if peer.link is not None]
-        with self._plane.counting:
+        with self._context.count_lock:
             ends = [shared for link in links for _, shared in link.shared()]
-            return self._plane.lent_before + sum(shared.lender.bytes_lent for shared in ends)
+            return self._context.bytes_lent_before + sum(shared.lender.bytes_lent for shared in ends)
 
-    def _on_news(self, channel: Channel, frame: Frame) -> Task | None:
+    def _on_updates(self, channel: Channel, frame: Frame) -> Task | None:
         peer = self._peers.of(channel)
         shared = None if peer is None or peer.link is None else peer.link.ends_of(channel)
         if shared is None:
-            raise ProtocolError("device memory from a peer with which none is shared")
-        offers = shared.hear(unpack(frame.body, SegmentUpdate).items)
-        self._mourn()
+            raise ProtocolError("the peer tells of device memory, but none is shared with it")
+        offers = shared.take_in(unpack(frame.body, SegmentUpdate).items)
+        self._free_soon()
         return functools.partial(self._open, channel, shared, offers) if offers else None
 
-    def _open(self, channel: Channel, shared: Shared, offers: list[Offer]) -> None:
+    def _open(self, channel: Channel, shared: SharedSlots, offers: list[Offer]) -> None:
         shared.open(offers)
-        self._tell(channel, shared)
+        self._send_updates(channel, shared)
         if self._worker.closed:  # meanwhile
-            self._mourn_on()
+            self._free_after_close()
         else:
-            self._mourn()
+            self._free_soon()
 
-    def _tell(self, channel: Channel, shared: Shared) -> None:
+    def _send_updates(self, channel: Channel, shared: SharedSlots) -> None:
         items = []
         while shared.news:
             try:
                 items.append(shared.news.popleft())
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has taken the last one
                 break
         if not items:
             return
         try:
             channel.send(Frame(Kind.SEGMENTS, 0, pack(SegmentUpdate(tuple(items)))), timeout=0)
         except ChannelClosedError:
-            return  # it is all forgotten with the channel
+            return  # the memory goes with the channel
         if not self._trimming and any(isinstance(item, Offer) for item in items):
             self._trimming = True
-            self._worker.thread_pool.call_at(self._worker.runtime.now() + _TRIM, self._trim)
+            self._worker.thread_pool.call_at(self._worker.runtime.now() + _TRIM_SECONDS, self._trim)
 
     def _trim(self) -> None:
+        free_deferred(self._slot_order)  # first: what is freed no longer counts in budgets
         again = False
         for peer in self._peers:
             for channel, shared in peer.link.shared() if peer.link is not None else ():
                 again |= shared.lender.trim()
-                self._tell(channel, shared)
+                self._send_updates(channel, shared)
         self._trimming = again
-        self._mourn()
+        self._free_soon()
         if again:
-            self._worker.thread_pool.call_at(self._worker.runtime.now() + _TRIM, self._trim)
+            self._worker.thread_pool.call_at(self._worker.runtime.now() + _TRIM_SECONDS, self._trim)
 
-    def _mourn(self, pause: float = _MOURN[0]) -> None:
-        if self._mourning or not free_deferred(self._plane.stream_order):
+    def _free_soon(self, pause: float = _FREE_SECONDS[0]) -> None:
+        """Free what can be freed, and try again after a pause if there is more."""
+        if self._freeing or not free_deferred(self._slot_order):
             return
-        self._mourning = True
-        self._worker.thread_pool.call_at(
-            self._worker.runtime.now() + pause, functools.partial(self._mourn_again, pause)
-        )
+        self._freeing = True
+        self._worker.thread_pool.call_at(self._worker.runtime.now() + pause, functools.partial(self._free_again, pause))
 
-    def _mourn_again(self, pause: float) -> None:
-        self._mourning = False
-        self._mourn(min(2 * pause, _MOURN[1]))
+    def _free_again(self, pause: float) -> None:
+        self._freeing = False
+        self._free_soon(min(2 * pause, _FREE_SECONDS[1]))
 
     def _close(self) -> None:
         for peer in self._peers:
             if peer.link is not None:
                 peer.link.close()
-        self._plane.close()
-        self._mourn_on()
+        self._context.close()
+        self._free_after_close()
 
-    def _mourn_on(self) -> None:
-        if free_deferred(self._plane.stream_order):  # others may have tensors of ours, or streams of ours wait for them
-            threading.Thread(target=_mourn_on, args=(self._plane,), name="backhaul-graves", daemon=True).start()
+    def _free_after_close(self) -> None:
+        """The worker's pool runs nothing more. Peers may still use memory of ours, or our streams wait for theirs, so a
+        thread of its own frees the rest.
+        """
+        if free_deferred(self._slot_order):
+            target = functools.partial(_free_all, self._context)
+            threading.Thread(target=target, name="backhaul-deferred-free", daemon=True).start()
 
     def settle(self, timeout: float) -> None:
-        """What was sent is computed before channels are closed: the process may end next."""
+        """Wait until what was sent is computed. Called before channels are closed: the process may end next."""
         shared = [shared for peer in self._peers if peer.link is not None for _, shared in peer.link.shared()]
-        over = time.monotonic() + timeout
-        while not all(one.lender.settled for one in shared) and time.monotonic() < over:
-            if self._plane.stream_order.failed():
+        deadline = time.monotonic() + timeout
+        while not all(one.lender.is_settled for one in shared) and time.monotonic() < deadline:
+            if self._context.stream_order.failed():
                 return
-            time.sleep(0.001)
+            time.sleep(_SETTLE_SECONDS)
 
 
-def _mourn_on(device_context: DeviceContext) -> None:
-    pause, longest = _MOURN
-    while free_deferred(device_context.stream_order):
+def _free_all(device_context: DeviceContext) -> None:
+    pause, longest = _FREE_SECONDS
+    while free_deferred(device_context.stream_order.slot_order):
         time.sleep(pause)
         pause = min(2 * pause, longest)

@@ -1,8 +1,8 @@
-"""What a message needs to carry tensors of a device: the ``Link`` between two workers, as the codec sees it, and what
-is done with the memory of one message on its way out and in. Knows no CUDA: any link will do, also one over CPU memory.
+"""What a message needs to carry tensors of a device: the ``Link`` between two workers, as the codec sees it, and the
+handling of the device memory of one message on its way out and in. Knows no CUDA: tests use a link over CPU memory.
 
-Device memory travels as flat stretches of bytes, in one of two ways. It is *lent*: copied into a *slot* of device
-memory that the receiver has opened, and named in the message; or *staged*: copied to the host, and put into the frame's
+Device memory travels as contiguous bytes, in one of two ways. It is *lent*: copied into a *slot* of device memory that
+the receiver has opened, and the message names the slot. Or it is *staged*: copied to the host and put into the frame's
 buffers.
 """
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from backhaul._wire.tensors.tensors import Part
 
 Slot = tuple[int, int]
-"""A segment's number and the index of a slot in it."""
+"""The number of a segment, and the index of a slot in it."""
 
 _DEVICE = re.compile(r"cuda:(0|[1-9][0-9]{0,2})")
 
 
 def is_device(name: str) -> bool:
-    """Whether ``name`` is in the form that devices have in messages."""
+    """Whether ``name`` names a device in the form that messages use."""
     return _DEVICE.fullmatch(name) is not None
 
 
 class Form(NamedTuple):
-    """How a tensor lies in its memory."""
+    """The layout of a tensor in its memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,12 +41,12 @@ class Form(NamedTuple):
 
 
 class Link(Protocol):
-    """What two workers share for device memory, as one of them sees it. Thread-safe; nothing of it waits for the peer.
+    """How device memory travels between two workers, as one of them sees it. Thread-safe; no method waits for the peer.
 
-    All that is done to tensors here is done on the current streams of the thread that calls.
+    All work on tensors is queued on the current streams of the calling thread.
 
     Attributes:
-        takes_host: Whether it takes CPU tensors as well, because they are to arrive on a device.
+        takes_host: Whether CPU tensors go through the link too, because they are to arrive on a device.
     """
 
     takes_host: bool
@@ -55,46 +55,46 @@ class Link(Protocol):
         """Whether tensors of a device go through this link."""
 
     def name(self, device: torch.device) -> str:
-        """What the peer calls the device on which a tensor of this one is to arrive; "": its CPU.
+        """The peer's name of the device on which tensors of ``device`` arrive; "": its CPU.
 
         Raises:
-            SerializationError: There is none, and what to do about it.
+            SerializationError: The tensor has no place at the peer. The error says what to do about it.
         """
 
     def device(self, name: str) -> torch.device:
-        """The device here that the peer means. Raises ``ProtocolError`` if there is none."""
+        """The device of this worker that the peer names. Raises ``ProtocolError`` if there is none."""
 
     def lend(self, flat: torch.Tensor) -> Slot | None:
-        """Copy bytes into a slot; None if there is none for them now."""
+        """Copy bytes into a slot; None if there is no slot for them now."""
 
     def lend_whole(self, tensor: torch.Tensor, nbytes: int) -> Slot | None:
-        """The same for what a tensor without holes consists of."""
+        """Copy the bytes of a tensor without gaps into a slot; None if there is no slot for them now."""
 
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy bytes to the host. Once this returns, they are there."""
+        """Copy bytes to the host. Once this returns, the copies are complete."""
 
     def borrow(self, slot: Slot, nbytes: int, device: torch.device) -> torch.Tensor:
-        """The bytes in a slot, as a tensor with a storage of its own: the slot goes back when that is gone.
+        """The bytes in a slot, as a tensor with a storage of its own. The slot goes back when that storage is gone.
 
         Raises ``ProtocolError`` unless the slot is lent, that large, on that device, and not borrowed already.
         """
 
     def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
-        """The same as a tensor of that form, which has so many bytes."""
+        """The first ``nbytes`` bytes of a slot as a tensor of that form."""
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy bytes from the host to a device, into a storage of their own."""
+        """Copy bytes from the host to a device, into a new storage."""
 
     def take_back(self, slots: Sequence[Slot]) -> None:
-        """Slots that were lent and never named to the peer are free again. Takes no lock: called by destructors."""
+        """Free slots that were lent and never named to the peer. Takes no lock: destructors call it."""
 
     def decline(self, slots: Iterable[Slot]) -> None:
-        """Slots that the peer has lent, in a message which nobody is going to read, go back to it."""
+        """Give slots back to the peer that it has lent in a message which nobody reads."""
 
 
 class Lease:
-    """The slots that one message takes with it. They go back with this, unless the message was handed to a channel:
-    from then on they are the receiver's to return.
+    """The slots that one message takes with it. They are freed with this object, unless the message was handed to a
+    channel: from then on the receiver returns them.
     """
 
     __slots__ = ("link", "sent", "slots")
@@ -105,7 +105,7 @@ class Lease:
         self.sent = False
 
     def end(self) -> None:
-        """The message is not going to be sent: its slots are free again, at once."""
+        """Free the slots at once, because the message is not going to be sent."""
         slots, self.slots = self.slots, []
         if slots and not self.sent:
             self.link.take_back(slots)
@@ -115,13 +115,13 @@ class Lease:
 
 
 def flat_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """A stretch of the storage behind a tensor, as bytes."""
+    """A part of the storage behind a tensor, as bytes."""
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
 class Shipment:
-    """Device memory of one message on its way out: what finds no slot is staged, all of it together."""
+    """Device memory of one message on its way out. Memory without a slot is staged, all of it together."""
 
     __slots__ = ("_link", "_waiting", "lease")
 
@@ -131,7 +131,7 @@ class Shipment:
         self.lease = Lease(link)
 
     def put(self, flat: torch.Tensor, name: str, buffers: list[Buffer]) -> tuple[int, Slot | None]:
-        """Put bytes into a slot, or keep a place for them among ``buffers``; which buffer, and which slot."""
+        """Put bytes into a slot, or reserve a place in ``buffers``; return the buffer's index, and the slot."""
         slot = self._link.lend(flat) if name else None
         if slot is not None:
             self.lease.slots.append(slot)
@@ -141,7 +141,7 @@ class Shipment:
         return len(buffers) - 1, None
 
     def finish(self, buffers: list[Buffer], keep: list[torch.Tensor]) -> None:
-        """Fill the places among ``buffers``."""
+        """Fill the reserved places in ``buffers``."""
         if not self._waiting:
             return
         staged = self._link.stage([flat for _, flat in self._waiting])
@@ -151,28 +151,28 @@ class Shipment:
 
 
 class Arrival:
-    """Device memory of one message that has come in. Each stretch is fetched once, whatever lies on it."""
+    """Device memory of one message that has come in. Each slot or buffer is fetched once for all tensors on it."""
 
     __slots__ = ("_fetched", "_link", "_reach")
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._reach: dict[Slot | int, tuple[int, str]] = {}  # of each stretch: size and device
+        self._reach: dict[Slot | int, tuple[int, str]] = {}  # of each slot or buffer: size and device
         self._fetched: dict[Slot | int, torch.Tensor] = {}
 
     def announce(self, key: Slot | int, nbytes: int, device: str) -> None:
-        """Something lies in the first ``nbytes`` of a slot or, with ``key`` its number, of a buffer."""
+        """A tensor uses the first ``nbytes`` of a slot or, if ``key`` is a number, of that buffer."""
         size, known = self._reach.get(key, (0, device))
         if known != device:
-            raise ProtocolError(f"one stretch of memory on both {known!r} and {device!r}")
+            raise ProtocolError(f"the message places {key} both on {known!r} and on {device!r}")
         self._reach[key] = max(size, nbytes), device
 
     def device(self, name: str) -> torch.device:
-        """The device that the peer means."""
+        """The device of this worker that the peer names."""
         return self._link.device(name)
 
     def fetch(self, key: Slot | int, buffers: Sequence[Buffer]) -> torch.Tensor:
-        """The bytes of a stretch, at the beginning of a storage of their own."""
+        """The bytes of a slot or buffer, at the beginning of a storage of their own."""
         found = self._fetched.get(key)
         if found is None:
             size, name = self._reach[key]
@@ -186,7 +186,7 @@ class Arrival:
 
 
 class TrialEncoding:
-    """Stands for another link to find out what can travel over it: nothing is copied and no slot taken."""
+    """Stands in for another link, to find out what can travel over it. Copies nothing and takes no slot."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -211,13 +211,13 @@ class TrialEncoding:
         return [torch.empty(1, dtype=torch.uint8) for _ in flats]
 
     def borrow(self, slot: Slot, nbytes: int, device: torch.device) -> torch.Tensor:
-        raise NotImplementedError("a trial receives nothing")
+        raise NotImplementedError("TrialEncoding receives nothing")
 
     def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
-        raise NotImplementedError("a trial receives nothing")
+        raise NotImplementedError("TrialEncoding receives nothing")
 
     def unstage(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        raise NotImplementedError("a trial receives nothing")
+        raise NotImplementedError("TrialEncoding receives nothing")
 
     def take_back(self, slots: Sequence[Slot]) -> None:
         """Nothing was lent."""
@@ -226,8 +226,8 @@ class TrialEncoding:
         """Nothing was borrowed."""
 
 
-class Grounded:
-    """A link for receiving only, without slots: what is staged stays on the host, to be looked at first."""
+class HostLink:
+    """A link that only receives, without slots. Staged memory stays on the host, to be checked first."""
 
     takes_host = False
 
@@ -235,7 +235,7 @@ class Grounded:
         return False
 
     def name(self, device: torch.device) -> str:
-        raise NotImplementedError("nothing is sent from here")
+        raise NotImplementedError("HostLink sends nothing")
 
     def device(self, name: str) -> torch.device:
         return torch.device("cpu")
@@ -247,10 +247,10 @@ class Grounded:
         return None
 
     def stage(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        raise NotImplementedError("nothing is sent from here")
+        raise NotImplementedError("HostLink sends nothing")
 
     def borrow(self, slot: Slot, nbytes: int, device: torch.device) -> torch.Tensor:
-        raise ProtocolError(f"slot {slot}, where no device memory is shared")
+        raise ProtocolError(f"the peer names slot {slot}, but no device memory is shared with it")
 
     def borrow_whole(self, slot: Slot, nbytes: int, device: torch.device, form: Form) -> torch.Tensor:
         return self.borrow(slot, nbytes, device)
@@ -266,7 +266,7 @@ class Grounded:
 
 
 def decline(payload: Payload, link: Link | None) -> None:
-    """A message is not going to be read: let its slots go."""
+    """Give back the slots of a message that nobody reads."""
     table = payload.tensors
     if link is not None and (table.parts or table.lent):
         slots = slots_of(table.parts) | {(segment, index) for segment, index, _ in table.lent}
@@ -275,5 +275,5 @@ def decline(payload: Payload, link: Link | None) -> None:
 
 
 def slots_of(parts: Iterable[Part]) -> set[Slot]:
-    """The slots that parts lie in."""
+    """The slots in which parts lie."""
     return {part.slot for part in parts if part.slot is not None}

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from backhaul._wire.codec import tensors_of
-from backhaul._wire.device_link import Grounded
+from backhaul._wire.device_link import HostLink
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import TREE, Payload
 from backhaul._wire.plain import MAX_DIMENSIONS, SCALARS
 from backhaul._wire.tensors.tensors import Ordinary, Part, TensorTable, dtype_named, read_record
 from backhaul.errors import ProtocolError
 
-_grounded = Grounded()
+_grounded = HostLink()
 _LAYOUTS = frozenset(("", "coo", "csr", "csc", "bsr", "bsc"))
 
 

@@ -18,7 +18,7 @@ from signal import default_int_handler
 from types import TracebackType
 from typing import Any, TypeVar
 
-from backhaul._devices.links import DeviceContext
+from backhaul._devices.device_context import DeviceContext
 from backhaul._runtime import interrupts
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.interrupts import SIGINT, getsignal

@@ -1,8 +1,8 @@
-"""Streams that find a wait which is missing: each has a vector clock, and so has every event.
+"""Fake streams that find a missing wait: each stream and each event has a vector clock.
 
-A ``Cell`` is memory. Who reads it without coming after the last write, or writes it without coming after all reads and
-writes, has found a race. Nothing is ever done of its own accord, so every wait that is left out is found; ``finish``
-lets all streams end what they have, as a device does in time.
+A ``Cell`` is memory. A stream that reads it must come after the last write, and a stream that writes it must come after
+all reads and writes; else it raises ``RaceError``. No work is ever done by itself, so every missing wait is found;
+``finish`` completes the work of all streams, as a real device does in time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Clock = dict[int, int]
 
 
 class RaceError(AssertionError):
-    """Somebody did not wait."""
+    """A stream, or the host, did not wait."""
 
 
 class FakeStream:
@@ -51,7 +51,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Recorded on streams of one device only, as CUDA's."""
+    """Recorded on streams of one device only, like an event of CUDA."""
 
     foreign = False  # whether another process records it
 
@@ -70,14 +70,14 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """A ``streams.Backend`` for threads of this process."""
+    """A ``backend.StreamBackend`` for threads of this process."""
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
         self.broken = False
         self.capture = False
         self.no_flags = False  # streams cannot write what other processes see
-        self.done: Clock = {}  # of every stream, how far it has got
+        self.done: Clock = {}  # of every stream, how much of its work is done
         self.events = 0
         self.relaxed = 0
         self.pools: set[int] = set()  # devices of which there are streams besides the default one
@@ -94,7 +94,7 @@ class FakeCuda:
         return stream
 
     def finish(self) -> None:
-        """All that was begun is done."""
+        """Complete the work of all streams."""
         for stream in self._streams:
             self.done[stream.number] = stream.now
 
@@ -113,7 +113,7 @@ class FakeCuda:
 
     def fresh(self, device: int) -> FakeStream:
         if device not in self.pools:
-            # CUDA makes no streams while one waits for what another process is to do.
+            # CUDA makes no streams while one waits for another process.
             assert not self.foreign_waits, "the first stream of a device, and one of them waits for another process"
             self.pools.add(device)
         return self._make(device)
@@ -125,7 +125,7 @@ class FakeCuda:
         self._here.__dict__.setdefault("streams", {})[stream.device] = stream
 
     def adopt(self, tensor: object, stream: FakeStream) -> None:
-        """Nothing is given away here."""
+        """The fake has no allocator that could reuse memory."""
 
     def lasting(self, stream: FakeStream) -> bool:
         return not stream.external
@@ -166,7 +166,7 @@ class Cell:
         self._reads: Clock = {}
 
     def write(self) -> None:
-        """On the calling thread's stream."""
+        """Write it on the calling thread's stream."""
         self.write_on(self._backend.current(self._device))
 
     def read(self) -> None:
@@ -203,7 +203,7 @@ class Cell:
 
 
 class Threads:
-    """Threads that do what they are told, one at a time, each with its own streams."""
+    """Threads that run what the test passes to them, one at a time, each with its own streams."""
 
     def __init__(self) -> None:
         self._boxes: dict[str, queue.SimpleQueue[Any]] = {}

@@ -1,4 +1,4 @@
-"""CPU memory and clocked events in the place of CUDA's, both ends in one process."""
+"""Fake device memory and flags, made of CPU memory and clocked events. Both ends are in one process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
+from backhaul._devices.backend import HANDLE_BYTES
 from backhaul._devices.flag_reaper import Span
-from backhaul._devices.segments import HANDLE
-from backhaul._transport.shm import shared_memory
+from backhaul._transport.shm.segments import COOKIE_BYTES, Mapping
 from backhaul._wire.device_link import Form
 from tests.unit.devices.clocks import Cell, FakeCuda, FakeEvent
 
 RemoteDevice = tuple[bytes, int]
-"""A stretch of memory, whichever end has it, and where in it."""
+"""The name of a piece of memory, the same at both ends, and an offset in it."""
 
 
-class FakeStretch:
+class FakeBlock:
     """Memory of "a device" or, with ``mapping``, of the host."""
 
     def __init__(self, ipc: FakeIpc, name: bytes, address: int, keep: object) -> None:
@@ -50,8 +50,8 @@ class FakeFlag(FakeEvent):
 
 
 class FakeIpc:
-    """Each place in memory has a ``Cell``: who writes a slot too early, or looks at it too early, has found a race.
-    Also a ``links.Memory``.
+    """Each offset of memory has a ``Cell``: a stream that writes or reads a slot too early raises ``RaceError``.
+    Also a ``backend.Memory``.
     """
 
     def __init__(self, cuda: FakeCuda) -> None:
@@ -71,43 +71,41 @@ class FakeIpc:
     def cell(self, place: RemoteDevice) -> Cell:
         return self.cells.setdefault(place, Cell(self.cuda))
 
-    def allocate(self, device: int, nbytes: int) -> FakeStretch:
+    def allocate(self, device: int, nbytes: int) -> FakeBlock:
         memory = self.empty(device, nbytes)
-        return FakeStretch(self, b"%d" % next(self._names), memory.data_ptr(), memory)
+        return FakeBlock(self, b"%d" % next(self._names), memory.data_ptr(), memory)
 
-    def export(self, memory: FakeStretch) -> bytes:
+    def export(self, memory: FakeBlock) -> bytes:
         assert isinstance(memory.keep, torch.Tensor)
-        handle = memory.name.ljust(HANDLE)
+        handle = memory.name.ljust(HANDLE_BYTES)
         self._exported[handle] = memory.keep
         return handle
 
-    def open(self, handle: bytes, device: int, nbytes: int) -> FakeStretch:
+    def open(self, handle: bytes, device: int, nbytes: int) -> FakeBlock:
         if self.refuse:
             raise RuntimeError("CUDA error: invalid device context")
         memory = self._exported[handle]
         assert len(memory) >= nbytes
-        return FakeStretch(self, handle.rstrip(), memory.data_ptr(), memory)
+        return FakeBlock(self, handle.rstrip(), memory.data_ptr(), memory)
 
-    def pin(self, mapping: shared_memory.Mapping, device: int) -> FakeStretch:
-        name = ctypes.string_at(mapping.address, shared_memory.COOKIE)
+    def pin(self, mapping: Mapping, device: int) -> FakeBlock:
+        name = ctypes.string_at(mapping.address, COOKIE_BYTES)
         if self.refuse and any(name == known for _, known in self.pins.values()):  # the other end's
             raise RuntimeError("CUDA error: invalid device context")
         self.pins[mapping.address] = mapping.size, name
-        return FakeStretch(self, name, mapping.address, mapping)
+        return FakeBlock(self, name, mapping.address, mapping)
 
-    def flag(self, pinned: FakeStretch, offset: int) -> FakeFlag:
+    def flag(self, pinned: FakeBlock, offset: int) -> FakeFlag:
         return self.flags.setdefault((pinned.name, offset), FakeFlag(self.cuda))
 
-    def view(
-        self, memory: FakeStretch, offset: int, nbytes: int, device: int, form: Form
-    ) -> tuple[torch.Tensor, object]:
+    def view(self, memory: FakeBlock, offset: int, nbytes: int, device: int, form: Form) -> tuple[torch.Tensor, object]:
         self.cell((memory.name, offset)).read_on(self.cuda.current(device))
         block = (ctypes.c_ubyte * nbytes).from_address(memory.address + offset)
         block.memory = memory  # type: ignore[attr-defined]
         return torch.frombuffer(block, dtype=form.dtype).as_strided(form.shape, form.stride), block
 
-    def copy(self, memory: FakeStretch | torch.Tensor, *args: Any) -> None:
-        """Also ``links.Memory.copy``."""
+    def copy(self, memory: FakeBlock | torch.Tensor, *args: Any) -> None:
+        """Also ``backend.Memory.copy``."""
         if self.breaks:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if isinstance(memory, torch.Tensor):
@@ -129,7 +127,7 @@ class FakeIpc:
                 return name, address - start
         return None
 
-    def copy_on_host(self, pinned: FakeStretch, offset: int, source: int, nbytes: int) -> None:
+    def copy_on_host(self, pinned: FakeBlock, offset: int, source: int, nbytes: int) -> None:
         place = self._pinned_at(source)
         assert place is not None
         self.cell(place).look()

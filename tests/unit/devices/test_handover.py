@@ -1,4 +1,4 @@
-"""Device memory between workers of one process: what was handed over is taken once, in order, or forgotten."""
+"""Device memory between workers of one process: a copy is taken once, in stream order, or dropped."""
 
 from __future__ import annotations
 

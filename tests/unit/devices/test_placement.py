@@ -1,4 +1,4 @@
-"""Where tensors arrive, for every way of saying so, and what is said when they cannot."""
+"""Where tensors arrive, for every kind of map, and the errors if they cannot arrive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def worker(name: str, count: int, device_maps: Any = None, devices: str = "auto"
 
 
 def around(one: Someone, other: Someone, device: str) -> tuple[str, str]:
-    """Where a tensor of ``one`` arrives at ``other``, and where what becomes of it there arrives."""
+    """Where a tensor of ``one`` arrives at ``other``, and where its result arrives back."""
     there = onward(one, other).target(device)
     return there, backward(other, one).target(there)
 
@@ -154,7 +154,7 @@ class TestCheck:
     def test_names(self, found: Any, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "backhaul"):
             check(worker("a", 2, {"later": found}), [worker("b", 0)])
-        assert "of worker 'a' for 'later': there is no such worker yet; there are: b" in caplog.text
+        assert "of worker 'a' for 'later': there is no worker of that name yet; known workers: b" in caplog.text
 
     def test_nothing_is_said_of_names_that_are_there(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "backhaul"):

@@ -13,7 +13,7 @@ import torch
 
 import backhaul as bh
 from backhaul._devices.cuda import device_query, driver, library, process
-from backhaul._devices.links import DeviceContext
+from backhaul._devices.device_context import DeviceContext
 from backhaul._devices.stream_order import StreamOrder
 from backhaul._rpc.node import Node
 from tests.unit.devices.clocks import FakeCuda
@@ -37,17 +37,17 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(driver, "_raw_current", fail)
     monkeypatch.setattr(driver, "_has_context", fail)
-    monkeypatch.setattr(device_query, "is_there", lambda: True)
+    monkeypatch.setattr(device_query, "has_driver", lambda: True)
     monkeypatch.setattr(process, "stream_order", None)
     monkeypatch.setattr(process, "require", lambda feature: None)  # a build without CUDA lacks its names
-    driver._asked.cache_clear()
+    driver._identities_by_query.cache_clear()
     yield monkeypatch
-    driver._asked.cache_clear()
+    driver._identities_by_query.cache_clear()
 
 
 @pytest.fixture
 def program(unstarted: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Lets another program tell which devices there are."""
+    """Make another program answer which devices there are."""
 
     def use(source: str) -> None:
         path = tmp_path / "query.py"
@@ -80,7 +80,7 @@ def test_another_process_says_what_devices_there_are(
 
 def test_without_a_driver_nobody_is_asked(program: Callable[[str], None], unstarted: pytest.MonkeyPatch) -> None:
     program("raise SystemExit(1)")
-    unstarted.setattr(device_query, "is_there", lambda: False)
+    unstarted.setattr(device_query, "has_driver", lambda: False)
     assert process.identities() == ()
 
 
@@ -99,7 +99,7 @@ def test_where_no_process_can_be_asked_torch_is(
 
 
 class FakeDriver:
-    """As NVIDIA's, for two devices."""
+    """Like NVIDIA's driver, for two devices."""
 
     code = 0
 
@@ -122,9 +122,9 @@ class FakeDriver:
 def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
-    assert device_query.look() == IDENTITIES
+    assert device_query.identities_here() == IDENTITIES
     fake.code = 100  # there are none
-    assert device_query.look() == ()
+    assert device_query.identities_here() == ()
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_the_first_tensor_of_a_device_finds_out_whether_the_devices_are_others_n
     started: list[int] = []
     unstarted.setattr(torch.cuda, "init", lambda: started.append(1))
     unstarted.setattr(torch.cuda, "is_initialized", lambda: bool(started))
-    unstarted.setattr(device_query, "look", lambda: IDENTITIES[:1])
+    unstarted.setattr(device_query, "identities_here", lambda: IDENTITIES[:1])
     driver.verify(IDENTITIES[:1])
     assert started == [1]
     with pytest.raises(RuntimeError, match=r"CUDA_VISIBLE_DEVICES before bh.init"):
@@ -170,7 +170,7 @@ def test_the_first_tensor_of_a_device_finds_out_whether_the_devices_are_others_n
 
 
 class FakeLibrary:
-    """Says that CUDA has not been started, until it is."""
+    """Says that CUDA has not been started, until the test starts it."""
 
     started = False
 
@@ -190,7 +190,7 @@ def test_what_needs_the_driver_starts_it_and_what_does_not_waits(unstarted: pyte
     stream_order = StreamOrder(cuda)
     for act in (stream_order.enter, stream_order.depart, stream_order.arrive, stream_order.mark):
         act()
-    assert not stream_order._here.relaxed
+    assert not stream_order._thread.relaxed
     unstarted.setattr(torch.cuda, "init", lambda: setattr(fake, "started", True))
     unstarted.setattr(torch.cuda, "is_initialized", lambda: fake.started)
     made.relax()
@@ -198,4 +198,4 @@ def test_what_needs_the_driver_starts_it_and_what_does_not_waits(unstarted: pyte
     unstarted.setattr(torch.cuda, "device_count", lambda: 1)
     unstarted.setattr(driver, "_has_context", lambda device: False)
     stream_order.enter()
-    assert stream_order._here.relaxed
+    assert stream_order._thread.relaxed

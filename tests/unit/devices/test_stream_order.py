@@ -1,4 +1,4 @@
-"""Every way from one thread's streams to another's has its wait: the clocks find each one that is missing."""
+"""Every path from one thread's streams to another's has its wait: the clocks find each missing one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul._devices.stream_order import StreamOrder, tensors_in
+from backhaul._devices.stream_order import StreamOrder
+from backhaul._devices.tensor_walk import tensors_in
 from tests.unit.devices.clocks import Cell, FakeCuda, FakeEvent, RaceError, Threads
 
 
@@ -26,7 +27,7 @@ def stream_order(cuda: FakeCuda) -> StreamOrder:
 
 
 class TestTheClocks:
-    """They would find what the other tests look for."""
+    """The clocks find the races that the other tests look for."""
 
     def test_a_missing_wait(self, cuda: FakeCuda, threads: Threads) -> None:
         cell = Cell(cuda)
@@ -265,7 +266,7 @@ class TestDrain:
             threads.run(name, slot.read)
         slot.read()  # on the default stream
         done, order = FakeEvent(cuda), list[str]()
-        threads.run("a", lambda: stream_order.drain(done, 0, lambda: order.append("free")))
+        threads.run("a", lambda: stream_order.slot_order.record_behind_all(done, 0, lambda: order.append("free")))
         assert order == ["free"]
         with pytest.raises(RaceError):
             slot.write_on(sender)
@@ -276,7 +277,7 @@ class TestDrain:
         for name in ("a", "b"):
             threads.run(name, stream_order.enter)
             threads.run(name, Cell(cuda).write)
-        stream_order.drain(FakeEvent(cuda), 0, lambda: None)
+        stream_order.slot_order.record_behind_all(FakeEvent(cuda), 0, lambda: None)
         assert threads.run("a", lambda: cuda.current(0)).waits == 0
         assert threads.run("b", lambda: cuda.current(0)).waits == 0
         assert cuda.default(0).waits == 0
@@ -288,7 +289,7 @@ class TestDrain:
         threads.run("a", stream_order.depart)
         stream = threads.run("a", lambda: cuda.current(0))
         stream.query = None  # gone
-        stream_order.drain(FakeEvent(cuda), 0, lambda: None)
+        stream_order.slot_order.record_behind_all(FakeEvent(cuda), 0, lambda: None)
         assert not stream_order.trouble
 
 
@@ -321,7 +322,7 @@ class TestMemory:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
         lane.query = query
-        stream_order.drain(done, 0, lambda: freed.append(1))
+        stream_order.slot_order.record_behind_all(done, 0, lambda: freed.append(1))
         assert (done.records, freed) == (0, [])
         waits = cuda.default(0).waits
         stream_order.arrive()
@@ -346,7 +347,7 @@ class TestTrouble:
         stream_order.arrive()
         stream_order.enter()
         stream_order.join(mark)
-        stream_order.drain(FakeEvent(cuda), 0, lambda: freed.append(1))
+        stream_order.slot_order.record_behind_all(FakeEvent(cuda), 0, lambda: freed.append(1))
         assert stream_order.mark() is None
         assert "device-side assert" in stream_order.trouble
         assert len(caplog.records) == 1
@@ -361,7 +362,7 @@ class TestTrouble:
         stream_order.arrive()
         assert stream_order.mark() is None
         done = FakeEvent(cuda)
-        stream_order.drain(done, 0, lambda: freed.append(1))
+        stream_order.slot_order.record_behind_all(done, 0, lambda: freed.append(1))
         assert (cuda.events, done.records, freed) == (0, 0, [])
         cuda.capture = False
         stream_order.arrive()
@@ -399,7 +400,7 @@ class TestFailures:
         stream_order.depart()
         assert stream_order.failed()
         assert "device-side assert" in stream_order.trouble
-        assert not stream_order.quiet()
+        assert not stream_order.slot_order.is_quiet()
 
     def test_a_thread_that_ends_leaves_its_streams_to_the_next(self) -> None:
         cuda = FakeCuda()

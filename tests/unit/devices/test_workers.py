@@ -1,4 +1,4 @@
-"""Workers whose tensors are all on a device: CPU memory with clocked streams in the place of CUDA. Calls and passes
+"""Workers whose tensors are all on a fake device: CPU memory with clocked streams instead of CUDA. Calls and passes
 run, in slots, handed over or staged; a slot that is written too early is found, and none is lost.
 """
 
@@ -20,10 +20,15 @@ from backhaul._autograd.forward import functions
 from backhaul._autograd.forward.functions import ContextId, MessageId
 from backhaul._autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
 from backhaul._autograd.torch_engine import run
-from backhaul._devices import borrower, handover, lender, links, segments
+from backhaul._devices import borrowing, channel_link, deferred_free, handover, lending
+from backhaul._devices import device_context as contexts
+from backhaul._devices.channel_link import hand_over
 from backhaul._devices.cuda import process
-from backhaul._devices.links import DeviceContext, DeviceLink, Member, Shared, hand_over
-from backhaul._devices.stream_order import StreamOrder, tensors_in
+from backhaul._devices.device_context import DeviceContext, Member
+from backhaul._devices.links import DeviceLink
+from backhaul._devices.shared_slots import SharedSlots
+from backhaul._devices.stream_order import StreamOrder
+from backhaul._devices.tensor_walk import tensors_in
 from backhaul._rpc.node import Node
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._wire.codec import Encoded, encode
@@ -59,7 +64,7 @@ def weight_grad(context: int) -> torch.Tensor:
 
 
 class Spoiled:
-    """Cannot be made again."""
+    """Cannot be unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
@@ -79,28 +84,28 @@ def wait_for(true: Callable[[], bool]) -> bool:
 
 
 class World:
-    """Workers over sockets that believe to be in different processes, or not."""
+    """Workers over sockets that act as if they were in different processes, or in one."""
 
     def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cuda = FakeCuda()
         self.ipc = FakeIpc(self.cuda)
         self.stream_order = StreamOrder(self.cuda)
-        self.planes: list[DeviceContext] = []
+        self.contexts: list[DeviceContext] = []
         monkeypatch.setattr(process, "stream_order", self.stream_order)
         monkeypatch.setattr(process, "identities", lambda: ("X",))
         monkeypatch.setattr(process, "start", self._start)
-        monkeypatch.setattr(links, "index_at", lambda device: 0 if device.type == "cpu" else None)
-        monkeypatch.setattr(links, "device_at", lambda index: torch.device("cpu"))
+        monkeypatch.setattr(channel_link, "index_at", lambda device: 0 if device.type == "cpu" else None)
+        monkeypatch.setattr(channel_link, "device_at", lambda index: torch.device("cpu"))
         self.kind = kind
         self.workers: list[Worker] = []
 
     def _start(self, own: Member, slot_bytes: int | None) -> DeviceContext:
         device_context = DeviceContext(own, self.ipc, self.ipc, self.stream_order, slot_bytes)
         if self.kind != "handed over":
-            links._living.clear()
+            contexts._processes.clear()
         if self.kind == "staged":
             self.ipc.refuse = True
-        self.planes.append(device_context)
+        self.contexts.append(device_context)
         return device_context
 
     @property
@@ -109,11 +114,11 @@ class World:
         return [link for link in found if link is not None]
 
     @property
-    def shared(self) -> list[Shared]:
+    def shared(self) -> list[SharedSlots]:
         return [shared for link in self.links for _, shared in link.shared()]
 
     def warm(self) -> None:
-        """Send small tensors both ways until there are slots for them: those are made meanwhile."""
+        """Send small tensors in both directions until there are slots for them: other threads make the slots."""
 
         def warm() -> bool:
             bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),))
@@ -135,16 +140,16 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         if request.param == "slots":
             made.warm()
         yield made
-        assert wait_for(lambda: not made.lent), "no slot is left"  # handlers let go of some just after their replies
+        assert wait_for(lambda: not made.lent), "no slot is left"  # handlers free some just after their replies
         bytes_lent = sum(shared.lender.bytes_lent for shared in made.shared)
         assert (bytes_lent > 0) == (request.param == "slots")
         assert not made.stream_order.trouble
-        made.cuda.finish()  # who ends waits for that
+        made.cuda.finish()  # a worker that shuts down waits for that
         assert bh.get_debug_info()["cuda_usable"]
     made.cuda.finish()
-    assert wait_for(lambda: not segments.free_deferred())
+    assert wait_for(lambda: not deferred_free.free_deferred())
     assert made.ipc.there_now == 0
-    assert [device_context.slot_bytes for device_context in made.planes] == [0, 0]
+    assert [device_context.slot_bytes for device_context in made.contexts] == [0, 0]
 
 
 def test_calls(world: World) -> None:
@@ -280,7 +285,7 @@ def test_everything_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(4):
             assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),)), -torch.ones(16))
         world.cuda.finish()
-    assert [device_context.slot_bytes for device_context in world.planes] == [0, 0]
+    assert [device_context.slot_bytes for device_context in world.contexts] == [0, 0]
 
 
 def test_who_waits_for_a_worker_that_was_killed_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,12 +296,12 @@ def test_who_waits_for_a_worker_that_was_killed_goes_on(world: World, monkeypatc
     waiting = [flag for flag in world.ipc.flags.values() if not flag.query()]
     assert waiting
     ended: list[int] = []
-    for module in (lender, borrower):
+    for module in (lending, borrowing):
         monkeypatch.setattr(module, "has_ended", lambda process, _: process in ended)
     peer = world.workers[0].part(Node).peers.find(1)
     assert peer.channel is not None
     peer.channel.abort("killed")
-    assert wait_for(lambda: bool(segments.deferred_frees))
+    assert wait_for(lambda: bool(deferred_free.deferred_frees))
     time.sleep(0.3)
     assert not any(flag.query() for flag in waiting), "nobody is known to have ended"
     ended.append(os.getpid())
@@ -332,7 +337,7 @@ def test_a_loss_is_told_though_cuda_has_failed(world: World) -> None:
     with pytest.raises(bh.PeerLostError):
         future.wait()
     world.cuda.broken = False
-    world.stream_order.trouble = ""
+    world.stream_order.streams.trouble = ""
     for _ in range(4):
         bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
 
@@ -355,15 +360,15 @@ def test_where_results_have_a_place(world: World) -> None:
 
 @pytest.mark.parametrize("shared", [0, 99, 1000])
 def test_what_is_staged_arrives_whole(world: World, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_CHUNK", 100)
-    monkeypatch.setattr(links, "_SHARED", shared)
+    monkeypatch.setattr(channel_link, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(channel_link, "_PARALLEL_BYTES", shared)
     for size in (1, 25, 26, 1001):
         x = torch.randn(size)
         assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(x,)), -x)
 
 
 class Owner:
-    """Has something on a device that its methods use."""
+    """Has a tensor on a device that its methods use."""
 
     def write(self) -> None:
         cells[0].write()
@@ -390,7 +395,7 @@ def test_methods_in_asyncio_come_after_what_was_done_before(world: World) -> Non
 
 
 class Touch(torch.autograd.Function):
-    """Its backward runs on the stream of its forward, as the engine sees to."""
+    """Its backward runs on the stream of its forward, as torch's engine arranges."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -498,9 +503,9 @@ def test_nothing_is_sent_while_a_graph_is_being_made(world: World, monkeypatch: 
     monkeypatch.setattr(world.cuda, "capturing", lambda: making and threading.get_ident() == here)
     x, lent = torch.ones(16), sum(shared.lender.bytes_lent for shared in world.shared)
     making = True
-    with pytest.raises(SerializationError, match="while a CUDA graph is being made"):
+    with pytest.raises(SerializationError, match="captures a CUDA graph"):
         bh.rpc_sync("worker1", torch.neg, args=(x,))
-    with pytest.raises(SerializationError, match="while a CUDA graph is being made"):
+    with pytest.raises(SerializationError, match="captures a CUDA graph"):
         bh.rpc_sync("worker1", torch.ones, args=(16,))
     assert bh.rpc_sync("worker1", max, args=(1, 2)) == 2
     making = False

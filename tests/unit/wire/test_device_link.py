@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backhaul._wire.codec import Encoded, decode, encode
-from backhaul._wire.device_link import Grounded, TrialEncoding, decline
+from backhaul._wire.device_link import HostLink, TrialEncoding, decline
 from backhaul._wire.messages import Payload
 from backhaul._wire.strict import check_payload
 from backhaul._wire.tensors.tensors import Part, TensorSpec, TensorTable, read_tensors
@@ -335,7 +335,7 @@ class TestWhatAPeerSays:
         encoded = depart(FakeLink(slots=1), torch.ones(2), plain=True)
         with pytest.raises(ProtocolError, match="slot"):
             check_payload(encoded.payload, encoded.buffers, 1 << 20)
-        assert Grounded().lend(torch.ones(1)) is None
+        assert HostLink().lend(torch.ones(1)) is None
 
 
 def test_cpu_tensors_do_not_see_a_link_that_does_not_take_them() -> None:

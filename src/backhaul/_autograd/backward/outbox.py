@@ -12,7 +12,7 @@ from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import Grads, Recv
 from backhaul._autograd.forward.recording import record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
-from backhaul._devices.links import ChannelLink, hand_over
+from backhaul._devices.channel_link import ChannelLink, hand_over
 from backhaul._rpc.calls.pending import check_size
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._runtime.observer import GradientKey, Observer

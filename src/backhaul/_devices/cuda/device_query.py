@@ -1,7 +1,7 @@
-"""Asks NVIDIA's driver which devices there are. Run as a program it prints them, one in a line, so that a process can
-learn of them without starting CUDA itself: once CUDA is started, processes that are forked cannot use it.
+"""Asks NVIDIA's driver which devices there are. Run as a program it prints them, one per line. So a process can find
+its devices without starting CUDA itself: once CUDA is started, forked processes cannot use it.
 
-Needs nothing but the standard library: the program starts without any other.
+Imports the standard library only, because the program starts without any other.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 import uuid
 from typing import Any
 
-_PATIENCE = 60.0  # seconds; to start the driver takes a second or two where there are many devices
+_QUERY_SECONDS = 60.0  # limit; the driver takes a second or two to start where there are many devices
 
 
-def is_there() -> bool:
-    """Whether there is a driver, which need not be in order. Starts nothing."""
+def has_driver() -> bool:
+    """Whether a driver is installed, which may not work. Starts nothing."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -25,17 +25,17 @@ def is_there() -> bool:
     return True
 
 
-def ask() -> tuple[str, ...]:
-    """What the visible devices are, by index, as another process says. Raises ``OSError`` if it does not."""
+def identities_elsewhere() -> tuple[str, ...]:
+    """The identities of the visible devices, by index, found by another process. Raises ``OSError`` if that fails."""
     if not sys.executable:
-        raise OSError("there is no interpreter to start")
+        raise OSError("sys.executable is empty, so no Python process can be started")
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE,
+            timeout=_QUERY_SECONDS,
             check=True,
         )
     except subprocess.SubprocessError as error:
@@ -43,11 +43,11 @@ def ask() -> tuple[str, ...]:
     return tuple(done.stdout.split())
 
 
-def look() -> tuple[str, ...]:
-    """The same, as this process sees it. Starts CUDA."""
+def identities_here() -> tuple[str, ...]:
+    """The identities of the visible devices, by index, found by this process. Starts CUDA."""
     cuda = ctypes.CDLL("libcuda.so.1")
     code = cuda.cuInit(0)
-    if code:  # it is not in order, and torch would find nothing either
+    if code:  # the driver does not work, and torch would find nothing either
         return ()
     count = ctypes.c_int()
     _check(cuda.cuDeviceGetCount(ctypes.byref(count)))
@@ -58,10 +58,10 @@ def _identity(cuda: Any, index: int) -> str:
     device, found = ctypes.c_int(), ctypes.create_string_buffer(16)
     _check(cuda.cuDeviceGet(ctypes.byref(device), index))
     try:
-        ask = cuda.cuDeviceGetUuid_v2  # tells parts of one device apart
+        get_uuid = cuda.cuDeviceGetUuid_v2  # tells partitions of one device apart
     except AttributeError:
-        ask = cuda.cuDeviceGetUuid
-    _check(ask(found, device))
+        get_uuid = cuda.cuDeviceGetUuid
+    _check(get_uuid(found, device))
     return str(uuid.UUID(bytes=found.raw))
 
 
@@ -71,5 +71,5 @@ def _check(code: int) -> None:
 
 
 if __name__ == "__main__":
-    print(*look(), sep="\n", flush=True)
-    os._exit(0)  # the driver takes its time to end
+    print(*identities_here(), sep="\n", flush=True)
+    os._exit(0)  # the driver would take long to shut down

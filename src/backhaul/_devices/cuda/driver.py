@@ -1,4 +1,4 @@
-"""torch.cuda as ``streams`` wants it. Imported where there is CUDA."""
+"""Streams and events: ``backend.StreamBackend`` by torch.cuda. Imported only where there is CUDA."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from backhaul._devices.backend import Key
 from backhaul._devices.cuda import device_query
 from backhaul._devices.cuda.ipc import HostFlag
 from backhaul._devices.cuda.library import Library
-from backhaul._devices.stream_order import Key
 
 log = logging.getLogger("backhaul")
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-"""Variables that say which devices a process sees, and in which order."""
+"""Environment variables that select the devices that a process sees, and their order."""
 
 _raw_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _has_context: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
@@ -27,37 +27,37 @@ _set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 
 
 def available() -> bool:
-    """Whether this process can use CUDA at all. May start CUDA, but makes no context."""
+    """Whether this process can use CUDA at all. May start CUDA, but creates no context."""
     return _raw_current is not None and torch.cuda.is_available()
 
 
 def identities() -> tuple[str, ...]:
-    """What the visible devices are, by index: equal in all processes of a host for the same piece of hardware. Does not
+    """The identities of the visible devices, by index: equal in all processes of a host for the same hardware. Does not
     start CUDA where another process can be asked.
     """
     if _raw_current is None or torch.cuda._is_in_bad_fork():
         return ()
-    if torch.version.hip is not None:  # another driver than NVIDIA's
-        return _as_torch_says()
+    if torch.version.hip is not None:  # not NVIDIA's driver
+        return _identities_by_torch()
     if torch.cuda.is_initialized():
-        return device_query.look()
-    return _asked(*map(os.environ.get, _VISIBLE))
+        return device_query.identities_here()
+    return _identities_by_query(*map(os.environ.get, _VISIBLE))
 
 
 @functools.cache
-def _asked(visible: str | None, *rest: str | None) -> tuple[str, ...]:
-    """What another process says, with these values of ``_VISIBLE``."""
-    if visible == "" or not device_query.is_there():
+def _identities_by_query(visible: str | None, *rest: str | None) -> tuple[str, ...]:
+    """The identities that another process finds, with these values of ``_VISIBLE``."""
+    if visible == "" or not device_query.has_driver():
         return ()
     try:
-        return device_query.ask()
+        return device_query.identities_elsewhere()
     except OSError as error:
-        log.debug("CUDA is started in this process: %s", error)
-        return _as_torch_says()
+        log.debug("starting CUDA in this process to find its devices: %s", error)
+        return _identities_by_torch()
 
 
 def verify(expected: Sequence[str]) -> None:
-    """Start CUDA. Raises ``RuntimeError`` if its devices are not those that others were told of."""
+    """Start CUDA. Raises ``RuntimeError`` if its devices are not those that this worker has announced to others."""
     torch.cuda.init()
     found = identities()
     if found != tuple(expected):
@@ -68,16 +68,16 @@ def verify(expected: Sequence[str]) -> None:
         )
 
 
-def _as_torch_says() -> tuple[str, ...]:
-    """Starts CUDA."""
+def _identities_by_torch() -> tuple[str, ...]:
+    """The identities that torch finds. Starts CUDA."""
     if not available():
         return ()
     found = ((index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count()))
     return tuple(str(getattr(properties, "uuid", "")) or f"?{os.getpid()}:{index}" for index, properties in found)
 
 
-class Lane:
-    """A ``streams.Stream``: torch's, with what is asked of it all the time."""
+class CudaStream:
+    """A ``backend.Stream``: torch's stream, with the attributes cached that are needed all the time."""
 
     __slots__ = ("cuda_stream", "device_index", "key", "query", "stream")
 
@@ -90,7 +90,7 @@ class Lane:
 
 
 class Driver:
-    """A ``streams.Backend``. Thread-safe. Does not start CUDA before it is asked for a stream.
+    """A ``backend.StreamBackend``. Thread-safe. Does not start CUDA before it is asked for a stream.
 
     Args:
         count: How many devices there are.
@@ -99,8 +99,8 @@ class Driver:
     def __init__(self, count: int) -> None:
         self._count = count
         self._used: list[int] = []
-        self._lanes: dict[Key, Lane] = {}  # they are few, and never end
-        self._defaults: dict[int, Lane] = {}
+        self._streams: dict[Key, CudaStream] = {}  # few, and they live as long as the process
+        self._defaults: dict[int, CudaStream] = {}
         self._library: Library | None
         try:
             self._library = Library(count)
@@ -110,31 +110,31 @@ class Driver:
     def devices(self) -> Sequence[int]:
         used = self._used
         if len(used) < self._count and torch.cuda.is_initialized():
-            # One that has no context has nothing to wait for, and asking for its streams would make one.
+            # A device without a context has nothing to wait for, and to ask for its streams would create a context.
             seen = range(min(self._count, torch.cuda.device_count()))
             found = [device for device in seen if _has_context is None or _has_context(device)]
             if len(found) > len(used):
                 self._used = used = found
         return used
 
-    def current(self, device: int) -> Lane:
-        lane = self._lanes.get((device, _raw_current(device)))
-        if lane is None:
-            lane = Lane(torch.cuda.current_stream(device))
-            if self.lasting(lane):  # else its address may be another's later
-                lane = self._lanes.setdefault(lane.key, lane)
-        return lane
+    def current(self, device: int) -> CudaStream:
+        found = self._streams.get((device, _raw_current(device)))
+        if found is None:
+            found = CudaStream(torch.cuda.current_stream(device))
+            if self.lasting(found):  # else another stream may get its address later
+                found = self._streams.setdefault(found.key, found)
+        return found
 
-    def default(self, device: int) -> Lane:
-        lane = self._defaults.get(device)
-        if lane is None:
-            lane = Lane(torch.cuda.default_stream(device))
-            lane = self._defaults.setdefault(device, self._lanes.setdefault(lane.key, lane))
-        return lane
+    def default(self, device: int) -> CudaStream:
+        found = self._defaults.get(device)
+        if found is None:
+            found = CudaStream(torch.cuda.default_stream(device))
+            found = self._defaults.setdefault(device, self._streams.setdefault(found.key, found))
+        return found
 
-    def fresh(self, device: int) -> Lane:
-        lane = Lane(torch.cuda.Stream(device))
-        return self._lanes.setdefault(lane.key, lane)
+    def fresh(self, device: int) -> CudaStream:
+        found = CudaStream(torch.cuda.Stream(device))
+        return self._streams.setdefault(found.key, found)
 
     def use(self, stream: Any) -> None:
         before, own = torch.cuda.current_device(), stream.stream
@@ -143,7 +143,7 @@ class Driver:
             torch.cuda.set_device(before)
 
     def lasting(self, stream: Any) -> bool:
-        # The default stream and torch's own, which have odd ids, are never destroyed; one from elsewhere may be.
+        # The default stream and torch's own streams, which have odd ids, are never destroyed; others may be.
         number: int = stream.stream.stream_id
         return number == 0 or number & 1 == 1
 

@@ -1,11 +1,11 @@
 """CUDA's driver, for what torch does not offer: memory and flags that two processes share.
 
-Imported where there is CUDA.
+Imported only where there is CUDA.
 
-torch's own means would be tensors and events between processes. Its tensors tie memory to files that count references,
-and stay when a process is killed; the driver's events between processes leave a file in ``/dev/shm`` also when all goes
-well. A number in host memory that a stream writes and another waits for needs neither, can be looked at without asking
-the driver, and can be set by who finds that the other process has ended.
+torch could share tensors and events between processes. But its shared tensors tie memory to files that count references
+and that remain when a process is killed; and the driver's events between processes leave a file in ``/dev/shm`` even
+when all goes well. A number in host memory that one stream writes and another waits for needs no file. The host can
+read it without the driver, and any process can set it when it finds that the writer has ended.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _TAKES: dict[str, tuple[Any, ...]] = {
 
 class _ThreadContext(threading.local):
     relaxed = False
-    bound = False  # whether the context of the only device is this thread's
+    bound = False  # whether the context of the only device is current in this thread
 
 
 class Library:
-    """Functions of the driver. What they say is wrong raises ``RuntimeError``. The first call starts CUDA.
+    """Functions of the driver. They raise ``RuntimeError`` with the driver's text. The first call starts CUDA.
 
     Args:
         count: How many devices there are.
@@ -73,47 +73,47 @@ class Library:
         self._wait = self._cuda.cuStreamWaitValue32_v2
 
     def copy(self, device: int, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy bytes from address to address, whatever is there, on a stream of ``device``."""
+        """Copy bytes from address to address, of the host or of devices, on a stream of ``device``."""
         self._on(device, self._copy, to, source, nbytes, stream)
 
     def write(self, device: int, address: int, value: int, stream: int) -> None:
-        """What the stream does next is to write a number, after making visible all that it has done."""
+        """Queue the write of a number on a stream, after all its earlier work is visible."""
         self._on(device, self._write, stream, address, value, 0)
 
     def wait(self, device: int, address: int, value: int, stream: int) -> None:
-        """What the stream does next waits until the number there is no longer behind ``value``."""
+        """Queue a wait on a stream, until the number at ``address`` is no longer behind ``value``."""
         self._on(device, self._wait, stream, address, value, 0)
 
     def allocate(self, device: int, nbytes: int) -> int:
-        """Memory of a device. Raises ``torch.OutOfMemoryError``."""
+        """Allocate memory of a device. Raises ``torch.OutOfMemoryError``."""
         return self._out(device, self._cuda.cuMemAlloc_v2, nbytes)
 
     def free(self, device: int, address: int) -> None:
-        """Give it back. Waits until the device has done all it was given."""
+        """Free memory that ``allocate`` has made. Waits until the device has done all its work."""
         self._on(device, self._cuda.cuMemFree_v2, address)
 
     def handle(self, device: int, address: int) -> bytes:
-        """How another process opens memory that ``allocate`` has made."""
+        """The handle by which another process opens memory that ``allocate`` has made."""
         made = _Handle()
         self._on(device, self._cuda.cuIpcGetMemHandle, ctypes.byref(made), address)
         return bytes(made.bytes)
 
     def open(self, device: int, handle: bytes, nbytes: int) -> int:
-        """Memory of another process, of at least that size."""
+        """Open memory of another process that has at least ``nbytes`` bytes."""
         address = self._out(device, self._cuda.cuIpcOpenMemHandle_v2, _Handle.from_buffer_copy(handle), _WITH_PEERS)
         size = ctypes.c_size_t()
         start = self._out(device, self._cuda.cuMemGetAddressRange_v2, ctypes.byref(size), address)
         if start != address or size.value < nbytes:
             self.close(device, address)
-            raise RuntimeError(f"{nbytes} bytes of device memory were offered, and there are {size.value}")
+            raise RuntimeError(f"the peer offered {nbytes} bytes of device memory, and the handle has {size.value}")
         return address
 
     def close(self, device: int, address: int) -> None:
-        """Memory of another process is not needed any more."""
+        """Close memory that ``open`` has opened."""
         self._on(device, self._cuda.cuIpcCloseMemHandle, address)
 
     def pin(self, device: int, address: int, nbytes: int) -> int:
-        """Let devices use host memory; where it is for them."""
+        """Make host memory accessible to devices; return its address for them."""
         self._on(device, self._cuda.cuMemHostRegister_v2, address, nbytes, _PORTABLE_AND_MAPPED)
         try:
             return self._out(device, self._cuda.cuMemHostGetDevicePointer_v2, address, 0)
@@ -122,11 +122,11 @@ class Library:
             raise
 
     def unpin(self, device: int, address: int) -> None:
-        """Devices do not use it any more."""
+        """Undo ``pin``."""
         self._on(device, self._cuda.cuMemHostUnregister, address)
 
     def relax(self) -> None:
-        """What the calling thread does from now on does not disturb another thread that makes a CUDA graph."""
+        """From now on the calling thread does not disturb other threads that capture a CUDA graph."""
         torch.cuda.init()
         self._here.relaxed = True
         mode = ctypes.c_int(_THREAD_LOCAL)
@@ -168,5 +168,5 @@ class Library:
             return
         text = ctypes.c_char_p()
         self._cuda.cuGetErrorString(code, ctypes.byref(text))
-        said = f"CUDA error: {(text.value or b'unknown').decode()}"
-        raise torch.OutOfMemoryError(said) if code == _OUT_OF_MEMORY else RuntimeError(said)
+        message = f"CUDA error: {(text.value or b'unknown').decode()}"
+        raise torch.OutOfMemoryError(message) if code == _OUT_OF_MEMORY else RuntimeError(message)

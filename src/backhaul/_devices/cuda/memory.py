@@ -1,4 +1,4 @@
-"""Tensors of torch's own for what is staged or changes hands. Imported where there is CUDA."""
+"""Memory of torch's allocators, for tensors that are staged or handed over. Imported only where there is CUDA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class CudaMemory:
-    """A ``links.Memory``."""
+    """A ``backend.Memory``."""
 
     def empty(self, device: int, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))

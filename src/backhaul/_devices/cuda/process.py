@@ -1,4 +1,4 @@
-"""What this process has of CUDA, if anything. Nothing here costs anything where it has none."""
+"""The CUDA state of this process, if it uses CUDA. Costs nothing in a process without CUDA."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from backhaul._torch_support import require
 from backhaul.errors import RemoteTraceback
 
 if TYPE_CHECKING:
-    from backhaul._devices.links import DeviceContext, Member
+    from backhaul._devices.device_context import DeviceContext, Member
     from backhaul._devices.stream_order import StreamOrder
 
 _warn_of_streams: Any = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
 
 stream_order: StreamOrder | None = None
-"""The order of this process's streams, from the first worker on that has devices. Streams belong to a process."""
+"""The order of this process's streams, once a worker with devices has started: streams belong to a process."""
 
 
 def _forget() -> None:
@@ -31,7 +31,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def identities() -> tuple[str, ...]:
-    """What the visible devices are, by index. Does not start CUDA, where that can be avoided."""
+    """The identities of the visible devices, by index. Does not start CUDA where that can be avoided."""
     if not torch.cuda._is_compiled():
         return ()
     from backhaul._devices.cuda import driver
@@ -43,9 +43,9 @@ def identities() -> tuple[str, ...]:
 
 
 def judge(error: BaseException, worker: str) -> None:
-    """Let an error of a device say whether the worker can go on."""
+    """Add a note to an error of a device, which says whether the worker is still usable."""
     if stream_order is None or not isinstance(error, RuntimeError) or isinstance(error.__cause__, RemoteTraceback):
-        return  # if it came from elsewhere, it has been judged there
+        return  # an error from another worker already has its note
     if stream_order.failed():
         error.add_note(
             f"CUDA has failed in the process of worker '{worker}' ({stream_order.trouble}): restart that worker"
@@ -55,23 +55,25 @@ def judge(error: BaseException, worker: str) -> None:
 
 
 def start(own: Member, slot_bytes: int | None) -> DeviceContext | None:
-    """What the links of a worker share, with so much memory of each device at most; None where it has no devices."""
+    """Make what the links of a worker share, with at most ``slot_bytes`` of each device for slots; None if it has no
+    devices.
+    """
     global stream_order
     if not own.devices:
         return None
     from backhaul._devices.cuda.driver import Driver, verify
     from backhaul._devices.cuda.ipc import CudaIpc
     from backhaul._devices.cuda.memory import CudaMemory
-    from backhaul._devices.links import DeviceContext
+    from backhaul._devices.device_context import DeviceContext
     from backhaul._devices.stream_order import StreamOrder
 
     if stream_order is None:
         stream_order = StreamOrder(Driver(len(own.devices)))
         if _warn_of_streams is not None:
-            _warn_of_streams(False)  # calls that use one parameter are on different streams here, and in order
+            _warn_of_streams(False)  # calls that use one parameter run on different streams here, in order
     try:
         ipc = None if slot_bytes == 0 else CudaIpc(len(own.devices))
-    except (OSError, AttributeError):  # another driver than NVIDIA's, or an old one
+    except (OSError, AttributeError):  # not NVIDIA's driver, or an old one
         ipc = None
     device_context = DeviceContext(own, CudaMemory(), ipc, stream_order, slot_bytes)
     device_context.verify = functools.partial(verify, own.devices)

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
-from backhaul._devices.links import DeviceLink, hand_over
+from backhaul._devices.channel_link import hand_over
+from backhaul._devices.links import DeviceLink
 from backhaul._rpc.arguments import keywords as keyword_arguments
 from backhaul._rpc.arguments import positional
 from backhaul._rpc.calls.pending import SMALL, AsyncCall, Outcome, Pending, SyncCall, check_size, discard, tell_failed

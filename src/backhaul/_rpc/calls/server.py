@@ -19,7 +19,7 @@ import torch
 
 from backhaul._devices.cuda import process
 from backhaul._devices.links import DeviceLink
-from backhaul._devices.stream_order import tensors_in
+from backhaul._devices.tensor_walk import tensors_in
 from backhaul._rpc.calls.client import PROFILE, CallClient
 from backhaul._rpc.calls.pending import SMALL, check_size, discard, fault_frame
 from backhaul._rpc.cluster.peers import Peer

@@ -1,4 +1,4 @@
-"""Copies of large buffers. Knows no slots and no channels, only memory."""
+"""Copies of large buffers. Knows memory only, no slots and no channels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from backhaul._wire.memory import Buffer, Recycler, address_of
 
-_HELD = 256 << 10  # a copy up to this size is over sooner than the interpreter could be given away
-_HELPED = 32 << 20  # from this size on others help; below, one thread is as fast, see docs/design/transport.md
-_PIECE = 4 << 20  # what a thread copies at a time
+_LOCKED_BYTES = 256 << 10  # a copy up to this size ends before another thread could take the interpreter's lock
+_PARALLEL_BYTES = 32 << 20  # from this size on helper threads copy too; below, one is as fast, see docs/design/transport.md
+_PIECE_BYTES = 4 << 20  # what a thread copies at a time
 _MAX_HELPERS = 3
 
 
 def copy_into(block: ctypes.Array[Any], buffer: Buffer) -> None:
-    """Copy ``buffer`` into ``block``, which has its size."""
+    """Copy ``buffer`` into ``block``, which has the same size."""
     size = len(block)
-    if size <= _HELD:
+    if size <= _LOCKED_BYTES:
         memoryview(block).cast("B")[:] = memoryview(buffer).cast("B")
         return
     with address_of(buffer) as source:
@@ -28,11 +28,11 @@ def copy_into(block: ctypes.Array[Any], buffer: Buffer) -> None:
 
 
 def join(parts: Sequence[Buffer], recycler: Recycler) -> Buffer:
-    """One buffer with the bytes of all ``parts``. A large one is filled without the interpreter's lock, which
-    ``bytes.join`` would keep for seconds.
+    """One buffer with the bytes of all ``parts``. A large one is filled without the interpreter's lock; ``bytes.join``
+    would hold the lock for seconds.
     """
     size = sum(map(len, parts))
-    if size <= _HELD:
+    if size <= _LOCKED_BYTES:
         return b"".join(parts)
     joined = recycler.allocate(size)
     with address_of(joined) as start:
@@ -45,31 +45,31 @@ def join(parts: Sequence[Buffer], recycler: Recycler) -> Buffer:
 
 
 def move(target: int, source: int, size: int) -> None:
-    """Copy without the interpreter's lock. When this returns or raises, no thread uses the memory any more."""
-    helpers = min(_MAX_HELPERS, len(os.sched_getaffinity(0)) - 1) if size >= _HELPED else 0
+    """Copy without the interpreter's lock. Once this returns or raises, no thread uses the memory any more."""
+    helpers = min(_MAX_HELPERS, len(os.sched_getaffinity(0)) - 1) if size >= _PARALLEL_BYTES else 0
     if helpers < 1:
         ctypes.memmove(target, source, size)
         return
-    # On a busy machine a thread may take longer to start than the whole copy does. So nobody waits for one: they take
-    # pieces while there are any, and one that comes too late finds none.
-    pieces = list(range(0, size, _PIECE))
+    # On a busy machine a helper thread may take longer to start than the whole copy takes. So nobody waits for a helper
+    # to start: helpers take pieces while there are any, and a helper that starts too late finds none.
+    pieces = list(range(0, size, _PIECE_BYTES))
 
-    def take_part() -> None:
+    def copy_pieces() -> None:
         with contextlib.suppress(IndexError):
             while True:
                 first = pieces.pop()
-                ctypes.memmove(target + first, source + first, min(_PIECE, size - first))
+                ctypes.memmove(target + first, source + first, min(_PIECE_BYTES, size - first))
 
-    def help_out(working: _thread.LockType) -> None:
+    def help_copy(working: _thread.LockType) -> None:
         with working:
-            take_part()
+            copy_pieces()
 
-    helping = [_thread.allocate_lock() for _ in range(helpers)]  # held by helpers while they may have a piece
+    helping = [_thread.allocate_lock() for _ in range(helpers)]  # a helper holds its lock while it may copy a piece
     try:
-        with contextlib.suppress(RuntimeError):  # no more threads: the interpreter ends, or there are too many
+        with contextlib.suppress(RuntimeError):  # no thread can start: the interpreter is ending, or there are too many
             for working in helping:
-                _thread.start_new_thread(help_out, (working,))
-        take_part()
+                _thread.start_new_thread(help_copy, (working,))
+        copy_pieces()
     finally:
         pieces.clear()
         for working in helping:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError, Event, Lost, Received
-from backhaul._transport.shm import shared_memory
+from backhaul._transport.shm import host_memory, segments
 from backhaul._transport.shm.copies import join
 from backhaul._transport.shm.slots import Budget
 from backhaul._transport.spin_wait import LONGEST, MAX_SPINS, SpinPolicy, offer
@@ -240,11 +240,11 @@ class SocketChannel(Channel):
     def control(self, kind: int, number: int, body: bytes) -> None:
         """See ``frames.Slots``."""
         assert self._borrower is not None
-        if kind == shared_memory.OFFER:
+        if kind == host_memory.OFFER:
             self._tell(self._borrower.offered(number, body))
-        elif kind == shared_memory.RETIRE:
+        elif kind == host_memory.RETIRE:
             self._borrower.retired(number)
-        elif kind == shared_memory.ANSWER and self._lender is not None:
+        elif kind == host_memory.ANSWER and self._lender is not None:
             self._lender.answered(number, body)
         else:
             raise ProtocolError(f"unexpected control frame of kind {kind}")
@@ -586,11 +586,11 @@ def _without(parts: Sequence[Buffer], count: int) -> list[Buffer]:
 
 def _share(
     sock: socket.socket, budget: Budget
-) -> tuple[shared_memory.HostLender | None, shared_memory.HostBorrower | None]:
+) -> tuple[host_memory.HostLender | None, host_memory.HostBorrower | None]:
     """The two ends of the channel's shared memory, where both processes are this host's and this user's."""
     if sock.family != socket.AF_UNIX:
         return None, None
     process, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if not budget.limit or user != os.geteuid() or not shared_memory.available():
-        return None, shared_memory.HostBorrower(0)
-    return shared_memory.HostLender(budget), shared_memory.HostBorrower(process)
+    if not budget.limit or user != os.geteuid() or not segments.available():
+        return None, host_memory.HostBorrower(0)
+    return host_memory.HostLender(budget), host_memory.HostBorrower(process)

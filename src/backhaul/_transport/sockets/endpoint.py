@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel, ConnectTimeoutError, Endpoint, Event
-from backhaul._transport.shm.shared_memory import default_ceiling
+from backhaul._transport.shm.segments import default_ceiling
 from backhaul._transport.shm.slots import Budget
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.channel import SocketChannel

@@ -21,7 +21,7 @@ from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import ContextId, Grads, MessageId, Recv, SendRecord, recv_of
 from backhaul._autograd.messages import PassSpec
 from backhaul._devices.cuda import process
-from backhaul._devices.stream_order import tensors_in
+from backhaul._devices.tensor_walk import tensors_in
 from tests.unit.autograd.graphs import CONTEXT, Graph
 
 SEEDS = st.integers(0, 1 << 32)

@@ -1,4 +1,4 @@
-"""What of the real thing does not need a device: views of memory that is another's."""
+"""The parts of the CUDA backend that need no device: views of memory that torch does not own."""
 
 from __future__ import annotations
 

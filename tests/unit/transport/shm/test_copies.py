@@ -1,4 +1,4 @@
-"""Copies with helpers that come in time, late, or not at all."""
+"""Copies with helper threads that start in time, late, or not at all."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SIZES = [300 * KIB, 512 * KIB, 1024 * KIB + 77, 4096 * KIB - 1]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers from half a MiB on, on four processors."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
-    monkeypatch.setattr(copies, "_HELPED", 512 * KIB)
-    monkeypatch.setattr(copies, "_PIECE", 64 * KIB)
+    monkeypatch.setattr(copies, "_PARALLEL_BYTES", 512 * KIB)
+    monkeypatch.setattr(copies, "_PIECE_BYTES", 64 * KIB)
 
 
 def copied(size: int, seed: int = 0) -> None:
-    """Copy ``size`` bytes, between others that must stay as they are."""
+    """Copy ``size`` bytes between others that must not change."""
     content = bytes((n * 7 + seed) % 251 for n in range(997)) * (size // 997 + 1)
     target = bytearray(size + 2 * KIB)
     block = (ctypes.c_ubyte * size).from_buffer(target, KIB)

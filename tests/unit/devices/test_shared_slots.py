@@ -15,10 +15,11 @@ import msgspec
 import pytest
 import torch
 
-from backhaul._devices import borrower, lender, segments
-from backhaul._devices.borrower import DeviceBorrower
-from backhaul._devices.lender import DeviceLender
-from backhaul._devices.segments import HANDLE, SMALL, Offer, Retire, SegmentReply, SegmentUpdate
+from backhaul._devices import borrowing, deferred_free, lending, pages, process_identity
+from backhaul._devices.backend import HANDLE_BYTES
+from backhaul._devices.borrowing import DeviceBorrower
+from backhaul._devices.lending import SMALL_BYTES, DeviceLender
+from backhaul._devices.segment_messages import Item, Offer, Retire, SegmentReply, SegmentUpdate
 from backhaul._devices.stream_order import StreamOrder
 from backhaul._transport.shm.slots import Budget
 from backhaul._wire.device_link import Slot
@@ -31,15 +32,15 @@ MIB = 1 << 20
 
 
 def free_deferred() -> None:
-    segments.free_deferred()  # the receiver closes what the sender lets go next
-    segments.free_deferred()
+    deferred_free.free_deferred()  # the receiver closes what the sender frees next
+    deferred_free.free_deferred()
 
 
 DEVICES = ("X", "Y")
 
 
 class Line:
-    """A lender and a borrower, joined by what they tell each other. Each has a process's streams of its own."""
+    """A lender and a borrower that exchange their messages. Each has a ``StreamOrder`` like a process of its own."""
 
     def __init__(self, limit: int = 256 * MIB, there: tuple[str, ...] = DEVICES) -> None:
         self.time = 0.0
@@ -47,15 +48,17 @@ class Line:
         self.ipc = FakeIpc(self.cuda)
         self.budgets = [Budget(limit), Budget(limit), Budget(limit)]  # the last is the host's
         self.sender, self.receiver = StreamOrder(self.cuda), StreamOrder(self.cuda)
-        self.lender = DeviceLender(self.ipc, self.sender, DEVICES, self.budgets.__getitem__, lambda: self.time)
-        self.borrower = DeviceBorrower(self.ipc, self.receiver, there)
+        self.lender = DeviceLender(
+            self.ipc, self.sender.slot_order, DEVICES, self.budgets.__getitem__, lambda: self.time
+        )
+        self.borrower = DeviceBorrower(self.ipc, self.receiver.slot_order, there)
         self.told: list[str] = []
 
     def tell(self) -> None:
         while self.lender.news:
             self._tell(self.lender.news.popleft())
 
-    def _tell(self, item: segments.Item) -> None:
+    def _tell(self, item: Item) -> None:
         (item,) = unpack(pack(SegmentUpdate((item,))), SegmentUpdate).items
         self.told.append(type(item).__name__)
         if isinstance(item, Offer):
@@ -94,9 +97,9 @@ def line() -> Iterator[Line]:
     assert not made.ipc.there_now, "everything is closed in the end"
 
 
-@pytest.fixture(params=[64, 4 * SMALL], ids=["host", "device"])
+@pytest.fixture(params=[64, 4 * SMALL_BYTES], ids=["host", "device"])
 def size(request: pytest.FixtureRequest) -> int:
-    """Bytes: where they lie depends on that."""
+    """Bytes of a tensor. The size decides whether its slot lies on the host or on the device."""
     found: int = request.param
     return found
 
@@ -213,7 +216,7 @@ class TestOrder:
             mark = threads.run("a", line.receiver.mark)
             threads.run("b", lambda mark=mark: line.receiver.join(mark))
             threads.run("b", cell.read)
-            threads.run("c", box.clear)  # the last reference goes elsewhere
+            threads.run("c", box.clear)  # another thread drops the last reference
             assert line.lender.lent == 0
 
     def test_from_one_device_to_another(self, line: Line, size: int, threads: Threads) -> None:
@@ -312,12 +315,12 @@ class TestEnds:
         slot = line.lend(size)
         assert slot is not None
         held = line.borrower.borrow(slot, size, 0)
-        line.borrower._segments.clear()  # without a word
+        line.borrower._segments.clear()  # without telling the sender
         line.lender.close()
         line.cuda.finish()
         free_deferred()
         there = line.ipc.there_now
-        monkeypatch.setattr(lender, "has_ended", lambda process, _: process == os.getpid())
+        monkeypatch.setattr(lending, "has_ended", lambda process, _: process == os.getpid())
         free_deferred()
         assert line.ipc.there_now < there
         del held
@@ -334,7 +337,7 @@ class TestEnds:
         line.borrower.close()
         free_deferred()
         assert not ready[0].query()
-        monkeypatch.setattr(borrower, "has_ended", lambda process, _: process == os.getpid())
+        monkeypatch.setattr(borrowing, "has_ended", lambda process, _: process == os.getpid())
         free_deferred()
         assert ready[0].query(), "whoever waits for it goes on"
         assert "before 1 tensors" in caplog.text
@@ -362,7 +365,7 @@ class TestEnds:
         count = len(line.borrower._segments[1].taken)
         assert {watch.process for watch in line.ipc.watches} == {os.getpid()}
         spans = [watch.span for watch in line.ipc.watches]
-        assert sorted(spans) == [segments.span_of_ready(count), segments.span_of_done(count)]
+        assert sorted(spans) == [pages.span_of_ready(count), pages.span_of_done(count)]
         line.close()
         assert not line.ipc.watches
 
@@ -392,25 +395,26 @@ class TestEnds:
         there = line.ipc.there_now
         assert there == 4, "pages and memory, at both ends"
         line.borrower.close()
-        segments.free_deferred()
+        deferred_free.free_deferred()
         assert line.ipc.there_now == 2, "the receiver's go first"
-        segments.free_deferred()
+        deferred_free.free_deferred()
         assert line.ipc.there_now == 0
 
     def test_processes_that_have_ended(self) -> None:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        life = segments.identity_of(process.pid)
-        assert not segments.has_ended(process.pid, life)
-        assert segments.has_ended(process.pid, life - 1), "another had its number before"
+        life = process_identity.identity_of(process.pid)
+        assert not process_identity.has_ended(process.pid, life)
+        assert process_identity.has_ended(process.pid, life - 1), "another had its number before"
         assert process.stdin is not None
         process.stdin.close()
         deadline = time.monotonic() + 60
-        while not segments.has_ended(process.pid, life) and time.monotonic() < deadline:  # nobody has waited for it yet
+        # Nobody has waited for the process yet: it is a zombie.
+        while not process_identity.has_ended(process.pid, life) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert segments.has_ended(process.pid, life)
+        assert process_identity.has_ended(process.pid, life)
         process.wait()
-        assert segments.has_ended(process.pid, life)
-        assert not segments.has_ended(os.getpid(), segments.identity_of(os.getpid()))
+        assert process_identity.has_ended(process.pid, life)
+        assert not process_identity.has_ended(os.getpid(), process_identity.identity_of(os.getpid()))
 
     def test_a_lost_channel_forgets_everything(self, line: Line, size: int) -> None:
         line.warm(size)
@@ -502,7 +506,7 @@ class TestEnds:
 
 
 def offer(**changes: object) -> Offer:
-    made = Offer(1, "X", 4096, 2, bytes(HANDLE), os.getpid(), 0, bytes(16))
+    made = Offer(1, "X", 4096, 2, bytes(HANDLE_BYTES), os.getpid(), 0, bytes(16))
     return msgspec.structs.replace(made, **changes)
 
 

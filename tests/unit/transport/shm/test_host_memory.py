@@ -1,4 +1,4 @@
-"""Both ends of the data plane within one process: buffers in, buffers out, and what a peer must not do."""
+"""Both ends of shared host memory in one process: buffers in, buffers out, and what a peer must not do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul._transport.shm import shared_memory
-from backhaul._transport.shm.shared_memory import THRESHOLD, HostBorrower, HostLender
+from backhaul._transport.shm import host_memory, leases
+from backhaul._transport.shm.host_memory import THRESHOLD, HostBorrower, HostLender
 from backhaul._transport.shm.slots import Budget
 from backhaul._wire.frames import HEADER, MAGIC, VERSION, Frame, FrameReader, control_frame
 from backhaul.errors import ProtocolError
@@ -31,7 +31,7 @@ PLACES = [0, 1, 1 << 32, 1 << 32 | 1, 1 << 32 | 4, 2 << 32, (1 << 64) - 1]
 
 
 class Line:
-    """A lender and a borrower, joined by what they tell each other."""
+    """A lender and a borrower that exchange their control frames."""
 
     def __init__(self, limit: int = 256 * MIB, process: int | None = None, frame_limit: int = 1 << 30) -> None:
         self.budget = Budget(limit)
@@ -46,9 +46,9 @@ class Line:
 
     def control(self, kind: int, number: int, body: bytes) -> None:
         self.told.append(kind)
-        if kind == shared_memory.OFFER:
+        if kind == host_memory.OFFER:
             feed(self.back, self.borrower.offered(number, body))
-        elif kind == shared_memory.ANSWER:
+        elif kind == host_memory.ANSWER:
             self.lender.answered(number, body)
         else:
             self.borrower.retired(number)
@@ -199,13 +199,13 @@ def test_no_descriptor_is_kept(line: Line) -> None:
 def test_unused_segments_go_at_both_ends(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     line.warm(32 * MIB)
     (held,) = line.carry(noise(32 * MIB))
-    monkeypatch.setattr("backhaul._transport.shm.slots._LINGER", 0.0)
+    monkeypatch.setattr("backhaul._transport.shm.slots._UNUSED_SECONDS", 0.0)
     assert line.lender.trim()
     assert line.lender.lent == 1
     del held
     assert not line.lender.trim()
     line.tell()
-    assert line.told[-1] == shared_memory.RETIRE
+    assert line.told[-1] == host_memory.RETIRE
     assert line.budget.used == 0
     assert line.borrower._segments == {}
     line.warm(32 * MIB)
@@ -216,7 +216,7 @@ def test_a_receiver_that_cannot_map_is_left_alone(line: Line) -> None:
     line.borrower = HostBorrower(0)
     for seed in range(5):
         assert bytes(*line.carry(noise(MIB, seed))) == noise(MIB, seed)
-    assert line.told == [shared_memory.OFFER, shared_memory.ANSWER]
+    assert line.told == [host_memory.OFFER, host_memory.ANSWER]
     assert line.budget.used == 0
 
 
@@ -237,6 +237,22 @@ def test_without_memory_there_is_none(line: Line, monkeypatch: pytest.MonkeyPatc
     line.warm(MIB)
     assert line.lender.bytes_lent == 0
     assert line.budget.used == 0
+
+
+def test_a_channel_that_is_lost_while_memory_is_allocated(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, before = line.lender._memory.create, set(os.listdir("/proc/self/fd"))
+
+    def lose(*args: Any) -> Any:
+        made = create(*args)
+        line.lender._closed = True  # ``close`` did not wait for the lock any longer
+        return made
+
+    monkeypatch.setattr(line.lender._memory, "create", lose)
+    line.lender.lend([bytes(MIB)])
+    line.lender.lend([bytes(MIB)])
+    assert not line.lender.news
+    assert line.budget.used == 0
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 # What a peer must not do.
@@ -317,7 +333,7 @@ def test_what_is_no_segment_is_not_mapped(wrong: str, tmp_path: Any) -> None:
     try:
         fd = {"missing": 1 << 20, "negative": -1}.get(wrong, ends[0])
         answer = HostBorrower(os.getpid()).offered(1, offer.pack(fd, 1, 4096, cookie))
-        assert answer == control_frame(shared_memory.ANSWER, 1, b"\0")
+        assert answer == control_frame(host_memory.ANSWER, 1, b"\0")
     finally:
         for end in ends:
             os.close(end)
@@ -345,7 +361,7 @@ def test_answers_to_no_offer_are_refused(line: Line, number: int, body: bytes) -
 def test_an_answer_that_comes_twice_counts_once(line: Line, busy: bool) -> None:
     line.lender.lend([bytes(MIB)])
     line.lender.lend([bytes(MIB)])
-    if busy:  # another thread is in the pool: answers are noted, and looked at later
+    if busy:  # another thread holds the lock: answers are queued
         with line.lender._lock:
             line.tell()
             line.lender.answered(1, b"\0")
@@ -359,10 +375,11 @@ def test_an_answer_that_comes_twice_counts_once(line: Line, busy: bool) -> None:
 
 
 def test_a_segment_cannot_be_cut_short(line: Line) -> None:
-    """Or whoever reads it would be killed."""
+    """A process that reads beyond the end of a mapped file is killed."""
     line.lender.lend([bytes(MIB)])
     line.lender.lend([bytes(MIB)])
-    (fd,) = line.lender._descriptors.values()
+    (segment,) = line.lender._segments.values()
+    fd = segment.memory._descriptor
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
@@ -436,9 +453,9 @@ def test_a_forked_child_has_memory_of_its_own(line: Line) -> None:
 def test_what_ends_during_a_fork_comes_back_after_it(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     line.warm(MIB)
     held = line.carry(noise(MIB))
-    shared_memory._forks._before()
+    leases.fork_guard.before()
     held.clear()
     assert line.lender.lent == 1
-    monkeypatch.setattr(shared_memory, "_FORK_PATIENCE", 0.0)
-    shared_memory._forks._in_parent()
+    monkeypatch.setattr(leases, "_FORK_SECONDS", 0.0)
+    leases.fork_guard.in_parent()
     assert line.lender.lent == 0
