@@ -12,7 +12,7 @@ from typing import Any
 from backhaul._wire.memory import Buffer, Recycler, address_of
 
 _LOCKED_BYTES = 256 << 10  # a copy up to this size ends before another thread could take the interpreter's lock
-_PARALLEL_BYTES = 32 << 20  # from this size on helper threads copy too; below, one is as fast, see docs/design/transport.md
+_PARALLEL_BYTES = 32 << 20  # from this size on helper threads copy too, see docs/design/transport.md
 _PIECE_BYTES = 4 << 20  # what a thread copies at a time
 _MAX_HELPERS = 3
 
