@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul._autograd.failure import recovery
+from backhaul._autograd.failure.replay_member import ReplayMember
 from backhaul._autograd.messages import AutogradKind
 from backhaul._sim.cluster import SimCluster
 from backhaul._sim.endpoints import SimChannel
@@ -542,9 +542,9 @@ def test_what_is_run_again_calls_the_worker_it_is_run_for(cluster: SimCluster) -
 def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster) -> None:
     """The second that takes its place gets its state too, before anything is run there."""
     again: list[str] = []
-    repeat = recovery.Recovery.repeat
+    repeat = ReplayMember.repeat
 
-    def strike(self: recovery.Recovery, context: int, place: tuple[int, ...], to: int, incarnation: str) -> None:
+    def strike(self: ReplayMember, context: int, place: tuple[int, ...], to: int, incarnation: str) -> None:
         if not again:
             again.append("worker1")
             cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
@@ -560,11 +560,11 @@ def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster
         replace("worker1")
         return call("worker1", x, [])
 
-    recovery.Recovery.repeat = strike  # type: ignore[method-assign]
+    ReplayMember.repeat = strike  # type: ignore[method-assign]
     try:
         expect_the_same_if_replaced(cluster, program)
     finally:
-        recovery.Recovery.repeat = repeat  # type: ignore[method-assign]
+        ReplayMember.repeat = repeat  # type: ignore[method-assign]
     assert again
 
 
@@ -590,7 +590,7 @@ def test_a_restore_that_fails_says_what_it_was(cluster: SimCluster, what: str) -
 
     with pytest.raises(KeyError, match="no checkpoint") as caught:
         cluster.run("worker0", program).result()
-    assert "in the restore of a replay on worker 'worker1'" in "\n".join(caught.value.__notes__)
+    assert "raised by Replay.restore on worker 'worker1'" in "\n".join(caught.value.__notes__)
 
 
 def test_references_are_refused(cluster: SimCluster) -> None:
