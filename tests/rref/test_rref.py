@@ -21,7 +21,7 @@ import torch
 import backhaul as bh
 from backhaul._rpc.calls import server
 from backhaul._rpc.node import Node
-from backhaul._rref import registry
+from backhaul._rref import notice_sender
 from backhaul._rref.registry import RRefRegistry
 from backhaul._transport.inproc import InprocEndpoint
 from backhaul._transport.sockets.endpoint import SocketEndpoint
@@ -425,7 +425,7 @@ def test_arguments_are_counted_as_the_user_does(workers: Any) -> None:
             bh.remote(1, torch.add, args=(1, threading.Lock()))
         assert caught.value.path == "args[1]"
     for worker in workers:
-        assert not worker.part(RRefRegistry)._owned._early
+        assert not worker.part(RRefRegistry).owned._table._released_early
 
 
 def test_a_call_that_was_not_sent_leaves_nothing_behind(workers: Any) -> None:
@@ -436,17 +436,17 @@ def test_a_call_that_was_not_sent_leaves_nothing_behind(workers: Any) -> None:
             bh.rpc_sync(2, give_back, args=(bh.remote(owner, Counter),))
 
 
-def test_news_that_are_lost_again_and_again(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices_that_are_lost_again_and_again(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that follow are not read before them, so they bring them along."""
-    monkeypatch.setattr(registry, "_TRIES", 5)
+    monkeypatch.setattr(notice_sender, "MAX_TRIES", 5)
     rref = bh.remote(1, Counter)
     rref.to_here()
     rrefs = workers[0].part(RRefRegistry)
-    faults = Faults(lambda pending: ["news" if "take_news" in pending.label else ""], lose={"news"}, times=5)
+    faults = Faults(lambda pending: ["notice" if "take_notices" in pending.label else ""], lose={"notice"}, times=5)
     faults.install(workers[0].part(Node).client)
     del rref
     gc.collect()
-    eventually(lambda: any(outbox._idle for outbox in rrefs._outboxes.values()))
+    eventually(lambda: any(outbox._undelivered for outbox in rrefs.notices._outboxes.values()))
     for _ in range(5):
         bh.remote(1, Counter).to_here()
 

@@ -131,7 +131,7 @@ def test_a_reference_whose_owner_is_restarted_on_its_way() -> None:
             with pytest.raises(bh.PeerLostError, match=r"value is gone.*'worker1' was restarted") as caught:
                 cluster.run("worker0", call).result()
             assert caught.value.worker == "worker1"
-        held._rrefs._orphans.clear()  # as with one who has not heard of it yet
+        held._rrefs.held._orphans.clear()  # as with one who has not heard of it yet
         with pytest.raises(bh.PeerLostError, match=r"value is gone.*'worker1' was restarted"):
             cluster.run("worker0", held.to_here).result()
         with pytest.raises(bh.PeerLostError, match="'worker1' was restarted"):
@@ -183,7 +183,7 @@ def test_a_value_that_is_made_by_the_one_who_took_the_place_of_its_owner(caplog:
             rref = bh.remote("worker1", dict, timeout=30.0, retry=retry)
             assert rref._created is not None
             rref._created.wait()
-            return rref.to_here(), rref.rpc_sync().__len__(), rref._life[1]
+            return rref.to_here(), rref.rpc_sync().__len__(), rref._identity[1]
 
         cluster.crash("worker1")
         found = cluster.run("worker0", program)
