@@ -252,5 +252,5 @@ def test_nothing_is_added_to_it() -> None:
             getattr(there, method)(*args)
     with pytest.raises(ValueError, match="register_parameter"):
         there.x = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match="boolean"):
+    with pytest.raises(ValueError, match="mode must be a bool"):
         there.train(1)  # type: ignore[arg-type]
