@@ -20,8 +20,8 @@ import torch
 import backhaul as bh
 from backhaul._autograd.backward.engine import Engine
 from backhaul._autograd.container import Container
-from backhaul._autograd.forward.functions import ContextId, MessageId
 from backhaul._autograd.forward.recording import ForwardRecorder, current_scope
+from backhaul._autograd.ids import ContextId, MessageId, split
 from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, Release
 from backhaul._transport.inproc import InprocChannel
 from backhaul._wire.codec import encode
@@ -400,7 +400,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[tuple[int, 
     def count(self: Container, number: int) -> Any:
         context = pop(self, number)
         if context is not None:
-            found[self._worker, number] += 1
+            found[split(self.new_message())[0], number] += 1
         return context
 
     monkeypatch.setattr(Container, "pop", count)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from backhaul._autograd.forward.functions import ROOTS, ContextId, MessageId
+from backhaul._autograd.ids import ROOTS, ContextId, MessageId
 from backhaul._wire.messages import Fault, Payload, prepare
 from backhaul._wire.plain import register
 

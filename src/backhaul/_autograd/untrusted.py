@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
-from backhaul._autograd.container import Container, split
+from backhaul._autograd.container import Container
 from backhaul._autograd.forward.recording import UNRECORDED, ForwardRecorder
+from backhaul._autograd.ids import split
 from backhaul._autograd.messages import Abort, AutogradKind, AutogradNote, Gradients, Know, Release, Report
 from backhaul._autograd.plan.termination import Summary
 from backhaul._rpc.cluster.peers import Peer

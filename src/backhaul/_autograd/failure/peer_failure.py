@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from backhaul._autograd.backward.driver import PassDriver
 from backhaul._autograd.backward.local_pass import LocalPass
-from backhaul._autograd.container import split
+from backhaul._autograd.ids import split
 from backhaul._autograd.messages import AutogradKind, Know, Release, Report
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._transport.base import Channel, ChannelClosedError

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from backhaul._autograd.container import split
 from backhaul._autograd.context import Context
 from backhaul._autograd.failure.lost_calls import LostCalls
 from backhaul._autograd.failure.member_calls import MemberCalls
@@ -28,6 +27,7 @@ from backhaul._autograd.failure.replay import Replay, ReplayLog
 from backhaul._autograd.failure.replay_member import ReplayMember
 from backhaul._autograd.failure.replayed_passes import ReplayedPasses
 from backhaul._autograd.failure.share_recovery import ShareRecovery
+from backhaul._autograd.ids import split
 from backhaul._worker.worker import current_worker
 
 if TYPE_CHECKING:

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backhaul._autograd.forward.functions import ROOTS, MessageId
+from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import AutogradNote
 from backhaul._runtime.runtime import Lock
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Request, pack, unpack
 
 if TYPE_CHECKING:
-    from backhaul._autograd.context import Context, Snapshot
+    from backhaul._autograd.context import Context
+    from backhaul._autograd.gradient_table import Snapshot
     from backhaul._rpc.cluster.peers import Peer
 
 Place = tuple[int, ...]

@@ -9,36 +9,24 @@ their order are the same in every run.
 from __future__ import annotations
 
 import contextvars
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 
-from backhaul._autograd.container import Container, split
+from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.failure.replay import ReplayEntry
-from backhaul._autograd.forward.functions import (
-    NO_CONTEXT,
-    ROOTS,
-    ContextId,
-    MessageId,
-    Recv,
-    SendRecord,
-    apart,
-    receive,
-    receive_one,
-    receive_outside,
-    receive_wrapper,
-)
+from backhaul._autograd.forward.functions import receive_outside, record_recv, record_send
+from backhaul._autograd.ids import NO_CONTEXT, ROOTS, ContextId, MessageId, split
 from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine import anomaly
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._wire.codec import Encoded
 from backhaul._wire.messages import pack, unpack
-from backhaul._wire.tensors.subclasses import TensorList, detached
+from backhaul._wire.tensors.subclasses import detached
 from backhaul._worker import deadlines
 from backhaul._worker.worker import Worker
 from backhaul.errors import SerializationError
@@ -47,8 +35,6 @@ _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_
 
 carried: Callable[[], Scope | None] | None = None
 """Finds the current scope where context variables do not reach; see ``jit.threads``."""
-
-_FIRST = (0,)
 
 _NO_GRAD = object()
 """Kept of a call made under ``no_grad``: its result needs no gradient, as that of any operation there."""
@@ -107,61 +93,6 @@ def enter(scope: Scope | None) -> contextvars.Token[Scope | None]:
 def leave(token: contextvars.Token[Scope | None]) -> None:
     """Undo ``enter``."""
     _scope.reset(token)
-
-
-def record_send(
-    container: Container,
-    context: Context,
-    to: int,
-    tensors: Sequence[torch.Tensor],
-    *,
-    place: tuple[int, ...],
-    born_in: tuple[int, int] | None = None,
-    message: MessageId = ROOTS,
-    replied: bool = False,
-) -> AutogradNote | None:
-    """Keep the sending end of a message; return the note that goes with it, None if the context has been released."""
-    positions: tuple[int, ...] = ()
-    if len(tensors) == 1:  # most often
-        recorded = tensors
-        if tensors[0].requires_grad:
-            positions = _FIRST
-    elif tensors:
-        positions = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
-        recorded = [tensors[index] for index in positions]
-    if not positions:
-        return AutogradNote(context.id, ROOTS, positions, place) if context.know(to) else None
-    message = message or container.new_message()
-    record = SendRecord(message, to, recorded, place, born_in=born_in, replied=replied)
-    return AutogradNote(context.id, message, positions, place) if context.add_send(record) else None
-
-
-def record_recv(
-    context: Context, sender: int, note: AutogradNote, tensors: list[torch.Tensor], *, replied: bool = False
-) -> list[torch.Tensor]:
-    """Keep the receiving end of a message; return the tensors as parts of the graph."""
-    message = note.message
-    if not message:
-        context.know(sender)
-        return tensors
-    recv = Recv(message, sender, note.order, replied, context.id)
-    context.add_recv(recv)
-    if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
-        return receive_one(recv, tensors[0])
-    positions = [position for position in note.positions if position < len(tensors)]
-    others = [place for place in range(len(tensors)) if place not in positions]
-    recorded = list(tensors)
-    if isinstance(tensors, TensorList):  # wrappers are made of some of the others, and are not to share memory either
-        recorded = TensorList(tensors, 0)
-        for place, tensor in zip(others, apart([tensors[place] for place in others], ()), strict=True):
-            recorded[place] = tensor
-    made = receive(recv, [tensors[place] for place in positions], [recorded[place] for place in others])
-    for position, tensor in zip(positions, made, strict=True):
-        recorded[position] = tensor
-    if isinstance(recorded, TensorList):
-        recorded.attach = functools.partial(receive_wrapper, recv, len(made))
-        recv.count = len(note.positions)
-    return recorded
 
 
 def _lost_gradient(encoded: Encoded, context: Context) -> SerializationError:
