@@ -1,4 +1,4 @@
-"""A RemoteModule in the hands of several workers."""
+"""One remote module used by several workers."""
 
 from __future__ import annotations
 

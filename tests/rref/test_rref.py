@@ -1,4 +1,4 @@
-"""References on real workers: what they give, where they travel, and when values end."""
+"""References on real workers: what they return, where they travel, and when values are dropped."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def counts(workers: Sequence[bh.Worker]) -> list[tuple[int, int]]:
 
 @pytest.fixture(params=["inproc", "sockets"])
 def workers(request: pytest.FixtureRequest) -> Iterator[Sequence[bh.Worker]]:
-    """Three of them; in the end no reference may be left."""
+    """Three workers. After the test no reference may be left."""
     with bh.cluster(3, endpoints=InprocEndpoint if request.param == "inproc" else sockets) as made:
         yield made
         eventually(lambda: counts(made) == [(0, 0)] * 3)  # exceptions hold frames, which hold references
 
 
 class Counter:
-    """Lives on some worker."""
+    """A value on some worker."""
 
     def __init__(self, start: int = 0) -> None:
         self.count = start
@@ -189,7 +189,7 @@ def pass_around(rref: bh.RRef[Any], left: int) -> bh.RRef[Any]:
 
 
 def test_many_ways_at_once(workers: Any) -> None:
-    """Handles die on all workers all the time; the value does not."""
+    """Handles are deleted on all workers all the time; the value stays."""
     rref = bh.remote(1, Counter)
     calls = [bh.rpc_async(n % 3, pass_around, args=(rref, n % 7)) for n in range(150)]
     copies = bh.wait_all(calls)
@@ -437,7 +437,7 @@ def test_a_call_that_was_not_sent_leaves_nothing_behind(workers: Any) -> None:
 
 
 def test_notices_that_are_lost_again_and_again(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that follow are not read before them, so they bring them along."""
+    """The owner applies no later notice before the lost ones, so later notices carry them."""
     monkeypatch.setattr(notice_sender, "MAX_TRIES", 5)
     rref = bh.remote(1, Counter)
     rref.to_here()
@@ -494,7 +494,7 @@ def test_a_holder_that_dies_without_a_word(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_cluster_that_is_never_left() -> None:
-    """As in a notebook: the interpreter ends all the same."""
+    """As in a notebook: the interpreter must still exit."""
     program = "import backhaul as bh; c = bh.cluster(2); c.__enter__(); r = bh.remote(1, dict); print(r.to_here())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "{}\n"
@@ -522,9 +522,9 @@ def test_what_goes_to_a_function_that_is_not_there_is_let_go(
 
 @pytest.mark.parametrize("reason", [bh.CallTimeoutError, bh.PeerLostError])
 def test_an_error_does_not_keep_what_its_caller_held(workers: Any, reason: type[bh.BackhaulError]) -> None:
-    """Until the next collection: so long another worker would keep a value for it."""
+    """Otherwise it would live until the next garbage collection, and another worker would keep the value."""
     gates["forgotten"] = threading.Event()
-    with bh.context(replay=True):  # from now on somebody looks at calls that were lost
+    with bh.context(replay=True):  # from now on a hook sees calls that lost their worker
         bh.rpc_sync("worker1", torch.add, args=(torch.ones(1, requires_grad=True), 1))
 
     def lose() -> None:

@@ -55,7 +55,7 @@ def relay(
         if target.done():
             return
         error = done._failure() if isinstance(done, Future) else None
-        if error is None:  # an error is not raised here: it would collect the frames of whoever completed the source
+        if error is None:  # an error is not raised here: it would collect the frames of the completing thread
             try:
                 value = done.value() if change is None else change(done.value())
             except BaseException as raised:

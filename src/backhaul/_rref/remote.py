@@ -29,8 +29,8 @@ from backhaul._worker import deadlines
 from backhaul.errors import LimitError, PermissionDeniedError, SerializationError
 
 T = TypeVar("T")
-_NOT_TAKEN = (SerializationError, LimitError, PermissionDeniedError)  # the function was not run
-_OURS = 7  # arguments of ``create`` that are not the user's
+_REFUSED = (SerializationError, LimitError, PermissionDeniedError)  # the owner did not run the function
+_OWN_ARGUMENTS = 7  # arguments of ``create`` before those of the user
 
 
 def _extend(node: Node) -> None:
@@ -185,7 +185,7 @@ class _Creation:
         calls that use the value are under way already, or come from workers that got the reference.
         """
         error = created._failure()
-        if not isinstance(error, _NOT_TAKEN):
+        if not isinstance(error, _REFUSED):
             self.end(delivered=error is None)
             return
         peer = find_member(self.rrefs.client, self.identity)
@@ -209,7 +209,7 @@ class _Arguments(LateArguments):
         self._rest = history, what, *args
 
     def __len__(self) -> int:
-        return _OURS + len(self._rest) - 2
+        return _OWN_ARGUMENTS + len(self._rest) - 2
 
     def __iter__(self) -> Iterator[Any]:
         return iter((*self._creation.named(), *self._rest))
@@ -222,7 +222,7 @@ def _renumbered(error: SerializationError) -> SerializationError:
     """The same error, with places that count only the user's arguments."""
 
     def count(text: str) -> str:
-        return re.sub(r"\bargs\[(\d+)\]", lambda found: f"args[{max(int(found[1]) - _OURS, 0)}]", text)
+        return re.sub(r"\bargs\[(\d+)\]", lambda found: f"args[{max(int(found[1]) - _OWN_ARGUMENTS, 0)}]", text)
 
     path = count(error.path or "") or None
     return SerializationError(count(str(error)), worker=error.worker, path=path, device=error.device)

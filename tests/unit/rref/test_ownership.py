@@ -1,6 +1,6 @@
-"""Ownership, without workers: whatever the order in which messages arrive, a value identities exactly as long as it is
-referred to. A small world of workers passes references around, loses channels and restarts; every message waits until
-the test draws it.
+"""Ownership without workers: in whatever order messages arrive, a value lives exactly as long as somebody refers to it.
+A small world of workers passes references around, loses channels and restarts. Every message waits until the test
+draws it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnderWay:
     sender: Identity
     receiver: Identity
     arrive: Callable[[], None]
-    cut: bool = False  # its channel is lost, but it may have arrived, and be read later
+    cut: bool = False  # its channel is lost, but it may have arrived and be read later
 
 
 class World:
@@ -40,8 +40,8 @@ class World:
         self.identities: dict[int, Identity] = {OWNER: OWN} | {worker: (worker, f"{worker}.0") for worker in WORKERS}
         self.restarts = itertools.count(1)
         self.owned: Owned[object] = Owned(object, OWN, self.is_present)
-        self.known: dict[int, Identity] = dict(self.identities)  # to the owner
-        self.over: set[Identity] = set()  # as the owner knows
+        self.known: dict[int, Identity] = dict(self.identities)  # the identities that the owner knows
+        self.over: set[Identity] = set()  # identities that the owner knows to be over
         self.inboxes: dict[Identity, NoticeInbox] = {}
         self.outboxes = {identity: NoticeOutbox() for identity in self.identities.values()}
         self.ids = {identity: itertools.count(first_number(identity[1])) for identity in self.identities.values()}
@@ -49,9 +49,9 @@ class World:
         self.held: dict[ForkId, Identity] = {}
         self.refused: set[ForkId] = set()
         self.under_way: list[UnderWay] = []
-        self.handles: list[OwnerEntry[object]] = []  # of the owner's own
+        self.handles: list[OwnerEntry[object]] = []  # references of the owner itself
         self.created: OwnerEntry[object] | None = None
-        self.certain = True  # nobody has died or was given up who had something to say
+        self.certain = True  # no worker that had something to tell has died or was given up
         asker = self.identities[ASKER]
         fork = ForkId(self.new_id(asker))
         notice = self.outboxes[asker].add([("created", self.value, fork, asker)])
@@ -71,7 +71,7 @@ class World:
         self.under_way.append(UnderWay(kind, sender, receiver, arrive))
 
     def ask_for_it(self) -> None:
-        """An attempt to have the value made; there may be several, and late ones."""
+        """Ask for the value. There may be several attempts, and late ones."""
         asker, (fork, notice) = self.identities[ASKER], self.creation
 
         def arrive() -> None:
@@ -116,7 +116,7 @@ class World:
         self.post("notice", sender, OWN, lambda: self.take(sender, *notice))
 
     def send(self, sender: Identity, receiver: Identity, *, unread: bool) -> None:
-        """A message with a new fork in it; ``unread``: the receiver does not use it, and notices."""
+        """Send a message with a new fork. ``unread``: the receiver discards the message."""
         fork = ForkId(self.new_id(sender))
         self.tell(sender, ("forked", self.value, fork, receiver))
 
@@ -139,7 +139,7 @@ class World:
         self.tell(holder, ("released", self.value, fork, holder))
 
     def use(self, fork: ForkId) -> None:
-        """A call on the value, which may come when its handle is dead."""
+        """Call the value. The call may arrive after the handle is deleted."""
         holder = self.held[fork]
 
         def arrive() -> None:
@@ -154,7 +154,7 @@ class World:
             message.arrive()
 
     def cut(self, one: Identity, other: Identity, arrives: Callable[[], bool]) -> None:
-        """The channel between two is lost. News, and what owners ask, are repeated until they are heard."""
+        """Lose the channel between two workers. Notices and questions are repeated until they arrive."""
         for sender, receiver in ((one, other), (other, one)):
             found = [message for message in self.under_way if (message.sender, message.receiver) == (sender, receiver)]
             for message in found:
@@ -164,7 +164,7 @@ class World:
             self.tell(sender, ("lost", RRefId(-1), ForkId(-1), receiver))
 
     def restart(self, worker: int, arrives: Callable[[], bool]) -> None:
-        """A worker dies, and another takes its place. Everyone learns of it later."""
+        """A worker dies, and another takes its place. The owner learns of it later."""
         old, new = self.identities[worker], (worker, f"{worker}.{next(self.restarts)}")
         self.identities[worker] = new
         self.outboxes[new], self.ids[new] = NoticeOutbox(), itertools.count(first_number(new[1]))
@@ -187,14 +187,14 @@ class World:
         self.post("loss", OWN, OWN, arrive)
 
     def give_up(self, identity: Identity) -> None:
-        """The owner cannot reach somebody, who is there all the same."""
+        """The owner cannot reach a worker that still runs."""
         self.certain = False
         self.owned.lose(identity, for_good=False)
         self.ask_suspects()
 
     def check(self) -> None:
-        """Once it is there, the value is the same as long as somebody refers to it."""
-        there = self.identities.values()  # what is on its way to a identity that is over does not arrive
+        """Once the value was made, it stays the same as long as somebody refers to it."""
+        there = self.identities.values()  # messages to an identity that is over do not arrive
         travelling = any(one.kind == "fork" and not one.cut and one.receiver in there for one in self.under_way)
         if self.created is not None and self.certain and (self.held or self.handles or travelling):
             assert self.owned.entries.get(self.value) is self.created
@@ -221,7 +221,7 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
             world.deliver(choose(world.under_way))
         elif act == "repeat":
             again = choose(world.under_way)
-            if again.kind == "notice":  # the channel broke: was it heard?
+            if again.kind == "notice":  # the sender repeats it, since it does not know whether it arrived
                 again.arrive()
         elif act == "pass":
             holder = world.held[choose(world.held)]
@@ -242,7 +242,7 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
         elif act == "restart":
             world.restart(choose(WORKERS), toss)
         else:
-            world.give_up(world.known[choose(WORKERS)])  # who may be dead by now
+            world.give_up(world.known[choose(WORKERS)])  # it may be dead by now
         world.check()
     while world.held or world.handles or world.under_way:
         if world.under_way:
@@ -299,7 +299,7 @@ def test_a_restarted_worker_is_another() -> None:
     owned.apply(ALICE, [("forked", VALUE, fork_of(ALICE, 1), BOB), ("forked", VALUE, fork_of(ALICE, 2), again)])
     owned.apply(
         ALICE, [("released", VALUE, fork_of(again), ALICE)]
-    )  # of the new one's, which the owner has yet to meet
+    )  # a fork of the new incarnation, which the owner does not know yet
     assert owned.lose(BOB) == []
     assert list(owned.entries[VALUE].forks.values()) == [again]
     assert owned._released_early == {fork_of(again)}
