@@ -29,7 +29,7 @@ from backhaul.testing.faults import Faults
 
 from ..cluster.processes import DIED, run_processes
 
-PATIENCE = 20.0
+DEADLINE_SECONDS = 20.0
 SECRET = b"x" * 32
 
 
@@ -38,7 +38,7 @@ def sockets() -> SocketEndpoint:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "never came about"
         gc.collect()
@@ -112,7 +112,7 @@ def test_calls_on_a_value(workers: Any) -> None:
     assert rref.rpc_async().add(number=3).wait() == 10
     assert rref.remote().add().to_here() == 11
     assert rref.rpc_sync().add_far_away(2) == 111
-    assert rref.rpc_sync(timeout=PATIENCE).__call__() == "worker1"
+    assert rref.rpc_sync(timeout=DEADLINE_SECONDS).__call__() == "worker1"
     with pytest.raises(KeyError, match="on purpose"):
         rref.rpc_sync().fail()
     with pytest.raises(KeyError, match="on purpose"):
@@ -256,7 +256,7 @@ gates: dict[str, threading.Event] = {}
 
 
 def wait_and_give_back(gate: str, rref: bh.RRef[Any]) -> bh.RRef[Any]:
-    assert gates[gate].wait(PATIENCE)
+    assert gates[gate].wait(DEADLINE_SECONDS)
     return rref
 
 
@@ -270,7 +270,7 @@ def test_a_reply_that_comes_too_late_leaves_nothing_behind(workers: Any) -> None
 
 
 def wait_and_make(gate: str) -> int:
-    assert gates[gate].wait(PATIENCE)
+    assert gates[gate].wait(DEADLINE_SECONDS)
     return 5
 
 
@@ -374,10 +374,10 @@ def test_a_leak_of_a_value_that_could_not_be_made_is_reported_as_any() -> None:
         with pytest.raises(ValueError, match="long ago"):
             rref.to_here()
         other = made[0].part(Node)
-        ending = threading.Thread(target=other.shutdown, kwargs={"graceful": True, "timeout": PATIENCE})
+        ending = threading.Thread(target=other.shutdown, kwargs={"graceful": True, "timeout": DEADLINE_SECONDS})
         ending.start()
         with pytest.raises(bh.LeakError, match=r"could not be made \(ValueError\) is still referred to by worker 0"):
-            made[1].part(Node).shutdown(graceful=True, timeout=PATIENCE, strict=True)
+            made[1].part(Node).shutdown(graceful=True, timeout=DEADLINE_SECONDS, strict=True)
         ending.join()
         assert made[1].closed
         del rref
@@ -482,15 +482,15 @@ def lose_a_holder(rank: int, folder: str) -> Any:
         assert bh.rpc_sync(1, owned_values) == 1
         with pytest.raises(bh.PeerLostError):
             bh.rpc_sync(2, os._exit, args=(3,))
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while (found := bh.rpc_sync(1, owned_values)) and time.monotonic() < deadline:
             time.sleep(0.01)
-    bh.shutdown(timeout=PATIENCE)
+    bh.shutdown(timeout=DEADLINE_SECONDS)
     return found
 
 
 def test_a_holder_that_dies_without_a_word(tmp_path: pathlib.Path) -> None:
-    assert run_processes(lose_a_holder, 3, str(tmp_path), patience=3 * PATIENCE) == [0, None, DIED]
+    assert run_processes(lose_a_holder, 3, str(tmp_path), patience=3 * DEADLINE_SECONDS) == [0, None, DIED]
 
 
 def test_a_cluster_that_is_never_left() -> None:
