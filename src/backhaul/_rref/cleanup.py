@@ -23,7 +23,7 @@ _JOIN_SECONDS = 5.0  # that closing waits for the thread
 
 
 class HandleCleaner:
-    """Attached to no worker by itself; see ``RRefRegistry``. Thread-safe.
+    """Owns the thread that releases references of one worker. Thread-safe.
 
     Args:
         worker: The worker.
