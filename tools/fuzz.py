@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import torch
 
-from backhaul._autograd.forward.functions import ContextId, MessageId
+from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import (
     Abort,
     AutogradNote,

@@ -209,7 +209,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("reply: before", _out(Kind.REPLY, "before")),
     Stage("reply: half", _out(Kind.REPLY, "amid")),
     Stage("reply: after", _out(Kind.REPLY, "after")),
-    Stage("value of a reference is asked for", _in(Kind.REQUEST, b"rref.handle:fetch")),
+    Stage("value of a reference is asked for", _in(Kind.REQUEST, b"rref.owner_calls:fetch")),
     Stage("backward: gradients not read", functools.partial(_unread, b"BkHl\1" + bytes([AutogradKind.GRADIENT]), 0.0)),
     Stage("backward: gradients half read", functools.partial(_unread, b"BkHl\1" + bytes([AutogradKind.GRADIENT]), 0.5)),
     Stage("backward: gradients read", _in(AutogradKind.GRADIENT)),

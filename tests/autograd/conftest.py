@@ -1,4 +1,4 @@
-"""Programs run in each way a pass can be made."""
+"""Runs each program with every combination of options that a pass can have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=WAYS)
 def check(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """``worlds.check`` in one of the ways."""
+    """``worlds.check`` with one combination of options."""
     from . import worlds
 
     return functools.partial(worlds.check, **WAYS[request.param])

@@ -17,14 +17,14 @@ import torch
 import backhaul as bh
 from backhaul._autograd.torch_engine import anomaly
 
-from .worlds import PATIENCE, vector
+from .worlds import DEADLINE_SECONDS, vector
 
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 
 
 @pytest.fixture(autouse=True)
 def off() -> Iterator[None]:
-    """As it is before each test it is after it."""
+    """Restore anomaly mode after each test."""
     assert not torch.is_anomaly_enabled()
     yield
     assert anomaly._switch._holders == anomaly._switch._stopping == 0
@@ -33,7 +33,7 @@ def off() -> Iterator[None]:
 
 
 class Nan(torch.autograd.Function):
-    """Gives no number in backward."""
+    """Returns NaN in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Nan(torch.autograd.Function):
 
 
 def root_of_zero(x: torch.Tensor) -> torch.Tensor:
-    """Its derivative is no number where the gradient is 0."""
+    """Its derivative at 0 is NaN."""
     return torch.sqrt(x) * 0
 
 
@@ -81,7 +81,7 @@ def two_hops_away(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_a_circle(x: torch.Tensor) -> torch.Tensor:
-    """Worker 1 is called twice, with a value and with what it made of it."""
+    """Worker 1 is called twice: with a value, then with its own result."""
     y = bh.rpc_sync(1, own_function, args=(x,))
     return (bh.rpc_sync(1, double, args=(y,)) * y).sum()
 
@@ -91,7 +91,7 @@ def here(x: torch.Tensor) -> torch.Tensor:
 
 
 def here_in_a_circle(x: torch.Tensor) -> torch.Tensor:
-    """The node at fault is run by itself: its gradient has to go out before the last one comes."""
+    """The failing node runs by itself: its gradient must be sent before the last gradient arrives."""
     y = own_function(bh.rpc_sync(1, double, args=(x,)))
     return (bh.rpc_sync(1, double, args=(y,)) * y).sum()
 
@@ -111,7 +111,7 @@ PROGRAMS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str, str]
 
 
 def text_of(function: str) -> str:
-    """What plain autograd says."""
+    """The error of plain autograd."""
     x = torch.zeros(2, requires_grad=True)
     y = root_of_zero(x) if function == "SqrtBackward0" else own_function(x)
     with torch.autograd.detect_anomaly(), quietly(), pytest.raises(RuntimeError) as caught:
@@ -120,10 +120,10 @@ def text_of(function: str) -> str:
 
 
 def run(name: str) -> tuple[str, str, str, list[bool]]:
-    """A program in anomaly mode: type and text of what it raises, its notes, and whether workers are left in it."""
+    """Run a program in anomaly mode. Returns type, text and notes of its error, and whether workers stay in it."""
     loss_of = PROGRAMS[name][0]
     with bh.context() as ctx, pytest.raises(RuntimeError) as caught, torch.autograd.detect_anomaly(), quietly():
-        ctx.backward(loss_of(torch.zeros(2, requires_grad=True)), timeout=PATIENCE)
+        ctx.backward(loss_of(torch.zeros(2, requires_grad=True)), timeout=DEADLINE_SECONDS)
     left = [bh.rpc_sync(to, torch.is_anomaly_enabled) for to in range(len(bh.get_worker_infos()))]
     error = caught.value
     notes = "\n".join(error.__notes__)
@@ -131,7 +131,7 @@ def run(name: str) -> tuple[str, str, str, list[bool]]:
 
 
 class quietly(warnings.catch_warnings):
-    """Where torch's own anomaly mode is on it tells of the error, too."""
+    """If torch's own anomaly mode is on, torch warns of the error, too."""
 
     def __enter__(self) -> None:  # type: ignore[override]
         super().__enter__()
@@ -180,7 +180,7 @@ def test_nothing_is_reported_where_nobody_asks() -> None:
 
 
 def test_right_gradients_stay_right() -> None:
-    """Those of circles too, and torch tells of no error where nodes are run by themselves."""
+    """Also in circles. torch warns of no error where nodes run by themselves."""
     a = vector(0.5, 2.0)
     with (
         bh.cluster(3),
@@ -235,16 +235,16 @@ def test_in_every_way_of_a_pass(options: dict[str, Any]) -> None:
     with bh.cluster(2), bh.context() as ctx, torch.autograd.detect_anomaly(), quietly():
         loss = in_a_circle(torch.zeros(2, requires_grad=True))
         with pytest.raises(RuntimeError, match="Function 'NanBackward' returned nan values in its 0th output"):
-            ctx.backward(loss, timeout=PATIENCE, **options)
+            ctx.backward(loss, timeout=DEADLINE_SECONDS, **options)
 
 
 def test_a_second_derivative() -> None:
-    """The node at fault was made by a pass: it is said what induced it."""
+    """A pass made the failing node: the error names the node that induced it."""
     a = vector(0.0)
     with bh.cluster(2), bh.context() as ctx, torch.autograd.detect_anomaly(), quietly():
         ctx.backward(bh.rpc_sync(1, cube_root, args=(a,)).sum(), create_graph=True)
         with pytest.raises(RuntimeError, match="returned nan values") as caught:
-            ctx.backward(ctx.grads[a].sum(), timeout=PATIENCE)
+            ctx.backward(ctx.grads[a].sum(), timeout=DEADLINE_SECONDS)
     assert "induced" in "\n".join(caught.value.__notes__)
 
 
@@ -273,7 +273,7 @@ def sees_and_fails() -> None:
 
 
 def look_around() -> list[Any] | None:
-    """Whether handlers in other processes run in anomaly mode; then whether their processes are left in it."""
+    """Whether handlers in other processes run in anomaly mode, and whether their processes stay in it."""
     if bh.get_worker_info().id != 0:
         return None
     found: list[Any] = []
@@ -297,21 +297,21 @@ gates: dict[str, threading.Event] = collections.defaultdict(threading.Event)
 
 def wait_at(gate: str) -> bool:
     gates[f"{gate} reached"].set()
-    assert gates[gate].wait(PATIENCE)
+    assert gates[gate].wait(DEADLINE_SECONDS)
     return torch.is_anomaly_enabled()
 
 
 def test_handlers_that_outlive_the_block(request: pytest.FixtureRequest) -> None:
-    """The switch is the process's: what runs for a caller that has left its block does not bring it back."""
+    """The switch belongs to the process: work for a caller that has left its block does not turn it on again."""
     gate = request.node.name
     with bh.cluster(2), bh.context():
         with torch.autograd.detect_anomaly():
             first = bh.rpc_async(1, wait_at, args=(f"{gate} 1",))
-            assert gates[f"{gate} 1 reached"].wait(PATIENCE)
+            assert gates[f"{gate} 1 reached"].wait(DEADLINE_SECONDS)
         assert not torch.is_anomaly_enabled()
         with torch.autograd.detect_anomaly():
             second = bh.rpc_async(1, wait_at, args=(f"{gate} 2",))
-            assert gates[f"{gate} 2 reached"].wait(PATIENCE)
+            assert gates[f"{gate} 2 reached"].wait(DEADLINE_SECONDS)
             gates[f"{gate} 1"].set()
             assert first.wait()
         gates[f"{gate} 2"].set()
@@ -323,12 +323,12 @@ def test_handlers_that_outlive_the_block(request: pytest.FixtureRequest) -> None
 
 def hang(gate: str, x: torch.Tensor) -> torch.Tensor:
     y = x.clone()
-    y.register_hook(lambda _: (gates[f"{gate} reached"].set(), gates[gate].wait(PATIENCE), None)[2])
+    y.register_hook(lambda _: (gates[f"{gate} reached"].set(), gates[gate].wait(DEADLINE_SECONDS), None)[2])
     return y * 2
 
 
 def await_gate(gate: str) -> bool:
-    return gates[f"{gate} reached"].wait(PATIENCE)
+    return gates[f"{gate} reached"].wait(DEADLINE_SECONDS)
 
 
 def open_gate(gate: str) -> None:
@@ -342,12 +342,12 @@ def drive_beside(gate: str) -> list[bool] | None:
     a = torch.zeros(2, requires_grad=True)
     if bh.get_worker_info().id == 0:
         with torch.autograd.detect_anomaly(), bh.context() as ctx:
-            ctx.backward(bh.rpc_sync(1, hang, args=(gate, a)).sum(), timeout=PATIENCE)
+            ctx.backward(bh.rpc_sync(1, hang, args=(gate, a)).sum(), timeout=DEADLINE_SECONDS)
             return [not ctx.grads[a].isnan().any()]
-    assert bh.rpc_sync(1, await_gate, args=(gate,), timeout=PATIENCE)
+    assert bh.rpc_sync(1, await_gate, args=(gate,), timeout=DEADLINE_SECONDS)
     try:
         with bh.context() as ctx:
-            ctx.backward(on_the_other_worker(a), timeout=PATIENCE)
+            ctx.backward(on_the_other_worker(a), timeout=DEADLINE_SECONDS)
             return [bool(ctx.grads[a].isnan().all()), bh.rpc_sync(1, sees)]
     finally:
         bh.rpc_sync(1, open_gate, args=(gate,))
@@ -363,7 +363,7 @@ def drive_at_the_handler(gate: str) -> list[bool]:
     assert await_gate(gate)
     a = torch.zeros(2, requires_grad=True)
     with bh.context() as ctx:
-        ctx.backward(bh.rpc_sync(2, root_of_zero, args=(a,)).sum(), timeout=PATIENCE)
+        ctx.backward(bh.rpc_sync(2, root_of_zero, args=(a,)).sum(), timeout=DEADLINE_SECONDS)
         return [torch.is_anomaly_enabled(), bool(ctx.grads[a].isnan().all()), bh.rpc_sync(2, sees)]
 
 
@@ -379,17 +379,17 @@ def drive_while_a_handler_is_in_it(gate: str) -> list[bool] | None:
 
 
 def test_a_pass_driven_where_a_handler_is_in_it_is_not(request: pytest.FixtureRequest) -> None:
-    """torch's switch is on there, for the handler alone."""
+    """torch's switch is on there, but only for the handler."""
     found = bh.launch(drive_while_a_handler_is_in_it, 3, args=(request.node.name,), start_method="forkserver")
     assert found[0] == [True, True, False]
 
 
 def test_threads_that_share_a_graph() -> None:
-    """A thread that is not in anomaly mode runs nodes which another thread watches."""
+    """A thread outside anomaly mode runs nodes that another thread watches."""
     a, barrier, done = torch.zeros(2, requires_grad=True), threading.Barrier(2), []
     with bh.cluster(1) as workers, bh.context() as ctx:
         y = own_function(a)
-        y.register_hook(lambda _: (barrier.wait(PATIENCE), None)[1])
+        y.register_hook(lambda _: (barrier.wait(DEADLINE_SECONDS), None)[1])
 
         def run() -> None:
             with workers[0]:
@@ -399,7 +399,7 @@ def test_threads_that_share_a_graph() -> None:
         thread = threading.Thread(target=run)
         with anomaly.watching([y.grad_fn], anomaly.CHECK_NAN):
             thread.start()
-            barrier.wait(PATIENCE)
-            thread.join(PATIENCE)
+            barrier.wait(DEADLINE_SECONDS)
+            thread.join(DEADLINE_SECONDS)
         assert done
         assert ctx.grads[a].isnan().all()

@@ -1,4 +1,4 @@
-"""Contexts: their names, where they are current, and that each ends everywhere, once, and for good."""
+"""Contexts: their ids, where they are current, and that each is released once on every worker."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import torch
 import backhaul as bh
 from backhaul._autograd.backward.engine import Engine
 from backhaul._autograd.container import Container
-from backhaul._autograd.forward.functions import ContextId, MessageId
 from backhaul._autograd.forward.recording import ForwardRecorder, current_scope
+from backhaul._autograd.ids import ContextId, MessageId, split
 from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, Release
 from backhaul._transport.inproc import InprocChannel
 from backhaul._wire.codec import encode
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import pack
 
-from .worlds import PATIENCE, await_counts, contexts_on, engine_of, expect_no_contexts, vector
+from .worlds import DEADLINE_SECONDS, await_counts, contexts_on, engine_of, expect_no_contexts, vector
 
 
 def current() -> int | None:
@@ -38,7 +38,7 @@ def current() -> int | None:
 
 
 def current_on(*route: int) -> list[int | None]:
-    """What is current here, and on the workers of the route, each called by the one before."""
+    """The current contexts here and on the workers of the route. Each worker is called by the one before it."""
     return [current(), *(bh.rpc_sync(route[0], current_on, args=route[1:]) if route else ())]
 
 
@@ -55,7 +55,7 @@ def test_ids_are_unique_over_workers_and_threads() -> None:
         opened = threading.Barrier(12)
 
         def open_some(worker: bh.Worker) -> list[int]:
-            opened.wait(PATIENCE)
+            opened.wait(DEADLINE_SECONDS)
             found = []
             for _ in range(50):
                 with worker, bh.context() as ctx:
@@ -67,7 +67,7 @@ def test_ids_are_unique_over_workers_and_threads() -> None:
             ids = [number for found in threads.map(open_some, workers * 4) for number in found]
     assert len(set(ids)) == len(ids) == 600
     assert all(0 < number < 1 << 64 for number in ids)
-    for worker in range(3):  # each counts, from wherever it begins
+    for worker in range(3):  # each counts from its own first number
         numbers = sorted(number for number in ids if number >> 48 == worker)
         assert numbers == list(range(numbers[0], numbers[0] + 200))
 
@@ -176,7 +176,7 @@ def test_handlers_see_the_context_of_their_call() -> None:
 
 
 def test_threads_that_served_a_context_forget_it() -> None:
-    """Calls with a context and without, in turn and at once; there are far fewer threads than calls."""
+    """Calls with and without a context, in turn and concurrent, with far fewer threads than calls."""
     with bh.cluster(2, options=bh.Options(threads=2)) as workers:
 
         def call(number: int) -> None:
@@ -249,7 +249,7 @@ def test_calls_of_a_callback_are_recorded() -> None:
 
 
 def test_tasks_of_asyncio_have_contexts_of_their_own() -> None:
-    """Many at once on one thread, each recording its own calls; tasks inherit what is current where they start."""
+    """Many tasks on one thread, each records its own calls. A task inherits the context of the task that starts it."""
     with bh.cluster(3) as workers:
 
         async def step(number: int) -> None:
@@ -287,7 +287,7 @@ def test_a_new_thread_has_no_context_unless_it_is_given_one() -> None:
 
 
 def test_many_contexts_at_once_from_many_threads() -> None:
-    """Three workers drive at the same time, through each other; every step gets its own gradients, and only those."""
+    """Three workers drive passes through each other at the same time. Every step gets only its own gradients."""
     start = threading.Barrier(9)
     with bh.cluster(3) as workers:
 
@@ -295,7 +295,7 @@ def test_many_contexts_at_once_from_many_threads() -> None:
             worker = workers[number % 3]
             others = [other.info.id for other in workers if other is not worker]
             with worker:
-                start.wait(PATIENCE)
+                start.wait(DEADLINE_SECONDS)
                 for step in range(6):
                     leaf = vector(number + 0.5, step + 0.25)
                     with bh.context() as ctx:
@@ -322,11 +322,11 @@ def test_passes_on_one_context_from_several_threads() -> None:
         shared = bh.rpc_sync(1, scale, args=(torch.sin(a), 2))
         losses = [(bh.rpc_sync(2, torch.mul, args=(shared, n)) * shared).sum() for n in range(count)]
         for loss in losses:
-            loss.register_hook(lambda _: (inside.wait(PATIENCE), None)[1])
+            loss.register_hook(lambda _: (inside.wait(DEADLINE_SECONDS), None)[1])
 
         def run(loss: torch.Tensor) -> None:
             with workers[0]:
-                ctx.backward(loss, retain_graph=True, timeout=PATIENCE)
+                ctx.backward(loss, retain_graph=True, timeout=DEADLINE_SECONDS)
 
         with ThreadPoolExecutor(count) as threads:
             list(threads.map(run, losses))
@@ -337,20 +337,20 @@ def test_passes_on_one_context_from_several_threads() -> None:
 
 
 def test_calls_made_during_a_pass_do_not_disturb_it() -> None:
-    """Another thread goes on in the same context, from values that the pass goes through."""
+    """Another thread computes on in the same context, from values that the pass goes through."""
     a, inside, go_on = vector(0.5, 2.0), threading.Event(), threading.Event()
     with bh.cluster(3) as workers, bh.context() as ctx, ThreadPoolExecutor(1) as threads:
         x = torch.sin(a)
         y = bh.rpc_sync(1, scale, args=(x, 2))
         z = bh.rpc_sync(2, torch.mul, args=(x, y)) * x
-        z.register_hook(lambda _: (inside.set(), go_on.wait(PATIENCE), None)[2])
+        z.register_hook(lambda _: (inside.set(), go_on.wait(DEADLINE_SECONDS), None)[2])
         running = threads.submit(workers[0].run, ctx.backward, z.sum())
         try:
-            assert inside.wait(PATIENCE)
+            assert inside.wait(DEADLINE_SECONDS)
             more = [bh.rpc_sync(1 + n % 2, torch.mul, args=(x, y)) for n in range(8)]
         finally:
             go_on.set()
-        running.result(PATIENCE)
+        running.result(DEADLINE_SECONDS)
         found = ctx.grads[a]
         assert len(more) == 8
     (4 * torch.sin(a).pow(3)).sum().backward()
@@ -368,8 +368,8 @@ def test_two_workers_drive_passes_on_one_context_at_once() -> None:
 
         def run(number: int) -> None:
             with workers[number]:
-                together.wait(PATIENCE)
-                ctx.backward(losses[number], retain_graph=True, timeout=PATIENCE)
+                together.wait(DEADLINE_SECONDS)
+                ctx.backward(losses[number], retain_graph=True, timeout=DEADLINE_SECONDS)
 
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(run, range(2)))
@@ -384,7 +384,7 @@ kept_losses: dict[int, torch.Tensor] = {}
 
 
 def keep_loss(x: torch.Tensor) -> None:
-    """A root of this worker, made of what another one sent."""
+    """A root of this worker, computed from what another worker sent."""
     kept_losses[bh.get_worker_info().id] = bh.rpc_sync(2, torch.cos, args=(x,)).sum()
 
 
@@ -393,14 +393,14 @@ def keep_loss(x: torch.Tensor) -> None:
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[tuple[int, int]]:
-    """How often each (worker, context) was there to be released."""
+    """How often each context was released on each worker."""
     found: collections.Counter[tuple[int, int]] = collections.Counter()
     pop = Container.pop
 
     def count(self: Container, number: int) -> Any:
         context = pop(self, number)
         if context is not None:
-            found[self._worker, number] += 1
+            found[split(self.new_message())[0], number] += 1
         return context
 
     monkeypatch.setattr(Container, "pop", count)
@@ -408,7 +408,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[tuple[int, 
 
 
 def test_release_reaches_every_worker_once(released: collections.Counter[tuple[int, int]]) -> None:
-    """Workers that the driver never spoke to as well, and those that sent nothing that needs grad."""
+    """Also workers that the driver never called, and workers that sent no tensor that requires grad."""
     a = vector(1.0, 2.0)
     with bh.cluster(6) as workers:
         with bh.context() as ctx:
@@ -421,7 +421,7 @@ def test_release_reaches_every_worker_once(released: collections.Counter[tuple[i
 
 
 def test_release_is_told_to_those_that_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one message each way between two workers that spoke to each other; none to others."""
+    """At most one message each way between two workers that called each other; none to other workers."""
     sent: list[int] = []
     send = InprocChannel.send
 
@@ -435,7 +435,7 @@ def test_release_is_told_to_those_that_had_it(monkeypatch: pytest.MonkeyPatch) -
         with bh.context():
             bh.rpc_sync(1, scale, args=(vector(1.0), 2, 3))
         expect_no_contexts(workers)
-        bh.rpc_sync(1, current_on, args=(2, 3))  # what they still had to say is said
+        bh.rpc_sync(1, current_on, args=(2, 3))  # now all pending messages are sent
         assert 3 <= len(sent) <= 6
 
 
@@ -451,7 +451,7 @@ def test_releasing_twice_or_what_is_not_there() -> None:
 
 def wait_and_call(gate: str, to: int, x: torch.Tensor) -> torch.Tensor:
     gates[gate + " reached"].set()
-    assert gates[gate].wait(PATIENCE)
+    assert gates[gate].wait(DEADLINE_SECONDS)
     return bh.rpc_sync(to, torch.mul, args=(x, 2))
 
 
@@ -466,11 +466,11 @@ def gate(request: pytest.FixtureRequest) -> Any:
 
 
 def test_a_call_that_outlives_its_context(gate: str) -> None:
-    """What its handler does later belongs to no context, and brings none back."""
+    """What its handler does later belongs to no context, and does not create one."""
     with bh.cluster(3) as workers:
         with bh.context():
             late = bh.rpc_async(1, wait_and_call, args=(gate, 2, vector(1.0)))
-            assert gates[gate + " reached"].wait(PATIENCE)
+            assert gates[gate + " reached"].wait(DEADLINE_SECONDS)
         expect_no_contexts(workers)
         gates[gate].set()
         assert late.wait().tolist() == [2.0]
@@ -478,12 +478,12 @@ def test_a_call_that_outlives_its_context(gate: str) -> None:
 
 
 def test_a_release_that_overtakes_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages of one channel may be dealt with by different threads."""
+    """Different threads may handle messages of one channel."""
     over, request_in, release = threading.Event(), ForwardRecorder.request_in, Engine.release
 
     def hold(self: ForwardRecorder, *args: Any) -> Any:
         if self._worker.name == "worker1":
-            assert over.wait(PATIENCE)
+            assert over.wait(DEADLINE_SECONDS)
         return request_in(self, *args)
 
     def tell(self: Engine, *args: Any) -> None:
@@ -497,7 +497,7 @@ def test_a_release_that_overtakes_the_request(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(Engine, "release", tell)
         with bh.context() as ctx:
             late = bh.rpc_async(1, torch.mul, args=(vector(3.0), 2))
-            # The driver has told nobody yet; this is its message, come early.
+            # The driver has told nobody yet; this is its message, delivered early.
             channel = workers[0].part(Engine).client.peers.find("worker1").channel
             channel.send(Frame(AutogradKind.RELEASE, 0, pack(Release(int(ctx)))))
             assert late.wait().tolist() == [6.0]
@@ -506,7 +506,7 @@ def test_a_release_that_overtakes_the_request(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_other_messages_of_a_released_context() -> None:
-    """Gradients and aborts that come too late are let go of, without a word and without a context."""
+    """Late gradients and aborts are dropped silently, and create no context."""
     with bh.cluster(2) as workers:
         with bh.context() as ctx:
             bh.rpc_sync(1, scale, args=(vector(1.0),))
@@ -524,7 +524,7 @@ def test_other_messages_of_a_released_context() -> None:
 
 
 def test_messages_of_what_was_never_there() -> None:
-    """Or is so long gone that it is forgotten."""
+    """Or the context was released so long ago that it is forgotten."""
     with bh.cluster(2) as workers:
         bh.rpc_sync(1, len, args=("",))
         channel = engine_of(workers[0]).client.peers.find("worker1").channel
@@ -549,7 +549,7 @@ def test_gradients_outlive_their_context() -> None:
 
 
 def test_a_context_lets_go_of_the_graph() -> None:
-    """Of values at both ends, as soon as it is released, without the garbage collector."""
+    """The graph on both workers is freed as soon as the context is released, without the garbage collector."""
     a = vector(1.0, 2.0)
     with bh.cluster(2) as workers:
         gc.collect()
@@ -574,7 +574,7 @@ alive: set[int] = set()
 
 
 class Watched(torch.autograd.Function):
-    """Is in ``alive`` while its node is."""
+    """Is in ``alive`` as long as its node exists."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -627,11 +627,11 @@ def test_describe_is_plain_data_of_all_workers() -> None:
 
 
 def test_describe_during_a_pass() -> None:
-    """From another thread, while a hook holds the pass up."""
+    """From another thread, while a hook blocks the pass."""
     a, inside, go_on = vector(1.0, 2.0), threading.Event(), threading.Event()
     with bh.cluster(2) as workers, bh.context() as ctx, ThreadPoolExecutor(1) as threads:
         x = a * 2
-        x.register_hook(lambda _: (inside.set(), go_on.wait(PATIENCE), None)[2])
+        x.register_hook(lambda _: (inside.set(), go_on.wait(DEADLINE_SECONDS), None)[2])
         y = bh.rpc_sync(1, scale, args=(x,))
 
         def run() -> None:
@@ -640,7 +640,7 @@ def test_describe_during_a_pass() -> None:
 
         running = threads.submit(run)
         try:
-            assert inside.wait(PATIENCE)
+            assert inside.wait(DEADLINE_SECONDS)
             assert bh.get_debug_info()["num_current_backward_passes"] == 1
             for _ in range(2000):  # the report of worker 1 may still be on its way
                 (going,) = json.loads(json.dumps(ctx.describe()))["workers"]["worker0"]["passes"]
@@ -651,7 +651,7 @@ def test_describe_during_a_pass() -> None:
             assert not going["failed"]
         finally:
             go_on.set()
-        running.result(PATIENCE)
+        running.result(DEADLINE_SECONDS)
         assert bh.get_debug_info()["num_current_backward_passes"] == 0
 
 
@@ -676,7 +676,7 @@ def resident() -> int:
 
 
 def train(steps: int) -> None:
-    """Each step a context over three workers, with a circle, in the ways that keep most."""
+    """Each step is a context over three workers with a circle, with the options that keep most memory."""
     weight = torch.randn(64, 64, requires_grad=True)
     for step in range(steps):
         with bh.context() as ctx:

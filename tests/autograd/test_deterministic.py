@@ -19,7 +19,7 @@ import backhaul as bh
 from backhaul._autograd.backward import outbox
 from backhaul._autograd.backward.engine import Engine
 
-from .worlds import PATIENCE, gradients_on
+from .worlds import DEADLINE_SECONDS, gradients_on
 
 SIZES = (1e8, 1.0, -1e8, 3.0, 1e-3, -7e7, 0.3, 7e7)
 COUNT = len(SIZES)
@@ -35,7 +35,7 @@ class Arrivals:
         self.worker = worker
         self.order: Sequence[int] | None = None
         self.passes = 0
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the tables below
         self._held: list[Callable[[], None]] = []
 
     def take(self, original: Callable[..., None], engine: Engine, *args: Any) -> None:
@@ -80,11 +80,11 @@ def use_weight(x: torch.Tensor) -> torch.Tensor:
 
 
 Pass = Callable[..., list[torch.Tensor]]
-"""Runs a forward and a backward; returns the gradients that many contributions went into."""
+"""Runs a forward and a backward pass. Returns the gradients that are sums of many contributions."""
 
 
 def many_calls_with_one_weight(workers: Sequence[bh.Worker], arrivals: Arrivals, order: Any, **way: Any) -> Any:
-    """Each call is a group of its own there; they meet in the weight's gradient."""
+    """Each call is its own group there; all contribute to the weight's gradient."""
     Shelf.weight = fresh(0.1, -2.3, 4.5)
     with bh.context() as ctx:
         results = [bh.rpc_sync(1, use_weight, args=(fresh(size, 1 / size, 1),)) for size in SIZES]
@@ -103,7 +103,7 @@ def one_leaf_sent_many_times(workers: Sequence[bh.Worker], arrivals: Arrivals, o
 
 
 def one_value_sent_many_times(workers: Sequence[bh.Worker], arrivals: Arrivals, order: Any, **way: Any) -> Any:
-    """The sends are one group, which waits for all."""
+    """The sends are one group, which waits for all of them."""
     leaf = fresh(0.1, -2.3, 4.5)
     with bh.context() as ctx:
         value = torch.sin(leaf)
@@ -114,7 +114,7 @@ def one_value_sent_many_times(workers: Sequence[bh.Worker], arrivals: Arrivals, 
 
 
 def sends_in_a_circle(workers: Sequence[bh.Worker], arrivals: Arrivals, order: Any, **way: Any) -> Any:
-    """The group has to fire a recv node before its sends can come."""
+    """The group must fire a recv node before the gradients of its sends can arrive."""
     leaf = fresh(0.1, -2.3, 4.5)
     with bh.context() as ctx:
         value = bh.rpc_sync(1, torch.sin, args=(leaf,)) * 2
@@ -133,13 +133,13 @@ def where(program: Any) -> str:
 
 def run_all(program: Any, watched: Arrivals, **way: Any) -> list[list[torch.Tensor]]:
     with bh.cluster(2) as workers:
-        found = [program(workers, watched, order, timeout=PATIENCE, **way) for order in ORDERS]
+        found = [program(workers, watched, order, timeout=DEADLINE_SECONDS, **way) for order in ORDERS]
     assert watched.passes == len(ORDERS)
     return found
 
 
 def test_the_order_matters_otherwise(arrivals: Any) -> None:
-    """Else the tests below would show nothing."""
+    """Otherwise the tests below would show nothing."""
     found = run_all(many_calls_with_one_weight, arrivals("worker1"))
     assert not all(torch.equal(grad, found[0][0]) for (grad,) in found)
 
@@ -168,7 +168,7 @@ def test_on_by_itself_with_deterministic_algorithms(arrivals: Any) -> None:
 
 
 def test_the_sum_is_in_program_order(arrivals: Any) -> None:
-    """Not in any fixed order, but in that of the calls."""
+    """Contributions are summed in the order of the calls, not in just any fixed order."""
     found = run_all(many_calls_with_one_weight, arrivals("worker1"), deterministic=True)
     total = torch.zeros(3)
     for size in SIZES:
@@ -197,7 +197,7 @@ def make_value() -> None:
 
 
 def use_value(x: torch.Tensor, head_start: int) -> torch.Tensor:
-    board.together.wait(PATIENCE)  # so no thread serves two of these calls
+    board.together.wait(DEADLINE_SECONDS)  # so no thread serves two of these calls
     for _ in range(head_start):
         x = x * 1
     return x * board.value
@@ -230,7 +230,7 @@ def penalise(context: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("home", [0, 1])
 def test_the_second_order_is_deterministic_too(arrivals: Any, home: int) -> None:
-    """The first pass makes nodes on whatever threads; what a second sums behind them must not depend on it."""
+    """The first pass makes nodes on arbitrary threads. The sums of a second pass must not depend on these threads."""
     watched = arrivals(f"worker{home}")
     found = []
     with bh.cluster(2) as workers:

@@ -1,4 +1,4 @@
-"""What can go wrong in a pass: it is said where, by its own type, and the next context works."""
+"""Errors in a pass: they keep their type and name the worker, and the next context works."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from backhaul._rpc.node import Node
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 
 from ..cluster.processes import DIED, run_processes
-from .worlds import PATIENCE, expect_no_contexts, vector
+from .worlds import DEADLINE_SECONDS, expect_no_contexts, vector
 
 SOCKETS = functools.partial(SocketEndpoint, secret=b"the tests' own")
 
 
 class OwnError(Exception):
-    """Travels with its fields."""
+    """An error that travels with its fields."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text, code)
@@ -34,7 +34,7 @@ class OwnError(Exception):
 
 
 class AwkwardError(Exception):
-    """Cannot be made again from its arguments."""
+    """An error that cannot be rebuilt from its arguments."""
 
     def __init__(self, text: str, *, code: int) -> None:
         super().__init__(f"{text} ({code})")
@@ -42,7 +42,7 @@ class AwkwardError(Exception):
 
 
 class Fail(torch.autograd.Function):
-    """Does nothing, then fails."""
+    """Does nothing in forward, and fails in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, error: Exception | None) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_a_failing_backward_function(route: tuple[int, ...]) -> None:
         with bh.context() as ctx:
             y = failing(vector(1.0), OwnError("no way", 7), *route)
             with pytest.raises(OwnError) as caught:
-                ctx.backward(y.sum(), timeout=PATIENCE)
+                ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
             assert caught.value.code == 7
             notes = "\n".join(caught.value.__notes__)
             assert f"worker '{workers[route[-1]].name}'" in notes
@@ -115,7 +115,7 @@ def test_a_failure_that_cannot_travel() -> None:
         with bh.context() as ctx:
             y = bh.rpc_sync(1, failing, args=(vector(1.0), None))
             with pytest.raises(bh.RemoteError) as caught:
-                ctx.backward(y.sum(), timeout=PATIENCE)
+                ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
             assert caught.value.type_name.endswith("AwkwardError")
             assert caught.value.worker == "worker1"
             assert "awkward (7)" in str(caught.value)
@@ -127,7 +127,7 @@ def test_a_failure_that_cannot_travel() -> None:
 
 @pytest.mark.parametrize("gradients", [1, 3])
 def test_a_failure_before_anything_runs(monkeypatch: pytest.MonkeyPatch, gradients: int) -> None:
-    """Whatever goes wrong on a worker that has gradients of a pass, its driver is told."""
+    """Whatever error occurs on a worker that has gradients of a pass, the driver is told."""
 
     class Broken(Grouping):
         def __init__(self, *args: Any) -> None:
@@ -151,7 +151,7 @@ def test_a_failing_hook() -> None:
         with bh.context() as ctx:
             y = bh.rpc_sync(1, hook_fails, args=(vector(1.0),))
             with pytest.raises(OwnError) as caught:
-                ctx.backward(y.sum(), timeout=PATIENCE)
+                ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
             assert "in fail_in_a_hook" in caught.value.__cause__.text
         expect_a_working_cluster(workers)
 
@@ -179,28 +179,28 @@ def test_a_failure_in_a_circle(home: int) -> None:
         with bh.context() as ctx:
             y = bh.rpc_sync(home, around, args=(vector(1.0), OwnError("no way", 7)))
             with pytest.raises(OwnError) as caught:
-                ctx.backward(y.sum(), timeout=PATIENCE)
+                ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
             assert f"worker 'worker{home}'" in "\n".join(caught.value.__notes__)
         expect_a_working_cluster(workers)
 
 
 def test_many_failures_at_once() -> None:
-    """The first is raised; the others come to nothing."""
+    """The first error is raised; the others are dropped."""
     with bh.cluster(4) as workers:
         with bh.context() as ctx:
             results = [failing(vector(1.0), OwnError("no way", n), 1 + n % 3, n % 4) for n in range(12)]
             with pytest.raises(OwnError):
-                ctx.backward(torch.stack(results).sum(), timeout=PATIENCE)
+                ctx.backward(torch.stack(results).sum(), timeout=DEADLINE_SECONDS)
         expect_a_working_cluster(workers)
 
 
 def test_a_failed_pass_is_aborted_everywhere() -> None:
-    """A worker that waits for gradients which will not come is told; what comes later does nothing."""
+    """A worker that waits for gradients that will not come is told; later messages do nothing."""
     with bh.cluster(3) as workers:
         with bh.context() as ctx:
             held, failed = bh.rpc_sync(1, wait_for_both, args=(vector(1.0),))
             with pytest.raises(OwnError):
-                ctx.backward((held * failed).sum(), timeout=PATIENCE)
+                ctx.backward((held * failed).sum(), timeout=DEADLINE_SECONDS)
             wait_until_all_runs_failed(workers, ctx)
         expect_a_working_cluster(workers)
 
@@ -212,7 +212,7 @@ def wait_for_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def wait_until_all_runs_failed(workers: list[bh.Worker], ctx: bh.ContextHandle) -> None:
-    """An abort is told, not waited for: ask until it is there."""
+    """An abort arrives asynchronously: ask until it is there."""
     for _ in range(2000):
         shares = ctx.describe()["workers"].values()
         passes = [going for share in shares for going in share["passes"]]
@@ -223,16 +223,16 @@ def wait_until_all_runs_failed(workers: list[bh.Worker], ctx: bh.ContextHandle) 
 
 
 def test_after_a_failure_the_context_can_be_used_on() -> None:
-    """With what the failed pass did not touch, and with what is computed anew."""
+    """With values that the failed pass did not touch, and with new ones."""
     a = vector(1.0, 2.0)
     with bh.cluster(3) as workers:
         with bh.context() as ctx:
             bad = bh.rpc_sync(1, failing, args=(a, OwnError("no way", 7), 2))
             good = bh.rpc_sync(1, scale, args=(a,))
             with pytest.raises(OwnError):
-                ctx.backward(bad.sum(), timeout=PATIENCE)
-            ctx.backward(good.sum(), timeout=PATIENCE)
-            ctx.backward(bh.rpc_sync(2, scale, args=(a,)).sum(), timeout=PATIENCE)
+                ctx.backward(bad.sum(), timeout=DEADLINE_SECONDS)
+            ctx.backward(good.sum(), timeout=DEADLINE_SECONDS)
+            ctx.backward(bh.rpc_sync(2, scale, args=(a,)).sum(), timeout=DEADLINE_SECONDS)
             assert ctx.grads[a].tolist() == [4.0, 4.0]
         expect_a_working_cluster(workers)
 
@@ -245,14 +245,14 @@ def test_failures_of_other_contexts_do_not_matter() -> None:
                 a = vector(1.0, 2.0)
                 z = bh.rpc_sync(0, scale, args=(a,))
                 with workers[0], pytest.raises(OwnError):
-                    ctx.backward(y.sum(), timeout=PATIENCE)
-                other.backward(z.sum(), timeout=PATIENCE)
+                    ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
+                other.backward(z.sum(), timeout=DEADLINE_SECONDS)
                 assert other.grads[a].tolist() == [2.0, 2.0]
         expect_a_working_cluster(workers)
 
 
 def test_gradients_that_cannot_travel() -> None:
-    """A gradient larger than the other side takes: said at the driver, and nothing hangs."""
+    """A gradient larger than the other worker accepts: the driver raises, and nothing hangs."""
     with bh.cluster(2, options=bh.Options(max_frame_bytes=1 << 16)) as workers:
         with bh.context() as ctx:
             x = vector(1.0)
@@ -260,7 +260,7 @@ def test_gradients_that_cannot_travel() -> None:
             wide = y.expand(1).repeat(1 << 14)
             z = bh.rpc_sync(1, total, args=(y, 1 << 14))
             del wide
-            ctx.backward(z.sum(), timeout=PATIENCE)
+            ctx.backward(z.sum(), timeout=DEADLINE_SECONDS)
         expect_a_working_cluster(workers)
 
 
@@ -361,7 +361,7 @@ def test_the_context_of_another_worker_that_has_not_come_here() -> None:
 
 
 def test_a_loss_of_a_released_context() -> None:
-    """In a context that has not come to the worker it was computed on: said at once, not waited for."""
+    """The context has not reached the worker that computed it: backward raises at once and does not wait."""
     with bh.cluster(2) as workers:
         with bh.context():
             y = bh.rpc_sync(1, scale, args=(vector(1.0),)).sum()
@@ -374,12 +374,12 @@ def test_a_loss_of_a_released_context() -> None:
 
 
 def test_a_loss_of_another_context() -> None:
-    """Its messages are not of this context: said, not waited for."""
+    """Its messages belong to another context: backward raises and does not wait."""
     with bh.cluster(2) as workers:
         with bh.context():
             y = bh.rpc_sync(1, scale, args=(vector(1.0),)).sum()
             with workers[1], bh.context() as other, pytest.raises(bh.ContextError) as caught:
-                other.backward(y, timeout=PATIENCE)
+                other.backward(y, timeout=DEADLINE_SECONDS)
             assert caught.value.context == other
             assert caught.value.message
         expect_a_working_cluster(workers)
@@ -396,11 +396,11 @@ def test_plain_backward_runs_into_a_recv_node(recorded: Any) -> None:
     assert a.grad is None
     ctx.backward(y.sum(), retain_graph=True)
     with pytest.raises(RuntimeError, match=r"backhaul\.backward\(context"):
-        y.sum().backward()  # not only before the first pass
+        y.sum().backward()  # also after the first pass
 
 
 def test_plain_grad_runs_into_a_recv_node(recorded: Any) -> None:
-    """Asked for what lies behind it."""
+    """``inputs`` lie behind the received tensor."""
     ctx, _, y = recorded
     anchor = y.grad_fn.next_functions[0][0].variable
     with pytest.raises(RuntimeError, match=r"backhaul\.backward\(context"):
@@ -409,7 +409,7 @@ def test_plain_grad_runs_into_a_recv_node(recorded: Any) -> None:
 
 
 def test_plain_grad_of_what_is_behind_a_call(recorded: Any) -> None:
-    """Torch itself sees no way there, and says so."""
+    """torch itself finds no path there, and raises."""
     ctx, a, y = recorded
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(y.sum(), [a])
@@ -417,7 +417,7 @@ def test_plain_grad_of_what_is_behind_a_call(recorded: Any) -> None:
 
 
 def test_plain_autograd_on_this_side_of_a_recv_node(recorded: Any) -> None:
-    """What does not go through it is nobody else's business."""
+    """A local gradient that does not go through the received tensor is computed as usual."""
     _, _, y = recorded
     b = vector(3.0, 4.0)
     (grad,) = torch.autograd.grad((y * b).sum(), [b])
@@ -443,7 +443,7 @@ def plain_backward(x: torch.Tensor) -> None:
 
 def wait_in_backward(gate: str, x: torch.Tensor) -> torch.Tensor:
     y = x * 2
-    y.register_hook(lambda _: (gates[gate].wait(PATIENCE), None)[1])
+    y.register_hook(lambda _: (gates[gate].wait(DEADLINE_SECONDS), None)[1])
     return y
 
 
@@ -471,7 +471,7 @@ def test_a_worker_that_is_stuck_far_away_is_named() -> None:
 
 
 def test_fast_mode_with_a_call_that_does_not_take_part() -> None:
-    """It waits for the gradient of a message that gets none; when the time is up, what is under way is named."""
+    """It waits for the gradient of a message that gets none. The timeout error names the outstanding messages."""
     a = vector(1.0, 2.0)
     with bh.cluster(2) as workers:
         with bh.context() as ctx:
@@ -490,7 +490,7 @@ def test_fast_mode_with_a_call_that_does_not_take_part() -> None:
 
 
 def two_sends(x: torch.Tensor) -> torch.Tensor:
-    """Two messages of one group, of which one is never used."""
+    """Two messages of one group; one of them is never used."""
     common = x * 2
     bh.rpc_sync(0, scale, args=(common,))
     return bh.rpc_sync(0, scale, args=(common,))
@@ -501,13 +501,13 @@ gates: dict[str, threading.Event] = {}
 
 def slow_in_backward(x: torch.Tensor, gate: str) -> torch.Tensor:
     y = x * 2
-    y.register_hook(lambda _: (gates[gate].wait(PATIENCE), None)[1])
+    y.register_hook(lambda _: (gates[gate].wait(DEADLINE_SECONDS), None)[1])
     return y
 
 
 @pytest.mark.parametrize("timeout", [0.2, None])
 def test_a_backward_function_that_takes_too_long(timeout: float | None) -> None:
-    """The deadline is the call's, or the worker's; what comes after it does nothing."""
+    """The timeout of the call or of the worker. Messages after it do nothing."""
     a, gates["slow"] = vector(1.0), threading.Event()
     with bh.cluster(2, options=bh.Options(backward_timeout=0.2)) as workers:
         try:
@@ -529,7 +529,7 @@ def test_a_backward_function_that_takes_too_long(timeout: float | None) -> None:
 
 
 def leave_in_backward(x: torch.Tensor) -> torch.Tensor:
-    """The worker ends, without a word, when the gradient comes."""
+    """The worker exits silently when the gradient arrives."""
     y = x * 2
     node = bh.current_worker().part(Node)
     y.register_hook(lambda _: node.shutdown(graceful=False, timeout=1.0))
@@ -542,19 +542,19 @@ def leave_in_backward_on(to: int, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_worker_that_leaves_in_the_middle_of_a_pass(direct: bool) -> None:
-    """One that the driver called, or one that it never spoke to."""
+    """A worker that the driver called, or one that it never called."""
     a = vector(1.0)
     with bh.cluster(3, endpoints=SOCKETS) as workers:
         with bh.context() as ctx:
             y = leave_in_backward_on(2, a) if direct else bh.rpc_sync(1, leave_in_backward_on, args=(2, a))
             with pytest.raises(bh.PeerLostError) as caught:
-                ctx.backward(y.sum(), timeout=PATIENCE)
+                ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
             assert caught.value.worker == "worker2"
             assert caught.value.context == ctx
             assert caught.value.pass_number
             assert caught.value.messages
             assert all(str(message) in str(caught.value) for message in caught.value.messages)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while not workers[2].closed:  # its channels are closed before it is
             assert time.monotonic() < deadline
         expect_a_working_cluster(workers[:2])
@@ -567,7 +567,7 @@ def test_a_worker_that_is_gone_before_its_gradients_come() -> None:
             y = bh.rpc_sync(1, pass_on, args=(2, a))
             workers[2].part(Node).shutdown(graceful=False, timeout=1.0)
             with pytest.raises(bh.PeerLostError) as caught:
-                ctx.backward(y.sum(), timeout=PATIENCE)
+                ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
             assert caught.value.worker == "worker2"
         expect_a_working_cluster(workers[:2])
 
@@ -577,13 +577,13 @@ def pass_on(to: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_worker_that_is_lost_while_a_group_waits_for_it() -> None:
-    """Worker 1 has asked for orders and has one gradient of two; the other was with the worker that left."""
+    """Worker 1 has asked the driver and has one gradient of two; the worker that left had the other."""
     a = vector(1.0)
     with bh.cluster(3, endpoints=SOCKETS) as workers:
         with bh.context() as ctx:
             y, z = bh.rpc_sync(1, both_ways, args=(a,))
             with pytest.raises(bh.PeerLostError) as caught:
-                ctx.backward((y * z).sum(), timeout=PATIENCE)
+                ctx.backward((y * z).sum(), timeout=DEADLINE_SECONDS)
             assert caught.value.worker == "worker2"
         expect_a_working_cluster(workers[:2])
 
@@ -611,19 +611,19 @@ def lose_a_process(rank: int, folder: str, direct: bool) -> Any:
         with bh.context() as ctx:
             y = bh.rpc_sync(2, die_in_backward, args=(a,)) if direct else bh.rpc_sync(1, die_far_away, args=(2, a))
             try:
-                ctx.backward(y.sum(), timeout=PATIENCE)
+                ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
             except bh.BackhaulError as error:
                 found = type(error).__name__, error.worker
         with bh.context() as ctx:
             ctx.backward(bh.rpc_sync(1, scale, args=(a,)).sum())
             assert ctx.grads[a].tolist() == [2.0]
-    bh.shutdown(timeout=PATIENCE)
+    bh.shutdown(timeout=DEADLINE_SECONDS)
     return found
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_process_that_dies_in_the_middle_of_a_pass(tmp_path: pathlib.Path, direct: bool) -> None:
-    found = run_processes(lose_a_process, 3, str(tmp_path), direct, patience=3 * PATIENCE)
+    found = run_processes(lose_a_process, 3, str(tmp_path), direct, patience=3 * DEADLINE_SECONDS)
     assert found == [("PeerLostError", "worker2"), None, DIED]
 
 
@@ -640,14 +640,14 @@ def lose_the_middle(rank: int, folder: str) -> Any:
             assert bh.rpc_sync(2, count_contexts) == 1
             with pytest.raises(bh.PeerLostError):
                 bh.rpc_sync(1, os._exit, args=(3,))
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while (found := bh.rpc_sync(2, count_contexts)) and time.monotonic() < deadline:
             time.sleep(0.01)
-    bh.shutdown(timeout=PATIENCE)
+    bh.shutdown(timeout=DEADLINE_SECONDS)
     return found
 
 
 def test_a_context_is_released_behind_a_worker_that_is_gone(tmp_path: pathlib.Path) -> None:
-    """Worker 2 knew of it through worker 1 alone."""
-    found = run_processes(lose_the_middle, 3, str(tmp_path), patience=3 * PATIENCE)
+    """Worker 2 knew the context only through worker 1."""
+    found = run_processes(lose_the_middle, 3, str(tmp_path), patience=3 * DEADLINE_SECONDS)
     assert found == [0, DIED, None]

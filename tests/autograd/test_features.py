@@ -1,4 +1,4 @@
-"""What is recorded, whatever shape the graph has: each program gives plain autograd's gradients."""
+"""Graphs of every shape: each program gives the gradients of plain autograd."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_tensors_inside_objects() -> None:
 
 
 def test_tensors_inside_functions() -> None:
-    """What a lambda closes over travels with it."""
+    """The variables that a lambda closes over travel with it."""
     a, b = A.detach().clone().requires_grad_(), B.detach().clone().requires_grad_()
     with bh.cluster(2), bh.context() as ctx:
         ctx.backward(bh.rpc_sync(1, lambda x: torch.sin(a) * x, args=(b,)).sum())
@@ -137,7 +137,7 @@ def test_one_tensor_given_twice(check: Check) -> None:
 
 
 def test_leaves_and_parameters(check: Check) -> None:
-    """Sent as they are, not as results of something."""
+    """Leaves are sent themselves, not results computed from them."""
 
     def program(world: World) -> None:
         found = world.call(1, echo, [world.p, {"a": world.a}])
@@ -261,7 +261,7 @@ def test_a_call_whose_tensors_need_no_grad() -> None:
         bh.rpc_sync(1, torch.add, args=(torch.ones(2), torch.arange(2)))
         assert bh.rpc_sync(1, len, args=("four",)) == 4
         assert sends_and_recvs(workers, ctx) == [(0, 0), (0, 0), None]
-        # It may reach a worker's leaves all the same.
+        # It may still reach leaves of a worker.
         a = A.detach().clone().requires_grad_()
         y = bh.rpc_sync(1, torch.mul, args=(torch.ones(3), a))
         assert sends_and_recvs(workers, ctx) == [(1, 1), (1, 1), None]
@@ -404,7 +404,7 @@ def test_a_connection_around_a_remote_stage(check: Check) -> None:
 
 
 def around(world: World, x: torch.Tensor, depth: int) -> torch.Tensor:
-    """As above, on every level, with the other worker."""
+    """As above, on every level, with alternating workers."""
     x = torch.sin(x) * world.b
     if not depth:
         return x
@@ -420,7 +420,7 @@ def test_nested_circles(check: Check, depth: int) -> None:
 
 
 def middle(world: World, x: torch.Tensor, name: str) -> torch.Tensor:
-    """A side of the diamond: goes on to worker 3."""
+    """One side of the diamond: calls worker 3."""
     return world.call(3, by, torch.sin(x) * world.leaves[name], "d") * x
 
 
@@ -490,7 +490,7 @@ def long_way(world: World, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("names", ["a", "b", "c", "abc"])
 def test_leaves_frozen_after_the_forward_pass(check: Check, names: str) -> None:
-    """As the discriminator's of a GAN: they get no gradient, what lies behind them does."""
+    """As a GAN's discriminator: its weights get no gradient, but what lies behind them does."""
 
     def program(world: World) -> None:
         x = torch.sin(world.a) * world.d
@@ -549,14 +549,14 @@ def test_a_graph_that_is_gone(way: dict[str, Any]) -> None:
 
 
 def test_a_graph_that_is_gone_on_a_worker_in_the_middle() -> None:
-    """Plain autograd would say so at the very node; here the worker that has it does."""
+    """Plain autograd raises at the node; here the worker that has the node does."""
     a = A.detach().clone().requires_grad_()
     with bh.cluster(3), bh.context() as ctx:
         y = bh.rpc_sync(1, pass_on, args=(2, a))
         ctx.backward(y.sum())
         with pytest.raises(bh.GraphFreedError):
             ctx.backward(y.sum(), retain_graph=True)
-        # What did not take part is still there.
+        # The graph that did not take part is still there.
         z = bh.rpc_sync(1, pass_on, args=(2, a))
         before = ctx.grads[a]
         ctx.backward(z.sum())
@@ -578,7 +578,7 @@ def test_a_pass_frees_only_what_took_part(check: Check) -> None:
 
 
 class Counted(torch.autograd.Function):
-    """Notes that its backward ran."""
+    """Records that its backward ran."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, world: World, key: str) -> torch.Tensor:
@@ -596,7 +596,7 @@ def counted(world: World, x: torch.Tensor, name: str, key: str) -> torch.Tensor:
 
 
 def test_inputs_that_are_leaves(check: Check) -> None:
-    """Nothing but what leads to them is computed, anywhere."""
+    """No worker computes anything but what leads to the inputs."""
 
     def program(world: World) -> None:
         x = torch.sin(world.a)
@@ -627,7 +627,7 @@ def go_through_with_both(world: World, x: torch.Tensor, y: torch.Tensor) -> torc
 
 @pytest.mark.xfail(strict=True, reason="what leads to the inputs is known by message, not by tensor: more is computed")
 def test_inputs_beside_others_in_one_message(check: Check) -> None:
-    """Tensors that happen to travel in one message have nothing to do with each other."""
+    """Tensors of one message need not depend on each other."""
 
     def program(world: World) -> None:
         y = world.call(1, go_through_with_both, world.a, world.d)
@@ -693,7 +693,7 @@ def test_inputs_and_create_graph(check: Check) -> None:
 
 
 def test_gradients_go_into_grad_on_every_worker() -> None:
-    """Beside what is there already; the context has its own."""
+    """``.grad`` keeps what it had; the context has its own gradients."""
     leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in {"a": A, "b": B, "c": C}.items()}
     with bh.cluster(3) as workers, bh.context() as ctx:
         world = Distributed(leaves, workers, ctx, {})
@@ -731,7 +731,7 @@ def test_fast_mode_in_circles(check: Check, depth: int) -> None:
 
 
 def test_a_pass_driven_by_another_worker() -> None:
-    """Whoever calls ``backward`` drives; the context is the same."""
+    """The worker that calls ``backward`` drives the pass; the context is the same."""
     a = A.detach().clone().requires_grad_()
     with bh.cluster(3), bh.context() as ctx:
         bh.rpc_sync(1, drive, args=(ctx, torch.sin(a)))
@@ -748,7 +748,7 @@ def drive(ctx: bh.ContextHandle, x: torch.Tensor) -> None:
 
 
 def test_the_gradients_are_the_users_own() -> None:
-    """As those in ``.grad`` are: changing one in place changes no other, and never fails."""
+    """As with ``.grad``: changing one gradient in place changes no other, and never fails."""
     leaves = [vector(1.0, 2.0, 3.0) for _ in range(4)]
     a, b, c, d = leaves
     seed = torch.ones(3, dtype=torch.float64)

@@ -38,17 +38,17 @@ def model(world: World, x: torch.Tensor) -> torch.Tensor:
 
 
 def squared(world: World, names: str) -> torch.Tensor:
-    """What the gradients of leaves of this worker cost."""
+    """The penalty of the gradients of leaves on this worker."""
     return sum(world.grad(world.leaves[name]).pow(2).sum() for name in names)
 
 
 def penalty(world: World, *names: str) -> torch.Tensor:
-    """What the gradients of leaves cost, asked of the workers that hold them."""
+    """The penalty of the gradients of leaves, computed by the workers that hold them."""
     return sum(world.call(HOME[group[0]], squared, group) for group in names)
 
 
 def test_the_first_pass_alone(check: Check) -> None:
-    """What it gives is the same, and is part of a graph."""
+    """The gradients are the same, and are part of a graph."""
 
     def program(world: World) -> None:
         world.backward(model(world, world.a).sum(), create_graph=True)
@@ -70,7 +70,7 @@ def test_a_gradient_penalty(check: Check) -> None:
 
 
 def test_a_gradient_penalty_with_inputs(check: Check) -> None:
-    """The first pass computes nothing but the gradient that is penalised; the second all the others."""
+    """The first pass computes only the penalized gradient; the second pass all the others."""
 
     def program(world: World) -> None:
         loss = model(world, world.a).sum()
@@ -139,7 +139,7 @@ def smooth(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_inner_loop_across_workers(steps: int) -> None:
-    """MAML: the weights of every worker are adapted by its own gradients, and the loss after that is what counts."""
+    """MAML: every worker adapts its weights by its own gradients. The loss after that is differentiated."""
 
     def program(world: World) -> None:
         world.fast = {}
@@ -202,7 +202,7 @@ def test_a_worker_that_calls_itself(check: Check) -> None:
 
 
 def test_gradients_that_need_no_grad_are_not_recorded() -> None:
-    """A linear function: its gradient does not depend on anything."""
+    """A linear function: its gradient is constant."""
     a = LEAVES["a"].detach().clone().requires_grad_()
     with bh.cluster(2), bh.context() as ctx:
         ctx.backward(bh.rpc_sync(1, torch.mul, args=(a, 2)).sum(), create_graph=True)
@@ -224,7 +224,7 @@ def test_what_a_pass_sends_is_recorded_as_its_own() -> None:
 
 @pytest.mark.parametrize("names", [("ab",), ("ab", "c", "d")])
 def test_fast_mode(names: Sequence[str]) -> None:
-    """Whatever mode the passes have: what an earlier one sent may take part in a later one, or not."""
+    """In every mode, messages of an earlier pass may take part in a later one, or not."""
 
     def program(world: World) -> None:
         world.backward(model(world, world.a).sum(), create_graph=True)
@@ -243,7 +243,7 @@ def test_a_first_pass_in_fast_mode_and_a_second_in_exact(check: Check) -> None:
 
 
 def test_the_graph_does_not_depend_on_who_looks() -> None:
-    """Gradients read under ``no_grad`` are still parts of the graph."""
+    """Gradients read under ``no_grad`` are still part of the graph."""
 
     def program(world: World) -> None:
         y = world.call(1, stage, world.a, "c") * world.call(1, stage, world.a * 2, "c")
@@ -258,7 +258,7 @@ def test_the_graph_does_not_depend_on_who_looks() -> None:
 
 
 def test_retain_graph_follows_create_graph() -> None:
-    """As in plain autograd; and a graph that is not retained is gone, all the same."""
+    """As in plain autograd; a graph that is not retained is freed."""
     a = LEAVES["a"].detach().clone().requires_grad_()
     with bh.cluster(2), bh.context() as ctx:
         y = bh.rpc_sync(1, torch.sin, args=(a,)).sum()

@@ -1,4 +1,4 @@
-"""Hooks of every kind fire as often as in plain autograd, with the same gradients, wherever they hang."""
+"""Hooks of every kind, on every kind of tensor, fire as often as in plain autograd, with the same gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sine(world: World, x: torch.Tensor) -> torch.Tensor:
 
 
 def bend(world: World, key: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A hook that is not linear, so it notices partial sums."""
+    """A nonlinear hook: its result shows whether it got a partial sum."""
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
         world.saw(key, grad)
@@ -76,7 +76,7 @@ def shared(world: World) -> torch.Tensor:
 
 
 def circle(world: World) -> torch.Tensor:
-    """What ``x`` was made of cannot be told before the gradients of all that was made of it are there."""
+    """The gradient of ``x`` is complete only after the gradients of all results computed from it."""
     first = world.call(1, serve, world.a, "c")
     x = first * world.b
     world.hang("x", x)
@@ -123,7 +123,7 @@ def test_tensor_hooks_on_leaves(check: Check, shape: Any) -> None:
 
 @SHAPES
 def test_hooks_registered_after_the_call(check: Check, shape: Any) -> None:
-    """What happens to a sent value later does not matter to the message, but hooks on it do."""
+    """Later changes of a sent value do not affect the message, but hooks on it do."""
 
     def program(world: World) -> None:
         values: list[tuple[str, torch.Tensor]] = []
@@ -153,13 +153,13 @@ def test_hooks_that_are_removed(check: Check, shape: Any) -> None:
 
 @SHAPES
 def test_node_hooks(check: Check, shape: Any) -> None:
-    """After a node and before it, on every node of the way."""
+    """Hooks after and before each node of the path."""
 
     def program(world: World) -> None:
         def hang(key: str, tensor: torch.Tensor) -> None:
             node = tensor.grad_fn
             if node.name().endswith("::Error") or node.name().startswith("Clone"):
-                return  # where a call is: another node in each world
+                return  # the node of a call differs in the two worlds
 
             def after(outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
                 for grad in (*outputs, *inputs):
@@ -231,7 +231,7 @@ def test_all_hooks_of_a_leaf_together(check: Check) -> None:
 
 
 def test_an_optimizer_inside_the_backward_pass() -> None:
-    """The well-known use: each weight is stepped, and its gradient dropped, as soon as it is there."""
+    """The common use: step each weight and drop its gradient as soon as the gradient is there."""
 
     def step(leaf: torch.Tensor) -> None:
         with torch.no_grad():
@@ -320,7 +320,7 @@ def test_retain_grad(check: Check, shape: Any) -> None:
 
 
 def test_the_hook_of_one_tensor_is_not_called_for_another_of_its_message(check: Check) -> None:
-    """Tensors that happen to travel together: only the one that gets a gradient is told."""
+    """Two tensors of one message: only the hook of the one that gets a gradient fires."""
 
     def program(world: World) -> None:
         first, second = world.call(1, two, world.a, world.b)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import backhaul as bh
 from backhaul._autograd.backward.leaves import reducers
 
-from .worlds import PATIENCE, World, vector
+from .worlds import DEADLINE_SECONDS, World, vector
 from .worlds import check as check_once
 
 Check = Callable[..., None]
@@ -40,7 +40,7 @@ def checkpointed(world: World, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_checkpoint_on_the_remote_side(check: Check) -> None:
-    """What was not kept is computed again, as often as in plain autograd."""
+    """Values that were not kept are recomputed, as often as in plain autograd."""
 
     def program(world: World) -> None:
         y = world.call(1, checkpointed, world.a)
@@ -58,7 +58,7 @@ def checkpointed_call(world: World, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_call_inside_of_a_checkpoint(check: Check) -> None:
-    """It is made again when the values are needed, and belongs to no graph then."""
+    """The call is repeated when its values are needed, and is part of no graph then."""
 
     def program(world: World) -> None:
         world.backward(world.call(1, checkpointed_call, world.a).sum())
@@ -98,7 +98,7 @@ def run_compiled(world: World, x: torch.Tensor, backend: str) -> torch.Tensor:
     return compiled[backend](x, world.c)
 
 
-COMPILER = pytest.mark.filterwarnings("default")  # what the compiler warns of is not ours
+COMPILER = pytest.mark.filterwarnings("default")  # warnings of the compiler are not ours
 
 
 @COMPILER
@@ -198,7 +198,7 @@ def apply_module(x: torch.Tensor) -> torch.Tensor:
 
 # DDP. Two processes have a replica each; each is called by the other, in a context of its own.
 
-LIMIT = 3 * PATIENCE  # seconds; the first step imports much, and each process waits for the other's
+LIMIT = 3 * DEADLINE_SECONDS  # seconds; the first step imports much, and each process waits for the other's
 
 
 def init_gloo(file: str, rank: int) -> None:
@@ -340,7 +340,7 @@ def leave_group(folder: str) -> None:
     init_gloo(f"{folder}/store", rank)
     model = DistributedDataParallel(make_model())
     if rank == 1:
-        time.sleep(0.3)  # the other one has let go of the group by then
+        time.sleep(0.3)  # the other process has left the group by then
         torch.distributed.barrier()
     else:
         x = torch.ones(1, requires_grad=True)
@@ -360,7 +360,7 @@ def test_process_groups_end(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_look_for_replicas_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as ``torch.distributed.reduce_op``, which warns if it is asked for anything."""
+    """Such as ``torch.distributed.reduce_op``, which warns at every attribute access."""
 
     class Touchy:
         def __getattribute__(self, name: str) -> Any:

@@ -39,7 +39,7 @@ def look_up(world: World, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_sparse_gradients_of_a_remote_embedding(check: Check) -> None:
-    """Of several calls, so sparse gradients are added to sparse ones."""
+    """In several calls, so that sparse gradients are added to sparse ones."""
 
     def program(world: World) -> None:
         y = world.call(1, look_up, torch.tensor([0, 2, 2]), world.a)
@@ -126,7 +126,7 @@ def test_complex_roots(check: Check) -> None:
 
 
 def test_a_complex_number_needs_a_gradient_of_its_own() -> None:
-    """As in plain autograd: which way is up is not known."""
+    """As in plain autograd: a complex root needs a gradient."""
     z = torch.tensor(1 + 2j, requires_grad=True)
     with pytest.raises(RuntimeError, match="real scalar"):
         (z * 2).backward()
@@ -224,7 +224,7 @@ def change_views(world: World, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.
 
 @pytest.mark.parametrize("both", [True, False])
 def test_views_of_received_tensors_changed_in_place(check: Check, both: bool) -> None:
-    """Of a message with one tensor, or with several."""
+    """In a message with one tensor, or with several."""
 
     def program(world: World) -> None:
         if both:
@@ -244,7 +244,7 @@ def change_a_view(world: World, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_value_changed_in_place_after_it_was_sent(check: Check) -> None:
-    """A message is what it was when it was sent."""
+    """A message has the values from when it was sent."""
 
     def program(world: World) -> None:
         x = world.a * 2
@@ -257,7 +257,7 @@ def test_a_value_changed_in_place_after_it_was_sent(check: Check) -> None:
 
 
 def test_views_of_one_memory_in_one_message() -> None:
-    """They share memory at the other end, and each is a part of the graph of its own."""
+    """They share memory on the other worker, and each is its own part of the graph."""
     a = A.detach().clone().requires_grad_()
     with bh.cluster(2), bh.context() as ctx:
         x = torch.sin(a)
@@ -274,7 +274,7 @@ def join(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def test_views_of_one_memory_changed_in_place() -> None:
-    """Plain autograd refuses this, as a saved value is changed. Whatever is done here, no gradient is wrong."""
+    """Plain autograd refuses this because a saved value is changed. Here no gradient may be wrong."""
     a = A.detach().clone().requires_grad_()
     x = a * 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -314,7 +314,7 @@ def half_detached(world: World, x: torch.Tensor, frozen: torch.Tensor) -> torch.
 
 
 class Bent(torch.autograd.Function):
-    """Its backward is not linear, so it notices partial sums; it may be differentiated again."""
+    """Its backward is nonlinear, so it shows partial sums. It can be differentiated twice."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, world: World, key: str) -> torch.Tensor:
@@ -330,7 +330,7 @@ class Bent(torch.autograd.Function):
 
 
 class Once(torch.autograd.Function):
-    """Cannot be differentiated again."""
+    """Cannot be differentiated twice."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -366,7 +366,7 @@ def bent(world: World, x: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def test_functions_that_are_not_linear(check: Check) -> None:
-    """On the way of several gradients that meet, on both sides, in a circle and out of it."""
+    """Where several gradients meet, on both workers, inside and outside a circle."""
 
     def program(world: World) -> None:
         x = Bent.apply(world.a, world, "x")
@@ -415,7 +415,7 @@ def select(world: World, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> A
 
 
 def test_a_gradient_that_is_none_on_the_way(check: Check) -> None:
-    """A message all of whose gradients are none still ends its share of the pass."""
+    """A message whose gradients are all None still ends its part of the pass."""
 
     def program(world: World) -> None:
         x = torch.sin(world.b)

@@ -1,4 +1,4 @@
-"""Random programs, distributed and in one process: the same gradients, hooks and custom functions run as often.
+"""Random programs, distributed and in one process: the same gradients, and hooks and custom functions run as often.
 
 Also that the oracle would notice if they were not, and how many messages a pass costs.
 """
@@ -33,7 +33,7 @@ from backhaul.testing.oracle import (
     run_locally,
 )
 
-from .worlds import PATIENCE, expect_no_contexts
+from .worlds import DEADLINE_SECONDS, expect_no_contexts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using backward:UserWarning"),  # plain autograd, with create_graph
@@ -43,7 +43,7 @@ pytestmark = [
 
 @pytest.fixture
 def unruly_threads() -> Iterator[None]:
-    """Threads lose the interpreter at once, so that messages come in many orders."""
+    """Threads switch very often, so that messages arrive in many orders."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -52,7 +52,7 @@ def unruly_threads() -> Iterator[None]:
 
 @pytest.fixture
 def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are at a worker at the same time are dealt with in an order drawn at random."""
+    """A worker handles gradients that are there at the same time in random order."""
     take, choose, lock = Engine._take_gradients, random.Random(0), threading.Lock()
     waiting: dict[int, list[Callable[[], None]]] = collections.defaultdict(list)
 
@@ -69,12 +69,12 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def difference(program: Program, *, order: int = 1, **options: Any) -> list[str]:
-    options.setdefault("timeout", PATIENCE)
+    options.setdefault("timeout", DEADLINE_SECONDS)
     return compare(run_locally(program, order=order), run_distributed(program, order=order, **options))
 
 
 FLAVOURS: list[dict[str, Any]] = [
-    {},  # most of what such a program does is not used
+    {},  # most results of such a program are not used
     {"length": 20, "depth": 2, "roots": 4},
     {"length": 12, "thorough": True},  # all of it is used, so most workers get gradients
 ]
@@ -116,7 +116,7 @@ def test_third_order() -> None:
 @pytest.mark.usefixtures("any_order")
 @pytest.mark.parametrize(("workers", "first"), [(3, 7000), (4, 8000)])
 def test_fast_mode(workers: int, first: int) -> None:
-    """Where every message takes part, as it assumes."""
+    """In programs in which every message takes part, as this mode assumes."""
     sweep(range(first, first + 50), workers=workers, thorough=True, mode="fast")
 
 
@@ -139,7 +139,7 @@ class WaitForOther(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        assert WaitForOther.called.wait(PATIENCE)
+        assert WaitForOther.called.wait(DEADLINE_SECONDS)
         return grad
 
 
@@ -235,7 +235,7 @@ def test_processes(transport: Any) -> None:
 
 
 def count_differences(seeds: range = range(0, 25), *, order: int = 1) -> int:
-    """How many of some programs come out differently."""
+    """How many of some programs give other results."""
     with bh.cluster(3):
         programs = [make_program(random.Random(seed).randrange, workers=3, **FLAVOURS[seed % 3]) for seed in seeds]
         return sum(bool(difference(program, order=order)) for program in programs)
@@ -298,7 +298,7 @@ def test_hooks_that_see_partial_sums_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_function_that_runs_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is run again for nothing but what it does on the way."""
+    """The engine runs a group a second time for its side effects alone."""
     run_engine = leaves.run_engine
 
     def again(edges: Any, seeds: Any, wanted: Any, **options: Any) -> Any:
@@ -329,7 +329,7 @@ def test_compare_says_what_differs() -> None:
 
 
 def test_programs_are_what_they_claim_to_be() -> None:
-    """Among few of them everything occurs that a program may have."""
+    """A few programs together contain every feature that a program may have."""
     seen: collections.Counter[str] = collections.Counter()
 
     def look(body: Any, worker: int, depth: int) -> None:
@@ -353,7 +353,7 @@ def test_programs_are_what_they_claim_to_be() -> None:
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=["plain", "wide", "thorough"])
 def test_programs_reach_the_workers(flavour: dict[str, Any]) -> None:
-    """Not all of them: gradients on three workers or four, in a fair share of programs."""
+    """A fair share of programs has gradients on three or four workers."""
     reached: collections.Counter[int] = collections.Counter()
     for seed in range(60):
         result = run_locally(make_program(random.Random(seed).randrange, workers=4, **flavour))
@@ -365,7 +365,7 @@ def test_programs_reach_the_workers(flavour: dict[str, Any]) -> None:
 
 
 class Frames:
-    """Frames of autograd that go from one worker to another."""
+    """Autograd frames that travel between workers."""
 
     def __init__(self) -> None:
         self.sent: collections.Counter[str] = collections.Counter()
@@ -431,9 +431,9 @@ def nest(x: torch.Tensor, left: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("together", [1, 32, 100])
 def test_gradients_for_one_worker_go_together(frames: Frames, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
-    """As far as they are small; and what is to be told of them goes with them."""
+    """Small gradients travel in one frame, together with the report about them."""
     monkeypatch.setattr(outbox, "TOGETHER", together)
-    monkeypatch.setattr(engine, "_LONG", PATIENCE)
+    monkeypatch.setattr(engine, "_LONG", DEADLINE_SECONDS)
     a, count = torch.ones(2, requires_grad=True), 64
     with bh.cluster(2), bh.context() as ctx:
         results = [bh.rpc_sync(1, torch.mul, args=(a, 2)) for _ in range(count)]

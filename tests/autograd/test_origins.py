@@ -14,7 +14,7 @@ import torch
 
 import backhaul as bh
 
-from .worlds import PATIENCE, expect_no_contexts, gradients_on, vector
+from .worlds import DEADLINE_SECONDS, expect_no_contexts, gradients_on, vector
 
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Elsewhere:
-    """A strand of execution that has a context of its own, which stays open while others are."""
+    """A thread with its own context, which stays open while others are open."""
 
     def __init__(self) -> None:
         self._variables = contextvars.copy_context()
@@ -58,7 +58,7 @@ def elsewhere(workers: list[bh.Worker]) -> Iterator[Elsewhere]:
         yield made
 
 
-kept: dict[str, torch.Tensor] = {}  # by workers, from one call to the next
+kept: dict[str, torch.Tensor] = {}  # kept by workers from one call to the next
 
 
 def keep(name: str, x: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ def test_a_root_of_another_context(workers: list[bh.Worker], elsewhere: Elsewher
     with bh.context() as ctx:
         own = double(2, b)
         with pytest.raises(bh.ForeignGraphError) as caught:
-            ctx.backward([own.sum(), (own * foreign).sum()], timeout=PATIENCE, **WAYS[way])
+            ctx.backward([own.sum(), (own * foreign).sum()], timeout=DEADLINE_SECONDS, **WAYS[way])
         error = caught.value
         assert (error.worker, error.context, error.origin) == ("worker0", ctx, elsewhere.context)
         (send,) = elsewhere.context.describe()["workers"]["worker1"]["sends"]
@@ -100,7 +100,7 @@ def test_a_root_of_another_context(workers: list[bh.Worker], elsewhere: Elsewher
         assert "roots[1]" in str(error)
         assert a not in ctx.grads
         assert a.grad is None
-    elsewhere.run(elsewhere.context.backward, foreign.sum())  # where it belongs it works
+    elsewhere.run(elsewhere.context.backward, foreign.sum())  # it works in its own context
     assert elsewhere.context.grads[a].tolist() == [2.0]
 
 
@@ -109,14 +109,14 @@ def test_a_root_of_a_context_that_was_released(workers: list[bh.Worker]) -> None
         foreign = double(1, vector(1.0))
     with bh.context() as ctx:
         with pytest.raises(bh.ForeignGraphError, match="released") as caught:
-            ctx.backward(foreign.sum(), timeout=PATIENCE)
+            ctx.backward(foreign.sum(), timeout=DEADLINE_SECONDS)
         assert (caught.value.origin, caught.value.sender, caught.value.root) == (before, "worker1", 0)
 
 
 def test_the_received_tensor_itself_as_root(workers: list[bh.Worker], elsewhere: Elsewhere) -> None:
     foreign = elsewhere.run(double, 1, vector(1.0))
     with bh.context() as ctx, pytest.raises(bh.ForeignGraphError):
-        ctx.backward(foreign, timeout=PATIENCE)
+        ctx.backward(foreign, timeout=DEADLINE_SECONDS)
 
 
 def test_detached_it_may_be_used(workers: list[bh.Worker], elsewhere: Elsewhere) -> None:
@@ -133,7 +133,7 @@ def test_a_gradient_recorded_in_another_context(workers: list[bh.Worker], elsewh
     grad = elsewhere.context.grads[a]
     with bh.context() as ctx:
         with pytest.raises(bh.ForeignGraphError) as caught:
-            ctx.backward(grad.sum(), timeout=PATIENCE)
+            ctx.backward(grad.sum(), timeout=DEADLINE_SECONDS)
         assert caught.value.origin == elsewhere.context
 
 
@@ -151,7 +151,7 @@ def test_a_graph_of_another_worker(workers: list[bh.Worker], elsewhere: Elsewher
     with bh.context() as ctx:
         y = double(2, bh.rpc_sync(1, with_kept, args=("y", vector(2.0))))
         with pytest.raises(bh.ForeignGraphError) as caught:
-            ctx.backward(y.sum(), timeout=PATIENCE, **WAYS[way])
+            ctx.backward(y.sum(), timeout=DEADLINE_SECONDS, **WAYS[way])
         error = caught.value
         assert (error.worker, error.context, error.origin) == ("worker1", ctx, elsewhere.context)
         assert (error.sender, error.root) == ("worker2", None)
@@ -163,13 +163,13 @@ def test_a_request_of_another_context(workers: list[bh.Worker], elsewhere: Elsew
     with bh.context() as ctx:
         y = bh.rpc_sync(1, with_kept, args=("x", vector(2.0)))
         with pytest.raises(bh.ForeignGraphError) as caught:
-            ctx.backward(y.sum(), timeout=PATIENCE)
+            ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
         assert (caught.value.worker, caught.value.sender) == ("worker1", "worker0")
 
 
 @pytest.mark.parametrize("inputs", ["behind", "beside"])
 def test_inputs(workers: list[bh.Worker], elsewhere: Elsewhere, inputs: str) -> None:
-    """Whether the inputs lie behind another context nobody can know."""
+    """No worker can know whether the inputs lie behind another context."""
     a, b = vector(1.0), vector(2.0)
     elsewhere.run(bh.rpc_sync, 1, keep, args=("x", a))
     foreign = elsewhere.run(double, 1, a)
@@ -177,17 +177,17 @@ def test_inputs(workers: list[bh.Worker], elsewhere: Elsewhere, inputs: str) -> 
         y = bh.rpc_sync(1, with_kept, args=("x", torch.ones(1, dtype=torch.float64)))
         for root in ((b * foreign).sum(), (b + y).sum()):
             with pytest.raises(bh.ForeignGraphError):
-                ctx.backward(root, inputs=[a if inputs == "behind" else b], timeout=PATIENCE)
+                ctx.backward(root, inputs=[a if inputs == "behind" else b], timeout=DEADLINE_SECONDS)
 
 
 def test_in_a_circle(workers: list[bh.Worker], elsewhere: Elsewhere) -> None:
-    """The group that has the foreign node is run node by node."""
+    """The group that contains the foreign node runs node by node."""
     foreign = elsewhere.run(double, 1, vector(1.0))
     with bh.context() as ctx:
         x = vector(2.0) * foreign
         y = double(1, x) * x
         with pytest.raises(bh.ForeignGraphError) as caught:
-            ctx.backward((double(2, y) * y).sum(), timeout=PATIENCE)
+            ctx.backward((double(2, y) * y).sum(), timeout=DEADLINE_SECONDS)
         assert caught.value.origin == elsewhere.context
 
 
@@ -195,7 +195,7 @@ def test_in_a_circle(workers: list[bh.Worker], elsewhere: Elsewhere) -> None:
 
 
 def test_a_graph_made_before_the_context(workers: list[bh.Worker]) -> None:
-    """Where no other worker takes part it works as in one process."""
+    """If no other worker takes part, it works as in one process."""
     a = vector(1.0, 2.0)
     before = torch.tanh(a * 3)
     with bh.context() as ctx:
@@ -211,7 +211,7 @@ def test_where_no_gradient_comes(workers: list[bh.Worker], elsewhere: Elsewhere)
     with bh.context() as ctx:
         bh.rpc_sync(1, with_kept, args=("x", b))
         _, used = bh.rpc_sync(1, kept_and, args=("x", b))
-        ctx.backward(used.sum(), timeout=PATIENCE)
+        ctx.backward(used.sum(), timeout=DEADLINE_SECONDS)
         assert ctx.grads[b].tolist() == [3.0]
 
 

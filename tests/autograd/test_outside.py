@@ -1,4 +1,4 @@
-"""Calls outside a context. What they bring has lost its history: it says so as soon as its gradient is asked for."""
+"""Calls outside a context. Their results have lost their history: they raise when a gradient is asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import backhaul as bh
 
-from .worlds import PATIENCE, vector
+from .worlds import DEADLINE_SECONDS, vector
 
 REFUSAL = "outside any context"
 
@@ -25,7 +25,7 @@ def workers() -> Iterator[list[bh.Worker]]:
     kept.clear()
 
 
-kept: list[torch.Tensor] = []  # by workers, from one call to the next
+kept: list[torch.Tensor] = []  # kept by workers from one call to the next
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def with_kept(x: torch.Tensor) -> torch.Tensor:
 
 
 class Layer(torch.nn.Module):
-    """Has a parameter, and a tensor that requires grad and is none."""
+    """Has a parameter, and another tensor that requires grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_root_made_before_the_context(workers: list[bh.Worker], call: str, to:
     loss = (CALLS[call](to, a) * 3).sum()
     with bh.context() as ctx:
         with pytest.raises(bh.ForeignGraphError) as caught:
-            bh.backward(ctx, [a.sum(), loss], timeout=PATIENCE)
+            bh.backward(ctx, [a.sum(), loss], timeout=DEADLINE_SECONDS)
         error = caught.value
         assert (error.worker, error.context, error.origin) == ("worker0", ctx, None)
         assert (error.sender, error.root, error.message) == (f"worker{to}", 1, None)
@@ -125,14 +125,14 @@ def test_a_thread_that_does_not_have_the_context(workers: list[bh.Worker]) -> No
     with bh.context() as ctx:
         thread = threading.Thread(target=call)
         thread.start()
-        thread.join(PATIENCE)
+        thread.join(DEADLINE_SECONDS)
         with pytest.raises(bh.ForeignGraphError) as caught:
-            ctx.backward(found[0].sum(), timeout=PATIENCE)
+            ctx.backward(found[0].sum(), timeout=DEADLINE_SECONDS)
         assert caught.value.origin is None
 
 
 def test_what_is_left_of_it(workers: list[bh.Worker]) -> None:
-    """Detached it may be used for anything, and local gradients that do not go back are right."""
+    """A detached tensor can be used freely, and local gradients that do not go through it are right."""
     w = vector(3.0)
     y = bh.rpc_sync(1, double, args=(vector(1.0),))
     (grad,) = torch.autograd.grad((y * w).sum(), w)
@@ -179,7 +179,7 @@ def test_an_argument_that_is_used_in_a_context_later(workers: list[bh.Worker], t
     with bh.context() as ctx:
         y = bh.rpc_sync(to, with_kept, args=(vector(3.0),))
         with pytest.raises(bh.ForeignGraphError) as caught:
-            ctx.backward(y.sum(), timeout=PATIENCE)
+            ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
         assert (caught.value.worker, caught.value.origin, caught.value.sender) == (f"worker{to}", None, "worker0")
 
 

@@ -30,7 +30,7 @@ def test_two_leaves_of_one_message_get_a_gradient_each() -> None:
 
 
 class FromCache(torch.autograd.Function):
-    """A function that gives out the same tensor again and again."""
+    """A function that returns the same tensor again and again."""
 
     cache = torch.ones(3)
 
@@ -59,7 +59,7 @@ def test_a_gradient_that_a_function_keeps() -> None:
 
 
 class Noting(torch.autograd.Function):
-    """Remembers where its gradient lies, and passes it on."""
+    """Remembers the address of its gradient, and passes it on."""
 
     place = 0
 
@@ -203,7 +203,7 @@ def test_a_checkpoint_whose_values_belong_to_two_groups() -> None:
 
 
 def test_a_backward_inside_of_a_hook() -> None:
-    """Its multi-grad hooks and checkpoints go by its own graph, as in one process."""
+    """Multi-grad hooks and checkpoints use the local graph, as in one process."""
     p, q, fired = leaf(1.0), leaf(2.0), []
     torch.autograd.graph.register_multi_grad_hook((p, q), lambda grads: fired.append(len(grads)))
     r = checkpoint(torch.sin, p, use_reentrant=False)

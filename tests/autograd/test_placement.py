@@ -34,7 +34,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def start(self, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        """Run it there; what returns its result."""
+        """Start it there; returns a function that waits for its result."""
 
     @abc.abstractmethod
     def refer(self, function: Callable[[], Any]) -> Any:
@@ -65,7 +65,7 @@ class Place(abc.ABC):
         """The gradients of the leaves of both ends."""
 
     def run(self, program: Program) -> dict[str, Any]:
-        """What comes of a program."""
+        """The results of a program."""
         found = program(self)
         return {
             "requires_grad": found.requires_grad,
@@ -157,7 +157,7 @@ def gradient_of_weight(context: int) -> list[float] | None:
 
 
 class Scale(torch.nn.Module):
-    """Multiplies by the weight that is there."""
+    """Multiply by the weight on this worker."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value * weight
@@ -223,7 +223,7 @@ def total(made: dict[str, Any]) -> torch.Tensor:
 
 
 def programs_of(mode: Callable[[], Any]) -> dict[str, Program]:
-    """Those in which some of it is under a mode."""
+    """Programs that run partly under another grad mode."""
 
     def around_a_call(place: Place) -> torch.Tensor:
         with mode():
@@ -423,7 +423,7 @@ def outside_making_quietly(place: Place) -> Program:
 
 
 def outside_fetching(place: Place) -> Program:
-    """Which is the value itself, where it is."""
+    """On the owner this is the value itself."""
     made = place.make(twice_the_weight)
     found = place.fetch(made)
     return lambda _: found.detach()
@@ -518,7 +518,7 @@ def test_what_is_made_under_no_grad_is_the_value_itself() -> None:
 
 
 def test_what_its_owner_fetches_is_the_value_itself() -> None:
-    """Also under ``no_grad``, where it is another tensor in the same memory if it would need a gradient."""
+    """Also under ``no_grad``: if it requires grad, the result is another tensor in the same memory."""
     plain, leaf = torch.zeros(2), vector(0.0)
     with bh.cluster(1):
         for value in (plain, leaf, object(), [leaf]):
@@ -534,7 +534,7 @@ def test_what_its_owner_fetches_is_the_value_itself() -> None:
 
 @pytest.mark.parametrize("to", [0, 1])
 def test_arguments_need_no_gradient_under_no_grad(to: int) -> None:
-    """But parameters, which are state."""
+    """Except parameters, which are state."""
     with bh.cluster(2):
         assert bh.rpc_sync(to, is_required, args=(x, parameter)) == (True, True)
         with torch.no_grad():
@@ -543,7 +543,7 @@ def test_arguments_need_no_gradient_under_no_grad(to: int) -> None:
 
 @pytest.mark.parametrize("to", [0, 1])
 def test_a_parameter_fetched_under_no_grad(to: int) -> None:
-    """A leaf of its own, as a parameter that is copied is; its gradient does not go back."""
+    """A leaf of its own, like a copied parameter; its gradient does not go back."""
     with bh.cluster(2) as workers, bh.context() as ctx:
         made = bh.remote(to, the_parameter)
         with torch.no_grad():

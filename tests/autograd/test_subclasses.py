@@ -21,7 +21,7 @@ import backhaul as bh
 from backhaul._wire.tensors.subclasses import ragged_dimensions
 from tests.jit.functions import script
 
-PATIENCE = 60.0
+DEADLINE_SECONDS = 60.0
 DATA = torch.tensor([0.5, -1.0, 2.0, 3.0, -0.25, 1.5], dtype=torch.float64)
 
 
@@ -44,7 +44,7 @@ class Weight(torch.nn.Parameter):
 
 
 class OwnPickle(torch.Tensor):
-    """A subclass that pickles itself, and loses its graph on the way."""
+    """A subclass that pickles itself, and loses its graph."""
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return _rebuild, (self.detach().as_subclass(torch.Tensor),)
@@ -94,7 +94,7 @@ MAKE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def numbers(value: Any) -> Any:
-    """What is in a tensor of any kind, as plain tensors."""
+    """The contents of a tensor of any kind, as plain tensors."""
     if value is None:
         return None
     with torch._C.DisableTorchFunctionSubclass():
@@ -221,7 +221,7 @@ def all_kinds() -> dict[str, Gradients]:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_gradients_between_processes() -> None:
-    found = bh.launch(all_kinds, 3, timeout=PATIENCE, start_method="forkserver")[0]
+    found = bh.launch(all_kinds, 3, timeout=DEADLINE_SECONDS, start_method="forkserver")[0]
     assert found.pop("dtensor")  # compared there, where its process group is
     torch.testing.assert_close(found, {kind: expected(kind) for kind in MAKE})
 
@@ -277,7 +277,7 @@ class Scripted(torch.nn.Module):
 
 
 class ScriptedList(torch.nn.Module):
-    """Has a tensor that requires grad where it cannot be put into the graph again."""
+    """Has a tensor that requires grad in a place where it cannot be put into the graph again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -414,7 +414,7 @@ class TestRaggedDimensions:
             torch.testing.assert_close(self.run(), self.expected())
 
     def test_between_processes(self) -> None:
-        found = bh.launch(run_ragged, 2, timeout=PATIENCE, start_method="forkserver")[0]
+        found = bh.launch(run_ragged, 2, timeout=DEADLINE_SECONDS, start_method="forkserver")[0]
         torch.testing.assert_close(found, self.expected())
 
     def test_names_are_forgotten_with_their_dimensions(self) -> None:
@@ -435,7 +435,7 @@ def run_ragged() -> list[Any] | None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", MAKE)
 def test_outside_a_context(kind: str) -> None:
-    """A parameter is a copy of state and stays a leaf; anything else refuses a gradient that would go nowhere."""
+    """A parameter is a copy of state and stays a leaf. Any other tensor raises when a gradient reaches it."""
     with bh.cluster(2):
         (found,) = bh.rpc_sync("worker1", losing, args=(MAKE[kind](),))
     if isinstance(found, torch.nn.Parameter):
@@ -475,7 +475,7 @@ def result_of_launch() -> Any:
 
 
 def test_a_result_of_launch_refuses_its_gradient() -> None:
-    ((tensor, module, wrapper),) = bh.launch(result_of_launch, 1, start_method="forkserver", timeout=PATIENCE)
+    ((tensor, module, wrapper),) = bh.launch(result_of_launch, 1, start_method="forkserver", timeout=DEADLINE_SECONDS)
     module(DATA).sum().backward()
     assert module.weight.grad is not None
     for value in (tensor, wrapper):
@@ -523,7 +523,7 @@ def view_of(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["plain", "wrapper", "jagged"])
 def test_recorded_wrappers_do_not_share_memory(kind: str) -> None:
-    """As plain tensors do not: the graph would not know of a change in place."""
+    """Like plain tensors: the graph would not know of a change in place."""
     leaf, plain = MAKE[kind](), MAKE[kind]()
     with bh.cluster(2), bh.context() as ctx:
         x = leaf * 1

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 import backhaul as bh
 from backhaul._autograd.backward.engine import Engine
 
-PATIENCE = 30.0  # seconds after which what must come is taken not to come
+DEADLINE_SECONDS = 30.0  # a test fails if what it waits for takes longer
 
 Program = Callable[["World"], None]
 Leaves = Mapping[str, torch.Tensor]
@@ -40,7 +40,7 @@ class World(abc.ABC):
     """
 
     hang: Callable[[str, torch.Tensor], None]
-    """What a program does with the values it makes on its way, if it asks for it."""
+    """What a program does with intermediate values, if it asks for it."""
 
     def __init__(self, leaves: Leaves) -> None:
         self.key = next(_keys)
@@ -74,21 +74,21 @@ class World(abc.ABC):
 
     @abc.abstractmethod
     def grad(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The gradient that the worker which asks has for a tensor."""
+        """The gradient of a tensor on the worker that asks."""
 
     @abc.abstractmethod
     def collect(self) -> dict[str, torch.Tensor | None]:
-        """All leaves' gradients, wherever they are."""
+        """The gradients of all leaves, on all workers."""
 
 
 def like(leaf: torch.Tensor) -> torch.Tensor:
-    """The same leaf again, on memory of its own."""
+    """A copy of a leaf, with memory of its own."""
     made = leaf.detach().clone()
     return torch.nn.Parameter(made) if isinstance(leaf, torch.nn.Parameter) else made.requires_grad_(leaf.requires_grad)
 
 
 def copied(value: Any) -> Any:
-    """As a message does it: what is one tensor stays one."""
+    """Copy values as a message does: one tensor in several places stays one tensor."""
     made: dict[torch.Tensor, torch.Tensor] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Distributed(World):
         super().__init__(leaves)
         self.workers = workers
         self.context = context
-        self.options = {"timeout": PATIENCE, **options}
+        self.options = {"timeout": DEADLINE_SECONDS, **options}
 
     def call(self, to: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return bh.rpc_sync(to, function, args=(self, *args), kwargs=kwargs)
@@ -156,7 +156,7 @@ class Distributed(World):
 
 
 def gradients_on(worker: bh.Worker, context: int) -> dict[torch.Tensor, torch.Tensor]:
-    """What a worker of this process holds; nothing where the context did not come."""
+    """The gradients on a worker of this process; none if the context did not reach it."""
     with worker:
         try:
             return bh.get_gradients(context)
@@ -165,14 +165,14 @@ def gradients_on(worker: bh.Worker, context: int) -> dict[torch.Tensor, torch.Te
 
 
 def compare(expected: World, found: World, *, rtol: float = 1e-9, atol: float = 1e-9) -> None:
-    """Assert that two worlds have the same gradients and saw the same things."""
+    """Assert that two worlds have the same gradients and the same events."""
     wanted, got = expected.collect(), found.collect()
     for name, grad in wanted.items():
         same(got[name], grad, f"gradient of {name}", rtol=rtol, atol=atol)
     times = {what: len(seen) for what, seen in expected.events.items()}
     assert {what: len(seen) for what, seen in found.events.items()} == times
     for what, seen in expected.events.items():
-        # Calls may run in any order: what is seen is compared by size.
+        # Calls may run in any order, so events are compared sorted by size.
         pairs = zip(sorted(found.events[what], key=_size), sorted(seen, key=_size), strict=True)
         for value, wish in pairs:
             same(value, wish, what, rtol=rtol, atol=atol)
@@ -198,7 +198,7 @@ def _size(value: torch.Tensor | None) -> list[float]:
 def check(
     program: Program, leaves: Leaves, *, workers: int = 3, rtol: float = 1e-9, atol: float = 1e-9, **options: Any
 ) -> None:
-    """Run a program in both worlds and compare them; then nothing of its context is left anywhere."""
+    """Run a program in both worlds and compare them. Afterwards no worker has the context any more."""
     plain = Plain(leaves)
     program(plain)
     with bh.cluster(workers) as made:
@@ -212,13 +212,13 @@ def check(
 
 
 def expect_no_contexts(workers: Iterable[bh.Worker]) -> None:
-    """Wait until no worker has a context any more: release is told, not waited for."""
+    """Wait until no worker has a context any more. Releases arrive asynchronously."""
     await_counts({worker.name: 0 for worker in workers})
 
 
 def await_counts(wanted: Mapping[str, int]) -> None:
-    """Wait until workers have so many contexts."""
-    deadline = time.monotonic() + PATIENCE
+    """Wait until each worker has that many contexts."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while (found := {name: contexts_on(name) for name in wanted}) != wanted:
         assert time.monotonic() < deadline, f"expected so many contexts: {wanted}, found {found}"
 

@@ -1,4 +1,4 @@
-"""A process that is killed in the middle of a step, another that takes its place, and the step that goes on."""
+"""A process is killed in the middle of a step, another takes its place, and the step goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load() -> None:
 
 
 def die_once(marker: str) -> None:
-    """Ends this process, the first time that anybody comes here."""
+    """Ends this process, the first time that it is called."""
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Three workers for each test; when it is over, no references are left on any of them."""
+"""Three workers for each test. After it no references are left on any of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import backhaul as bh
 
-PATIENCE = 30.0  # seconds after which what must come is taken not to come
+DEADLINE_SECONDS = 30.0  # a test fails if what it waits for takes longer
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def workers() -> Iterator[list[bh.Worker]]:
 
 
 def await_references(wanted: int) -> None:
-    """Wait until all workers together own so many values that are referred to: release is told, not waited for."""
-    deadline = time.monotonic() + PATIENCE
+    """Wait until all workers together own that many referenced values. Releases arrive asynchronously."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while (found := references()) != wanted:
         assert time.monotonic() < deadline, f"expected {wanted} references, found {found}"
-        gc.collect()  # errors keep frames in circles, those of handlers too, which may have been at work a moment ago
+        gc.collect()  # errors keep frames, also of handlers, in reference cycles
 
 
 def references() -> int:

@@ -11,7 +11,7 @@ import backhaul as bh
 
 
 def seeded(seed: int = 0, dropout: float = 0.0) -> nn.Module:
-    """A module whose weights follow from the seed, wherever it is made."""
+    """A module with weights that depend on the seed alone, on whatever worker it is made."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
@@ -21,7 +21,7 @@ def batch(seed: int = 1) -> torch.Tensor:
 
 
 class Shapes(nn.Module):
-    """Takes and returns more than tensors."""
+    """A module that takes and returns more than tensors."""
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0, names: list[str] | None = None) -> dict[str, Any]:
         return {name: x * scale for name in names or ["x"]}
@@ -31,7 +31,7 @@ class Shapes(nn.Module):
 
 
 class Mode(nn.Module):
-    """Says whether operations are recorded; takes arguments of any name."""
+    """Returns whether grad mode is enabled; takes arguments of any name."""
 
     def forward(self, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
         return torch.is_grad_enabled(), kwargs
@@ -64,7 +64,7 @@ def no_module() -> int:
 
 
 class Extra(nn.Module):
-    """State that is no tensor."""
+    """A module with state that is not a tensor."""
 
     def __init__(self, said: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Extra(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """A part here, a part elsewhere."""
+    """A module with one local part and one remote part."""
 
     def __init__(self, there: nn.Module) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def kept(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def shifted(module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-    """A hook before."""
+    """A pre-hook."""
     return inputs[0] + 1
 
 

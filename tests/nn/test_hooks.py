@@ -1,4 +1,4 @@
-"""Hooks of this side and of the other."""
+"""Local hooks, and hooks on the owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module elsewhere against the same module here."""
+"""A remote module compared with the same local module."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_conversions() -> None:
 
 
 def test_inputs_follow_the_module() -> None:
-    """Meta is the other device that every machine has."""
+    """Besides the CPU, every machine has the meta device."""
     there = RemoteModule("worker1/meta", nn.Linear, (4, 2))
     assert there.device == "meta"
     assert there(torch.ones(3, 4)).is_meta
@@ -201,7 +201,7 @@ def test_ddp_around_a_model_that_holds_one(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-# What goes wrong.
+# Errors.
 
 
 @pytest.mark.parametrize("make", [modules.NoModule, modules.no_module, nn.Linear(1, 1), "Linear", None])
@@ -236,7 +236,7 @@ def test_tensors_are_not_here() -> None:
             method()
     with pytest.raises(ValueError, match="remote_parameters"):
         torch.optim.SGD(there.parameters(), lr=0.1)
-    assert len(list(modules.Hybrid(there).parameters())) == 2  # those that are
+    assert len(list(modules.Hybrid(there).parameters())) == 2  # the local ones
 
 
 def test_nothing_is_added_to_it() -> None:
@@ -252,5 +252,5 @@ def test_nothing_is_added_to_it() -> None:
             getattr(there, method)(*args)
     with pytest.raises(ValueError, match="register_parameter"):
         there.x = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match="boolean"):
+    with pytest.raises(ValueError, match="mode must be a bool"):
         there.train(1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A RemoteModule in the hands of several workers."""
+"""One remote module used by several workers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_second_one_for_the_same_module() -> None:
     again.eval()
     torch.testing.assert_close(again(batch()), seeded().eval()(batch()))
     assert not any(bh.rpc_sync("worker1", modules.mode_of, (there.module_rref,)))
-    with pytest.raises(TypeError, match="reference"):
+    with pytest.raises(TypeError, match="must be an RRef"):
         RemoteModule.init_from_module_rref("worker1", nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

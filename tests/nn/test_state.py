@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict over workers."""
+"""state_dict and load_state_dict of remote modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References on real workers: what they give, where they travel, and when values end."""
+"""References on real workers: what they return, where they travel, and when values are dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 import backhaul as bh
 from backhaul._rpc.calls import server
 from backhaul._rpc.node import Node
-from backhaul._rref import registry
+from backhaul._rref import notice_sender
 from backhaul._rref.registry import RRefRegistry
 from backhaul._transport.inproc import InprocEndpoint
 from backhaul._transport.sockets.endpoint import SocketEndpoint
@@ -29,7 +29,7 @@ from backhaul.testing.faults import Faults
 
 from ..cluster.processes import DIED, run_processes
 
-PATIENCE = 20.0
+DEADLINE_SECONDS = 20.0
 SECRET = b"x" * 32
 
 
@@ -38,7 +38,7 @@ def sockets() -> SocketEndpoint:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "never came about"
         gc.collect()
@@ -51,14 +51,14 @@ def counts(workers: Sequence[bh.Worker]) -> list[tuple[int, int]]:
 
 @pytest.fixture(params=["inproc", "sockets"])
 def workers(request: pytest.FixtureRequest) -> Iterator[Sequence[bh.Worker]]:
-    """Three of them; in the end no reference may be left."""
+    """Three workers. After the test no reference may be left."""
     with bh.cluster(3, endpoints=InprocEndpoint if request.param == "inproc" else sockets) as made:
         yield made
         eventually(lambda: counts(made) == [(0, 0)] * 3)  # exceptions hold frames, which hold references
 
 
 class Counter:
-    """Lives on some worker."""
+    """A value on some worker."""
 
     def __init__(self, start: int = 0) -> None:
         self.count = start
@@ -112,7 +112,7 @@ def test_calls_on_a_value(workers: Any) -> None:
     assert rref.rpc_async().add(number=3).wait() == 10
     assert rref.remote().add().to_here() == 11
     assert rref.rpc_sync().add_far_away(2) == 111
-    assert rref.rpc_sync(timeout=PATIENCE).__call__() == "worker1"
+    assert rref.rpc_sync(timeout=DEADLINE_SECONDS).__call__() == "worker1"
     with pytest.raises(KeyError, match="on purpose"):
         rref.rpc_sync().fail()
     with pytest.raises(KeyError, match="on purpose"):
@@ -189,7 +189,7 @@ def pass_around(rref: bh.RRef[Any], left: int) -> bh.RRef[Any]:
 
 
 def test_many_ways_at_once(workers: Any) -> None:
-    """Handles die on all workers all the time; the value does not."""
+    """Handles are deleted on all workers all the time; the value stays."""
     rref = bh.remote(1, Counter)
     calls = [bh.rpc_async(n % 3, pass_around, args=(rref, n % 7)) for n in range(150)]
     copies = bh.wait_all(calls)
@@ -256,7 +256,7 @@ gates: dict[str, threading.Event] = {}
 
 
 def wait_and_give_back(gate: str, rref: bh.RRef[Any]) -> bh.RRef[Any]:
-    assert gates[gate].wait(PATIENCE)
+    assert gates[gate].wait(DEADLINE_SECONDS)
     return rref
 
 
@@ -270,7 +270,7 @@ def test_a_reply_that_comes_too_late_leaves_nothing_behind(workers: Any) -> None
 
 
 def wait_and_make(gate: str) -> int:
-    assert gates[gate].wait(PATIENCE)
+    assert gates[gate].wait(DEADLINE_SECONDS)
     return 5
 
 
@@ -374,10 +374,10 @@ def test_a_leak_of_a_value_that_could_not_be_made_is_reported_as_any() -> None:
         with pytest.raises(ValueError, match="long ago"):
             rref.to_here()
         other = made[0].part(Node)
-        ending = threading.Thread(target=other.shutdown, kwargs={"graceful": True, "timeout": PATIENCE})
+        ending = threading.Thread(target=other.shutdown, kwargs={"graceful": True, "timeout": DEADLINE_SECONDS})
         ending.start()
         with pytest.raises(bh.LeakError, match=r"could not be made \(ValueError\) is still referred to by worker 0"):
-            made[1].part(Node).shutdown(graceful=True, timeout=PATIENCE, strict=True)
+            made[1].part(Node).shutdown(graceful=True, timeout=DEADLINE_SECONDS, strict=True)
         ending.join()
         assert made[1].closed
         del rref
@@ -425,7 +425,7 @@ def test_arguments_are_counted_as_the_user_does(workers: Any) -> None:
             bh.remote(1, torch.add, args=(1, threading.Lock()))
         assert caught.value.path == "args[1]"
     for worker in workers:
-        assert not worker.part(RRefRegistry)._owned._early
+        assert not worker.part(RRefRegistry).owned._table._released_early
 
 
 def test_a_call_that_was_not_sent_leaves_nothing_behind(workers: Any) -> None:
@@ -436,17 +436,17 @@ def test_a_call_that_was_not_sent_leaves_nothing_behind(workers: Any) -> None:
             bh.rpc_sync(2, give_back, args=(bh.remote(owner, Counter),))
 
 
-def test_news_that_are_lost_again_and_again(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that follow are not read before them, so they bring them along."""
-    monkeypatch.setattr(registry, "_TRIES", 5)
+def test_notices_that_are_lost_again_and_again(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner applies no later notice before the lost ones, so later notices carry them."""
+    monkeypatch.setattr(notice_sender, "MAX_TRIES", 5)
     rref = bh.remote(1, Counter)
     rref.to_here()
     rrefs = workers[0].part(RRefRegistry)
-    faults = Faults(lambda pending: ["news" if "take_news" in pending.label else ""], lose={"news"}, times=5)
+    faults = Faults(lambda pending: ["notice" if "take_notices" in pending.label else ""], lose={"notice"}, times=5)
     faults.install(workers[0].part(Node).client)
     del rref
     gc.collect()
-    eventually(lambda: any(outbox._idle for outbox in rrefs._outboxes.values()))
+    eventually(lambda: any(outbox._undelivered for outbox in rrefs.notices._outboxes.values()))
     for _ in range(5):
         bh.remote(1, Counter).to_here()
 
@@ -482,19 +482,19 @@ def lose_a_holder(rank: int, folder: str) -> Any:
         assert bh.rpc_sync(1, owned_values) == 1
         with pytest.raises(bh.PeerLostError):
             bh.rpc_sync(2, os._exit, args=(3,))
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while (found := bh.rpc_sync(1, owned_values)) and time.monotonic() < deadline:
             time.sleep(0.01)
-    bh.shutdown(timeout=PATIENCE)
+    bh.shutdown(timeout=DEADLINE_SECONDS)
     return found
 
 
 def test_a_holder_that_dies_without_a_word(tmp_path: pathlib.Path) -> None:
-    assert run_processes(lose_a_holder, 3, str(tmp_path), patience=3 * PATIENCE) == [0, None, DIED]
+    assert run_processes(lose_a_holder, 3, str(tmp_path), patience=3 * DEADLINE_SECONDS) == [0, None, DIED]
 
 
 def test_a_cluster_that_is_never_left() -> None:
-    """As in a notebook: the interpreter ends all the same."""
+    """As in a notebook: the interpreter must still exit."""
     program = "import backhaul as bh; c = bh.cluster(2); c.__enter__(); r = bh.remote(1, dict); print(r.to_here())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "{}\n"
@@ -522,9 +522,9 @@ def test_what_goes_to_a_function_that_is_not_there_is_let_go(
 
 @pytest.mark.parametrize("reason", [bh.CallTimeoutError, bh.PeerLostError])
 def test_an_error_does_not_keep_what_its_caller_held(workers: Any, reason: type[bh.BackhaulError]) -> None:
-    """Until the next collection: so long another worker would keep a value for it."""
+    """Otherwise it would live until the next garbage collection, and another worker would keep the value."""
     gates["forgotten"] = threading.Event()
-    with bh.context(replay=True):  # from now on somebody looks at calls that were lost
+    with bh.context(replay=True):  # from now on a hook sees calls that lost their worker
         bh.rpc_sync("worker1", torch.add, args=(torch.ones(1, requires_grad=True), 1))
 
     def lose() -> None:

@@ -1,5 +1,5 @@
-"""References while channels are lost and workers restarted: what nobody can use any more is given up, and what is gone
-is named.
+"""References while channels are lost and workers restart: values that nobody can use are dropped, and errors name the
+owner that is gone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def give_back() -> Any:
 
 @contextmanager
 def losing(cluster: SimCluster, meant: Callable[[SimChannel, Frame], bool]) -> Iterator[list[Frame]]:
-    """The first frame that is meant is lost with its channel."""
+    """Lose the first frame for which ``meant`` is true, with its channel."""
     send, lost = SimChannel.send, list[Frame]()
 
     def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
@@ -100,7 +100,7 @@ def test_a_reply_with_a_reference_that_is_lost_with_its_channel(owner: str) -> N
 
 @pytest.mark.parametrize("victim", ["worker0", "worker1", "worker2"])
 def test_who_made_held_or_owned_it_is_restarted(victim: str) -> None:
-    """And what is done afterwards leaves nothing either."""
+    """Later steps leave nothing behind either."""
 
     def pass_it() -> None:
         bh.rpc_sync("worker2", keep, args=(bh.remote("worker1", dict),))
@@ -120,7 +120,7 @@ def test_who_made_held_or_owned_it_is_restarted(victim: str) -> None:
 
 
 def test_a_reference_whose_owner_is_restarted_on_its_way() -> None:
-    """The new owner is never asked for a value of its predecessor's."""
+    """The new incarnation is never asked for a value of the old one."""
     with SimCluster(3, seed=1, options=OPTIONS) as cluster:
         cluster.run("worker0", lambda: keep(bh.remote("worker1", dict))).result()
         cluster.run("worker0", kept[0].to_here).result()
@@ -131,7 +131,7 @@ def test_a_reference_whose_owner_is_restarted_on_its_way() -> None:
             with pytest.raises(bh.PeerLostError, match=r"value is gone.*'worker1' was restarted") as caught:
                 cluster.run("worker0", call).result()
             assert caught.value.worker == "worker1"
-        held._rrefs._orphans.clear()  # as with one who has not heard of it yet
+        held._rrefs.held._orphans.clear()  # as on a worker that has not heard of the restart yet
         with pytest.raises(bh.PeerLostError, match=r"value is gone.*'worker1' was restarted"):
             cluster.run("worker0", held.to_here).result()
         with pytest.raises(bh.PeerLostError, match="'worker1' was restarted"):
@@ -146,7 +146,7 @@ def look_at(rref: Any) -> Any:
 
 
 def test_an_attempt_that_is_made_after_the_handle_is_gone() -> None:
-    """The first one is late: it runs when the second has made the value and its handle is dead."""
+    """The first attempt is late: it runs after the second one made the value and the handle was deleted."""
     late: list[Callable[[], None]] = []
 
     with SimCluster(2, seed=1, options=OPTIONS) as cluster:
@@ -175,7 +175,9 @@ def test_an_attempt_that_is_made_after_the_handle_is_gone() -> None:
 
 
 def test_a_value_that_is_made_by_the_one_who_took_the_place_of_its_owner(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "backhaul")  # records refer to errors, and these to what frames hold
+    caplog.set_level(
+        logging.ERROR, "backhaul"
+    )  # log records would keep errors, and errors the references in their frames
     with SimCluster(2, seed=1, options=OPTIONS) as cluster:
 
         def program() -> Any:
@@ -183,7 +185,7 @@ def test_a_value_that_is_made_by_the_one_who_took_the_place_of_its_owner(caplog:
             rref = bh.remote("worker1", dict, timeout=30.0, retry=retry)
             assert rref._created is not None
             rref._created.wait()
-            return rref.to_here(), rref.rpc_sync().__len__(), rref._life[1]
+            return rref.to_here(), rref.rpc_sync().__len__(), rref._identity[1]
 
         cluster.crash("worker1")
         found = cluster.run("worker0", program)

@@ -1,4 +1,4 @@
-"""Steps that survive the loss of a worker: the same gradients as plain autograd, bit for bit, whenever it is lost."""
+"""Steps that survive the loss of a worker: at whatever time it is lost, the gradients equal plain autograd's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul._autograd.failure import recovery
+from backhaul._autograd.failure.replay_member import ReplayMember
 from backhaul._autograd.messages import AutogradKind
 from backhaul._sim.cluster import SimCluster
 from backhaul._sim.endpoints import SimChannel
@@ -69,7 +69,7 @@ Grads = dict[str, torch.Tensor | None]
 
 
 def forward(call: Callable[[str, torch.Tensor, list[str]], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Chains, nested calls, one that comes back, a worker called twice."""
+    """Chains, nested calls, a call back to the caller, a worker called twice."""
     a = call("worker1", x, [])
     b = call("worker2", a * 2, ["worker3"])
     c = call("worker1", a + b, ["worker2", "worker1"])
@@ -89,7 +89,7 @@ def plainly() -> Grads:
     return {name: parameter.grad for name, parameter in parameters.items()}
 
 
-over: list[bool] = []  # whether backward has returned: what is lost after that is lost
+over: list[bool] = []  # whether backward has returned: a worker lost after that is not replaced
 
 
 def drive(asynchronous: bool = False, passes: int = 1) -> Grads:
@@ -119,7 +119,7 @@ def cluster() -> Iterator[SimCluster]:
 
 
 class Fault:
-    """Lets a worker crash when some frame of a kind has been sent, or before; then starts it again."""
+    """Crashes a worker before or after a certain frame of a kind is sent, then starts it again."""
 
     def __init__(self, cluster: SimCluster, victim: str, kinds: tuple[int, ...], number: int, *, after: bool) -> None:
         self.count = 0
@@ -149,7 +149,7 @@ class Fault:
         return self
 
     def _strike(self) -> None:
-        self._cluster.spawn(self._crash, "fate")
+        self._cluster.spawn(self._crash, "crash")
 
     def _crash(self) -> None:
         if over:
@@ -170,12 +170,12 @@ def same(found: Grads, expected: Grads) -> None:
 
 
 def expect_the_same(cluster: SimCluster, fault: Fault, program: Callable[[], Grads] = drive) -> None:
-    """As in a run in which nothing happens; then nothing is left, and the next step works."""
+    """Expect the gradients of a run without faults, then no leftovers, and a next step that works."""
     expected = cluster.run("worker0", program).result()
     try:
         with fault:
             same(cluster.run("worker0", program).result(), expected)
-    except bh.PeerLostError:  # it had done its share, and took its gradients with it
+    except bh.PeerLostError:  # the pass was over, and the lost worker took its gradients with it
         assert over
     cluster.sleep(5.0)
     cluster.collect()
@@ -197,7 +197,7 @@ BACKWARD = (int(AutogradKind.GRADIENT), int(AutogradKind.REPORT))
 @pytest.mark.parametrize("number", range(3, 17))
 @pytest.mark.parametrize("victim", NAMES[1:])
 def test_a_worker_that_is_lost_in_forward(cluster: SimCluster, victim: str, number: int, after: bool) -> None:
-    """Before, during and after each message that has to do with it; the first two prepare it."""
+    """Before, during and after each message from or to the worker; the first two prepare it."""
     expect_the_same(cluster, Fault(cluster, victim, FORWARD, number, after=after))
 
 
@@ -218,7 +218,7 @@ def test_calls_whose_futures_wait(cluster: SimCluster, victim: str, number: int)
 @pytest.mark.parametrize("number", [1, 3, 6, 7, 9, 12])
 @pytest.mark.parametrize("victim", NAMES[1:])
 def test_a_worker_that_is_lost_in_a_later_pass(cluster: SimCluster, victim: str, number: int) -> None:
-    """What it had of the earlier ones is made again too, and nobody counts anything twice."""
+    """Its gradients of earlier passes are computed again too, and no worker counts any twice."""
     program = functools.partial(drive, passes=3)
     expect_the_same(cluster, Fault(cluster, victim, BACKWARD, number, after=False), program)
 
@@ -248,7 +248,7 @@ def run_program(program: oracle.Program, run: int) -> oracle.Result:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs(seed: int) -> None:
-    """Hooks fire again where a pass does, so they are not counted."""
+    """Hooks fire again when a pass runs again, so they are not counted."""
     draw = random.Random(seed)
     program = oracle.make_program(draw.randrange, workers=4, depth=3)
     with SimCluster(4, seed=seed, options=OPTIONS) as cluster:
@@ -259,7 +259,7 @@ def test_random_programs(seed: int) -> None:
         try:
             with fault:
                 found = cluster.run("worker0", lambda: run_program(program, 10_001 + 2 * seed)).result()
-        except (bh.PeerLostError, KeyError):  # it had done its share, and took its gradients with it
+        except (bh.PeerLostError, KeyError):  # the pass was over, and the lost worker took its gradients with it
             assert over
         else:
             for key, grad in expected.grads.items():
@@ -289,7 +289,7 @@ def test_passes_that_cannot_be_run_again_are_refused(cluster: SimCluster, option
 
 
 def test_nobody_takes_the_place(cluster: SimCluster) -> None:
-    """The error is the one that it would have been, and says what was tried; no earlier than the time is up."""
+    """The error is the same as without replay, notes what was tried, and comes when the time is up."""
     x = torch.ones(2, requires_grad=True)
     cluster.crash("worker1")
     begun = cluster.scheduler.now
@@ -310,8 +310,8 @@ def pause(seconds: float) -> None:
 
 
 def lose(cluster: SimCluster, name: str) -> None:
-    """From within a program."""
-    cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.crash(name), "fate"))
+    """Crash a worker from within a program."""
+    cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.crash(name), "crash"))
     pause(0.5)
 
 
@@ -324,7 +324,7 @@ def wait_with(timeout: float | None) -> None:
 
 
 def nested_with(timeout: float | None) -> None:
-    """By a worker that did not make the context."""
+    """On a worker that did not make the context."""
     x = torch.ones(2, requires_grad=True)
     bh.rpc_sync("worker2", pass_on, args=(x, timeout), timeout=0)
 
@@ -339,7 +339,7 @@ TRIED = {"call": call_with, "wait": wait_with, "nested": nested_with}
 @pytest.mark.parametrize("how", ["timeout", "deadline"])
 @pytest.mark.parametrize("what", [*TRIED, "backward"])
 def test_nobody_waits_longer_than_it_may(cluster: SimCluster, what: str, how: str) -> None:
-    """For another worker, when a call, a pass or the block around has less time than replay has."""
+    """A call, a pass or a block with less time than ``Replay.timeout`` does not wait longer for a replacement."""
 
     def program() -> float:
         now = bh.current_worker().runtime.now
@@ -359,7 +359,7 @@ def test_nobody_waits_longer_than_it_may(cluster: SimCluster, what: str, how: st
             return now() - begun
 
     assert 2.9 <= cluster.run("worker0", program).result() <= 3.1
-    cluster.sleep(1.0)  # the context is over: nobody waits for the worker any more
+    cluster.sleep(1.0)  # the context was released: nobody waits for the worker any more
     cluster.collect()
     assert not cluster.leftovers()
 
@@ -397,7 +397,7 @@ def slow(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rescue_ends_with_the_handler_that_it_is_for(cluster: SimCluster, asynchronous: bool) -> None:
-    """Which was cancelled."""
+    """The call that was cancelled."""
     ended.clear()
 
     def program() -> None:
@@ -414,7 +414,7 @@ def test_a_rescue_ends_with_the_handler_that_it_is_for(cluster: SimCluster, asyn
     assert 2.5 < ended[0] < 3.5
 
 
-ended: list[float] = []  # after how many seconds what was cancelled ended
+ended: list[float] = []  # seconds after which cancelled calls ended
 
 
 def give_up(x: torch.Tensor, asynchronous: bool) -> None:
@@ -429,7 +429,7 @@ def give_up(x: torch.Tensor, asynchronous: bool) -> None:
 @pytest.mark.parametrize("passes_before", [0, 1])
 @pytest.mark.parametrize("what", ["call", "backward"])
 def test_what_was_given_up_can_be_tried_again(cluster: SimCluster, what: str, passes_before: int) -> None:
-    """Its worker came too late for it, or just when its time was over: nothing is half done, and nothing is lost."""
+    """The replacement came too late for it, or just when its time was over: nothing is half done or lost."""
 
     def program() -> Grads:
         for name in NAMES:
@@ -446,7 +446,7 @@ def test_what_was_given_up_can_be_tried_again(cluster: SimCluster, what: str, pa
                 else:
                     with pytest.raises(bh.BackwardTimeoutError):
                         ctx.backward(y.sum(), timeout=2.0)
-                cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "fate"))
+                cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "crash"))
                 pause(1.0)
             y = bh.rpc_sync("worker1", nested, args=(y, []))
             ctx.backward(y.sum(), deterministic=True)
@@ -465,7 +465,7 @@ GoBack = Callable[[torch.Tensor], None]
 
 
 def expect_the_same_if_replaced(cluster: SimCluster, program: Callable[[Call, Replace, GoBack], torch.Tensor]) -> None:
-    """``program`` gets what calls a worker, what replaces one, and what runs a pass."""
+    """``program`` gets functions that call a worker, replace one, and run a pass."""
 
     def call(name: str, x: torch.Tensor, path: list[str]) -> torch.Tensor:
         return bh.rpc_sync(name, nested, args=(x, path))
@@ -484,7 +484,7 @@ def expect_the_same_if_replaced(cluster: SimCluster, program: Callable[[Call, Re
 
     def replace(name: str) -> None:
         if disturbed:
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(functools.partial(crash, name), "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(functools.partial(crash, name), "crash"))
             bh.current_worker().runtime.one_shot().wait(2.0)
 
     def crash(name: str) -> None:
@@ -517,7 +517,7 @@ def test_a_worker_that_was_replaced_between_calls(cluster: SimCluster, passes_be
 
 
 def test_a_worker_that_was_replaced_before_it_was_called(cluster: SimCluster) -> None:
-    """It had computed nothing, but it had a state, which the new one has not."""
+    """It had computed nothing, but it had a state that the new worker does not have."""
 
     def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
         replace("worker1")
@@ -528,7 +528,7 @@ def test_a_worker_that_was_replaced_before_it_was_called(cluster: SimCluster) ->
 
 
 def test_what_is_run_again_calls_the_worker_it_is_run_for(cluster: SimCluster) -> None:
-    """Through one whose own calls to that worker have not been made again yet: it waited for that, and that for it."""
+    """The call goes through a worker whose own calls to the lost worker are not repeated yet; this was a deadlock."""
 
     def program(call: Call, replace: Replace, go_back: GoBack) -> torch.Tensor:
         x = call("worker1", own_parameter(), ["worker2", "worker1"])
@@ -540,14 +540,14 @@ def test_what_is_run_again_calls_the_worker_it_is_run_for(cluster: SimCluster) -
 
 
 def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster) -> None:
-    """The second that takes its place gets its state too, before anything is run there."""
+    """The second replacement gets the state too, before any function runs there."""
     again: list[str] = []
-    repeat = recovery.Recovery.repeat
+    repeat = ReplayMember.repeat
 
-    def strike(self: recovery.Recovery, context: int, place: tuple[int, ...], to: int, incarnation: str) -> None:
+    def strike(self: ReplayMember, context: int, place: tuple[int, ...], to: int, incarnation: str) -> None:
         if not again:
             again.append("worker1")
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "crash"))
             bh.current_worker().runtime.one_shot().wait(2.0)
         repeat(self, context, place, to, incarnation)
 
@@ -560,11 +560,11 @@ def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster
         replace("worker1")
         return call("worker1", x, [])
 
-    recovery.Recovery.repeat = strike  # type: ignore[method-assign]
+    ReplayMember.repeat = strike  # type: ignore[method-assign]
     try:
         expect_the_same_if_replaced(cluster, program)
     finally:
-        recovery.Recovery.repeat = repeat  # type: ignore[method-assign]
+        ReplayMember.repeat = repeat  # type: ignore[method-assign]
     assert again
 
 
@@ -574,14 +574,14 @@ def fail_to_restore() -> None:
 
 @pytest.mark.parametrize("what", ["call", "nested", "backward"])
 def test_a_restore_that_fails_says_what_it_was(cluster: SimCluster, what: str) -> None:
-    """The error is the user's own, out of a call of something else."""
+    """The call raises the error of the user's ``restore``."""
 
     def program() -> None:
         x = torch.ones(2, requires_grad=True)
         with bh.context(replay=bh.Replay(restore=fail_to_restore, timeout=30.0)) as ctx:
             y = bh.rpc_sync("worker1", torch.mul, args=(x, 2))
             lose(cluster, "worker1")
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "crash"))
             pause(1.0)
             if what == "backward":
                 ctx.backward(y.sum())
@@ -590,18 +590,18 @@ def test_a_restore_that_fails_says_what_it_was(cluster: SimCluster, what: str) -
 
     with pytest.raises(KeyError, match="no checkpoint") as caught:
         cluster.run("worker0", program).result()
-    assert "in the restore of a replay on worker 'worker1'" in "\n".join(caught.value.__notes__)
+    assert "raised by Replay.restore on worker 'worker1'" in "\n".join(caught.value.__notes__)
 
 
 def test_references_are_refused(cluster: SimCluster) -> None:
-    """Values that lived on the lost worker are not made again."""
+    """Values of references on the lost worker are not rebuilt."""
 
     def program() -> None:
         x = torch.ones(2, requires_grad=True)
         with bh.context(replay=bh.Replay(timeout=3.0)):
             rref = bh.remote("worker1", torch.mul, args=(x, 2))
             rref.to_here()
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "crash"))
             bh.current_worker().runtime.one_shot().wait(2.0)
             bh.rpc_sync("worker1", torch.mul, args=(x, 2))
 
@@ -618,7 +618,7 @@ def test_references_are_refused(cluster: SimCluster) -> None:
 @pytest.mark.parametrize("near", [0.0, 0.1])
 @pytest.mark.parametrize("number", range(1, 10))
 def test_a_channel_that_is_lost_in_backward(cluster: SimCluster, number: int, near: float) -> None:
-    """No worker is: the pass is run again."""
+    """Only a channel is lost, no worker: the pass runs again."""
     expected = cluster.run("worker0", drive).result()
     send, count = SimChannel.send, 0
 
@@ -639,7 +639,7 @@ def test_a_channel_that_is_lost_in_backward(cluster: SimCluster, number: int, ne
 
 
 def test_arguments_that_change_after_they_were_sent(cluster: SimCluster) -> None:
-    """What is sent again is what was sent."""
+    """The repeated request has the arguments of the first one."""
 
     def program() -> list[float]:
         x = torch.ones(2, dtype=torch.float64, requires_grad=True)
@@ -647,7 +647,7 @@ def test_arguments_that_change_after_they_were_sent(cluster: SimCluster) -> None
             factor = torch.full((2,), 3.0, dtype=torch.float64)
             y = bh.rpc_sync("worker1", torch.mul, args=(x, factor))
             factor.fill_(100.0)
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "crash"))
             bh.current_worker().runtime.one_shot().wait(2.0)
             ctx.backward(y.sum())
             return ctx.grads[x].tolist()

@@ -1,4 +1,4 @@
-"""The functions users call. Each acts on the current worker."""
+"""The autograd functions that users call. Each acts on the current worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Accumulate = Literal["context", "grad"]
 
 
 class ContextHandle(int):
-    """The id of a context, and what can be done with it. It is an ``int`` wherever one is wanted."""
+    """A context as users hold it. It is an ``int``, the id of the context, and can be used wherever an id is wanted."""
 
     @property
     def id(self) -> int:
@@ -47,7 +47,7 @@ class ContextHandle(int):
         deterministic: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        """See ``backhaul.backward``; a single root needs no list."""
+        """As ``backhaul.backward``. A single root needs no list."""
         backward(
             self,
             [roots] if isinstance(roots, torch.Tensor) else roots,
@@ -70,8 +70,8 @@ class ContextHandle(int):
     def describe(self) -> dict[str, Any]:
         """The context's graph over all workers, as plain data.
 
-        By worker: whom it exchanged messages with, what it sent and received, which sends run together, what passes
-        do. Asks every worker that the context reached.
+        For each worker: the workers that it exchanged messages with, the messages that it sent and received, which of
+        the sent messages run together, and the state of passes. This calls every worker that the context has reached.
         """
         return describe_everywhere(current_worker().part(Engine), int(self))
 
@@ -80,16 +80,19 @@ class ContextHandle(int):
 
 
 class context:
-    """A context for one step: calls made inside are recorded, and ``backward`` runs through them.
+    """A context for one training step: calls made inside the block are recorded, and ``backward`` runs through them.
 
-    On leaving, the context is released on every worker that it reached. Contexts do not nest within one strand of
-    execution; many may be open at once in different threads or asyncio tasks.
+    When the block ends, the context is released on every worker that it reached. Contexts do not nest in one thread or
+    asyncio task. Many may be open at once in different threads or tasks.
 
     Args:
-        replay: Let the step survive the loss of a worker: calls and ``backward`` wait for one that takes its place, run
-            there again what the lost one had computed, and go on. Every request is kept until the context is left, and
-            so is the graph. ``True``, or a ``Replay`` that says how to restore the worker's state and how long to wait.
-            What is possible and what is not: ``docs/replay.md``.
+        replay: Let the step survive the loss of a worker: calls and ``backward`` wait for a worker that takes the lost
+            one's place, run there again what the lost one had computed, and go on. Every request and the graph are kept
+            until the block ends. ``True``, or a ``Replay`` that says how to restore the worker's state and how long to
+            wait. ``docs/replay.md`` lists what is possible.
+
+    Raises:
+        ContextError: Another context is current in this thread or task.
 
     Example:
         >>> import torch, backhaul as bh
@@ -117,8 +120,8 @@ class context:
         engine = worker.part(Engine)
         if (outer := current_scope(worker)) is not None:
             raise ContextError(
-                f"context {outer.context.id} is already current here; contexts do not nest, so leave it first or "
-                "use another thread or task",
+                f"context {outer.context.id} is already current here; contexts do not nest: leave it first, or use "
+                "another thread or task",
                 worker=worker.name,
                 context=outer.context.id,
             )
@@ -157,31 +160,40 @@ def backward(
 ) -> None:
     """Compute the gradients of ``roots`` on every worker that took part in computing them.
 
-    Once this returns, all gradients are in the context on the workers that hold the leaves (or in ``.grad``).
-    Passes on one context accumulate.
+    Once this returns, all gradients are in the context on the workers that hold the leaves (or in ``.grad``). Several
+    passes on one context accumulate.
 
     Args:
         context: The context, as ``with bh.context()`` gave it.
         roots: Tensors of this worker that require grad.
-        grad_tensors: Gradients of the roots; needed where a root is not a single number.
-        retain_graph: Keep the graph for another pass; default: as ``create_graph``.
+        grad_tensors: Gradients of the roots, one for each; None only for roots with one element.
+        retain_graph: Keep the graph for another pass. Default: the value of ``create_graph``.
         create_graph: Record the pass itself, so that gradients can be differentiated again.
         inputs: Compute only the gradients of these tensors of this worker, and only what leads to them.
-        mode: ``"exact"`` waits for what can come and nothing else. ``"fast"`` assumes that every message of the
-            context takes part and saves asking; it never ends (but for its timeout) if one does not.
+        mode: ``"exact"`` asks workers which messages take part in the pass and waits for those. ``"fast"`` assumes that
+            every message of the context takes part, and does not ask. If one does not, the pass ends by its timeout.
         accumulate: ``"context"`` sums gradients in the context, ``"grad"`` in the leaves' ``.grad``.
-        deterministic: Sum contributions in program order, so that two runs give the same bits. Default: as
-            ``torch.use_deterministic_algorithms``.
-        timeout: At most so many seconds; 0: any time; default ``Options.backward_timeout``.
+        deterministic: Sum contributions in program order, so that two runs give the same bits. Default: what
+            ``torch.use_deterministic_algorithms`` was set to.
+        timeout: Seconds that the pass may take; 0: without limit. Default: ``Options.backward_timeout``.
 
     Raises:
-        Exception: What a backward function raised, on whatever worker, with its remote traceback; a note names worker,
-            context and message.
+        Exception: What a backward function raised on any worker, with its remote traceback. A note names the worker,
+            the context and the message.
         UnknownContextError: The context was released or is not known here.
         ForeignGraphError: A gradient would have to go through a tensor received in another context, or outside any.
         GraphFreedError: An earlier pass freed the graph.
-        BackwardTimeoutError: Not done in time.
-        PeerLostError: A worker that takes part is gone.
+        BackwardTimeoutError: The pass took longer than ``timeout``.
+        PeerLostError: A worker that takes part in the pass is lost.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2), bh.context() as ctx:
+        ...     y = bh.rpc_sync("worker1", torch.mul, args=(w, 3))
+        ...     bh.backward(ctx, [y], grad_tensors=[torch.tensor([1.0, 10.0])])
+        ...     bh.get_gradients(ctx)[w]
+        tensor([ 3., 30.])
     """
     worker = current_worker()
     engine = worker.part(Engine)
@@ -192,7 +204,7 @@ def backward(
         raise ValueError(f"accumulate must be 'context' or 'grad', got {accumulate!r}")
     limit = worker.options.backward_timeout if timeout is None else timeout
     if limit < 0:
-        raise ValueError(f"timeout must not be negative, got {limit}; 0 means none")
+        raise ValueError(f"timeout must not be negative, got {limit}; 0 means no limit")
     roots = _check_roots(roots)
     run = engine.backward if found.replay is None else engine.recovery.backward
     run(
@@ -211,7 +223,7 @@ def backward(
 
 def _context_id(context: Any) -> int:
     if not isinstance(context, int) or isinstance(context, bool):
-        raise TypeError(f"a context is named by its id, not by a {type(context).__name__}")
+        raise TypeError(f"context must be the id of a context, not a {type(context).__name__}")
     return int(context)
 
 
@@ -219,14 +231,14 @@ def _check_roots(roots: Any) -> list[torch.Tensor]:
     if isinstance(roots, torch.Tensor) or not isinstance(roots, Sequence):
         raise TypeError(f"roots must be a list of tensors, not a {type(roots).__name__}")
     if not roots:
-        raise ValueError("backward needs at least one root")
+        raise ValueError("roots is empty: backward needs at least one root")
     for index, root in enumerate(roots):
         if not isinstance(root, torch.Tensor):
             raise TypeError(f"roots[{index}] is a {type(root).__name__}, not a tensor of this worker")
         if not root.requires_grad:
             raise ValueError(
-                f"roots[{index}] does not require grad, so there is nothing to go back through; was it computed "
-                "outside of the context, under no_grad, or from tensors that need no gradients?"
+                f"roots[{index}] does not require grad: it was computed under no_grad, or from tensors that do not "
+                "require grad"
             )
     return list(roots)
 
@@ -235,21 +247,20 @@ def _seeds(
     roots: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None] | None, create: bool
 ) -> list[torch.Tensor]:
     if given is not None and len(given) != len(roots):
-        raise ValueError(f"{len(roots)} roots but {len(given)} grad_tensors")
+        raise ValueError(f"there are {len(roots)} roots but {len(given)} grad_tensors; pass one for each root")
     seeds = []
     for index, root in enumerate(roots):
         seed = given[index] if given is not None else None
         if seed is None:
             if root.numel() != 1:
-                raise ValueError(
-                    f"roots[{index}] has {root.numel()} elements: only a single number needs no gradient of its own; "
-                    "give grad_tensors"
-                )
+                raise ValueError(f"roots[{index}] has {root.numel()} elements; pass grad_tensors for non-scalar roots")
             if root.is_complex():
-                raise ValueError(f"roots[{index}] is complex: only a real number needs no gradient; give grad_tensors")
+                raise ValueError(f"roots[{index}] is complex; pass grad_tensors for complex roots")
             seed = torch.ones_like(root, memory_format=torch.preserve_format)
         elif seed.shape != root.shape:
-            raise ValueError(f"grad_tensors[{index}] is {tuple(seed.shape)}, its root {tuple(root.shape)}")
+            raise ValueError(
+                f"grad_tensors[{index}] has shape {tuple(seed.shape)}, but roots[{index}] has {tuple(root.shape)}"
+            )
         seeds.append(seed if create else seed.detach())
     return seeds
 
@@ -260,7 +271,7 @@ def _check_inputs(inputs: Any) -> list[torch.Tensor] | None:
     if isinstance(inputs, torch.Tensor):
         inputs = [inputs]
     if not inputs:
-        raise ValueError("inputs is empty: leave it out to compute all gradients")
+        raise ValueError("inputs is empty; pass None to compute all gradients")
     for index, tensor in enumerate(inputs):
         if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
             raise ValueError(f"inputs[{index}] is not a tensor that requires grad")
@@ -271,8 +282,18 @@ def _check_inputs(inputs: Any) -> list[torch.Tensor] | None:
 def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that a context holds on this worker: leaf -> gradient.
 
+    The dict is a copy: a later pass does not change it.
+
     Raises:
         UnknownContextError: The context was released or is not known here.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2), bh.context() as ctx:
+        ...     ctx.backward(bh.rpc_sync("worker1", torch.mul, args=(w, 3)).sum())
+        ...     list(bh.get_gradients(ctx).values())
+        [tensor([3., 3.])]
     """
     return dict(current_worker().part(Engine).container.get(_context_id(context)).gradients)
 
@@ -281,7 +302,7 @@ def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def find_gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:
-    """As ``get_gradients``; None where the context never came, so that nothing here has a gradient in it.
+    """As ``get_gradients``; None if no call of the context has reached this worker, so that it holds no gradients here.
 
     Raises:
         UnknownContextError: The context was released.
@@ -294,7 +315,7 @@ def find_gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:
 
 
 def replace_gradients(context: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Put other gradients in the place of those that a context holds on this worker; the rest stay.
+    """Replace some of the gradients that a context holds on this worker. The others stay.
 
     Raises:
         UnknownContextError: The context was released or is not known here.

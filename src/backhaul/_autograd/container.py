@@ -1,4 +1,4 @@
-"""All contexts of one worker, and the ids that are unique in the cluster."""
+"""All contexts of one worker, and new ids of contexts and messages."""
 
 from __future__ import annotations
 
@@ -6,46 +6,43 @@ import collections
 import itertools
 import threading
 from collections.abc import Callable
+from typing import cast
 
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import ContextId, MessageId
+from backhaul._autograd.ids import COUNTER_BITS, ContextId, MessageId
 from backhaul._types import first_number
 from backhaul.errors import UnknownContextError
 
-_COUNTER_BITS = 48
-
-
-def split(number: int) -> tuple[int, int]:
-    """The worker that made the id of a context or a message, and how that worker counts it."""
-    return number >> _COUNTER_BITS, number & (1 << _COUNTER_BITS) - 1
-
-
-_REMEMBERED = 4096  # ids of released contexts that are still recognised
+_MAX_RELEASED = 4096  # ids of released contexts that are remembered
 
 
 class Container:
-    """Thread-safe."""
+    """All contexts of one worker. Thread-safe.
+
+    Attributes:
+        find: The context of an id; None if it is not here.
+        new_message: Makes an id that no other message in the cluster has.
+    """
+
+    find: Callable[[int], Context | None]
+    new_message: Callable[[], MessageId]
 
     def __init__(self, worker: int, incarnation: str = "") -> None:
-        self._worker = worker
-        self._high = worker << _COUNTER_BITS
         self._contexts: dict[int, Context] = {}
         self._lock = threading.Lock()  # guards _contexts and _released together
         self._released: collections.OrderedDict[int, None] = collections.OrderedDict()
-        first = first_number(incarnation)
-        self._context_numbers = itertools.count(first)
-        self._message_numbers = itertools.count(first)
+        first = worker << COUNTER_BITS | first_number(incarnation)
+        self._new_id = itertools.count(first).__next__
+        # Bound methods of C objects: each message uses them.
+        self.find = self._contexts.get
+        self.new_message = cast(Callable[[], MessageId], itertools.count(first).__next__)
 
     def new(self) -> Context:
-        """A context with an id that no other context of the cluster has."""
-        made = Context(ContextId(self._high | next(self._context_numbers)))
+        """A context with an id that no other context in the cluster has."""
+        made = Context(ContextId(self._new_id()))
         with self._lock:
             self._contexts[made.id] = made
         return made
-
-    def new_message(self) -> MessageId:
-        """An id that no other message of the cluster has."""
-        return MessageId(self._high | next(self._message_numbers))
 
     def get(self, number: int) -> Context:
         """The context of that id. Raises ``UnknownContextError``."""
@@ -54,21 +51,20 @@ class Container:
             raise self.unknown(number)
         return context
 
-    def find(self, number: int) -> Context | None:
-        """The context of that id; None if it is not here."""
-        return self._contexts.get(number)
-
     def was_released(self, number: int) -> bool:
-        """Whether a context of that id is over, as far as is remembered."""
+        """Whether a context of that id was released, as far as this worker remembers."""
         return number in self._released
 
     def unknown(self, number: int) -> UnknownContextError:
         """The error for an id that names no context here."""
-        what = "was released" if self.was_released(number) else "is not known here"
-        return UnknownContextError(f"context {number} {what}", context=number)
+        if self.was_released(number):
+            text = f"context {number} was released; use it inside its `with bh.context()` block"
+        else:
+            text = f"context {number} is not known here: no call of the context has reached this worker"
+        return UnknownContextError(text, context=number)
 
     def get_or_create(self, number: ContextId) -> Context | None:
-        """The context of a message that arrived; None if it was released already."""
+        """The context of a message that arrived; None if the context was released already."""
         context = self._contexts.get(number)
         if context is not None:
             return context
@@ -80,9 +76,9 @@ class Container:
     def pop(self, number: int) -> Context | None:
         """Forget a context; None if it is not here."""
         with self._lock:
-            # Remembered even if it is not here: a message of it may be on its way through another thread.
+            # Remembered even if it is not here: another thread may be about to handle a message of the context.
             self._released[number] = None
-            while len(self._released) > _REMEMBERED:
+            while len(self._released) > _MAX_RELEASED:
                 self._released.popitem(last=False)
             return self._contexts.pop(number, None)
 

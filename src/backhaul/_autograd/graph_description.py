@@ -1,4 +1,4 @@
-"""What there is to see of a context: its graph over all workers, as plain data."""
+"""Describes the graph of a context over all workers, as plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backhaul.errors import ContextError
 
 
 def describe(engine: Engine, context: int) -> dict[str, Any] | None:
-    """This worker's share of a context as plain data; None if it has none."""
+    """This worker's share of a context; None if it has none."""
     try:
         found = engine.container.get(context)
     except ContextError:
@@ -59,7 +59,7 @@ def _describe_run(engine: Engine, run: LocalPass) -> dict[str, Any]:
 
 
 def describe_everywhere(engine: Engine, context: int) -> dict[str, Any]:
-    """All workers' shares of a context, by name."""
+    """The shares of all workers that a context has reached, by name."""
     engine.container.get(context)
     found: dict[str, Any] = {}
     todo = [engine.worker.name]
@@ -81,5 +81,5 @@ def describe_everywhere(engine: Engine, context: int) -> dict[str, Any]:
 
 @internal(int)
 def share_of(context: int) -> dict[str, Any] | None:
-    """Called by the worker that asks; see ``describe``."""
+    """Called by the worker that describes a context; see ``describe``."""
     return describe(current_worker().part(Engine), context)

@@ -1,4 +1,4 @@
-"""The messages of distributed autograd, and the notes it puts on calls."""
+"""The wire format of distributed autograd: its messages, and the notes that it puts on calls."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from backhaul._autograd.forward.functions import ROOTS, ContextId, MessageId
+from backhaul._autograd.ids import ROOTS, ContextId, MessageId
 from backhaul._wire.messages import Fault, Payload, prepare
 from backhaul._wire.plain import register
 
 
 class AutogradKind(enum.IntEnum):
-    """Kinds of frames; those below 16 are RPC's."""
+    """Kinds of frames. Kinds below 16 belong to RPC."""
 
     GRADIENT = 16
     REPORT = 17
@@ -23,22 +23,22 @@ class AutogradKind(enum.IntEnum):
 
 
 class AutogradNote(msgspec.Struct, array_like=True, frozen=True):
-    """On a request, a reply or a gradient message: which context it belongs to, and how it was recorded.
+    """The note on a request, a reply or a gradient message: its context, and how it was recorded.
 
-    ``message`` 0: nothing in it requires grad, so it was not recorded.
+    ``message`` is ``ROOTS`` if no tensor of the message requires grad: then it was not recorded.
     """
 
     context: ContextId
     message: MessageId = ROOTS
-    positions: tuple[int, ...] = ()  # which tensors of the message's table are recorded
-    order: tuple[int, ...] = ()
-    replay: int = -1  # 0: keep requests of this context; above: and record the reply under this id; see replay
-    epoch: int = 0  # with replay: workers that joined later were not there when the context was entered
+    positions: tuple[int, ...] = ()  # indices of the recorded tensors in the message's table
+    order: tuple[int, ...] = ()  # place in program order
+    replay: int = -1  # 0: keep requests of this context; above 0: also record the reply under this id; see replay
+    epoch: int = 0  # with replay: the epoch when the context was entered; members with a later one joined afterwards
     anomaly: int = 0  # on a request: the level of anomaly mode at the caller
 
 
 class PassSpec(msgspec.Struct, array_like=True, frozen=True):
-    """What every worker must know of a pass. ``context``, ``driver`` and ``number`` name it."""
+    """What every worker must know about a pass. ``context``, ``driver`` and ``number`` name the pass."""
 
     context: ContextId
     driver: int
@@ -48,38 +48,38 @@ class PassSpec(msgspec.Struct, array_like=True, frozen=True):
     fast: bool = False
     into_grad: bool = False
     deterministic: bool = False
-    restricted: bool = False  # ``inputs`` were given: nothing but what leads to them is computed
-    oldest: int = 0  # passes of this driver on this context before that one are over
-    profiles: tuple[int, ...] = ()  # the profiles it belongs to
+    restricted: bool = False  # ``inputs`` were given: compute only what leads to them
+    oldest: int = 0  # all passes of this driver on this context with smaller numbers are over
+    profiles: tuple[int, ...] = ()  # the profiles that the pass belongs to
     anomaly: int = 0  # the level of anomaly mode at the driver
 
 
 class PassTally(msgspec.Struct, array_like=True, frozen=True):
-    """Messages that groups consumed, and all that those groups produced: message -> worker it went to."""
+    """Messages that groups consumed, and all messages that those groups produced, with the workers they went to."""
 
     consumed: tuple[int, ...] = ()
     produced: dict[int, int] = {}
 
 
 class Gradient(msgspec.Struct, array_like=True, frozen=True):
-    """Gradients of the tensors of ``message``; None where there is none."""
+    """The gradients of the tensors of ``message``; None for a tensor that has none."""
 
     message: MessageId
     payload: Payload
-    buffers: int  # of the frame's, how many are this one's
+    buffers: int  # how many of the frame's buffers belong to this gradient
     note: AutogradNote | None = None  # under create_graph
 
 
 class Gradients(msgspec.Struct, array_like=True, frozen=True):
-    """Gradients on their way to where their messages were sent from."""
+    """Gradients for the worker that sent the messages."""
 
     spec: PassSpec
     gradients: list[Gradient]
-    tally: PassTally | None = None  # for the driver; whoever gets it passes it on
+    tally: PassTally | None = None  # for the driver; the receiver passes it on
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """To the driver: what has been done, that ``message`` failed, or that a worker to which gradients went is
+    """For the driver: what groups have done, that ``message`` failed, or that a worker that gradients were sent to is
     ``lost``.
     """
 
@@ -88,15 +88,15 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     message: int = 0
     fault: Fault | None = None
     lost: int = -1
-    reason: str = ""  # why it is thought lost
+    reason: str = ""  # why the worker is thought to be lost
 
 
-_MOST = 1024  # messages in one part of a report, which is less than any worker takes
+_MAX_MESSAGES = 1024  # in one part of a report; every worker accepts a frame of that size
 
 
-def in_parts(report: Report, most: int = _MOST) -> Iterator[Report]:
-    """A report as several small ones, in the order in which they are to be heard: what was produced comes first. So no
-    message counts as consumed while the driver does not know all that its group produced, and no pass ends too early.
+def in_parts(report: Report, most: int = _MAX_MESSAGES) -> Iterator[Report]:
+    """Split a report into small ones, in the order in which the driver must get them: produced messages come first. So
+    no message counts as consumed before the driver knows all that its group produced, and no pass ends too early.
     """
     consumed, produced = report.tally.consumed, list(report.tally.produced.items())
     if len(consumed) + len(produced) <= most:
@@ -111,19 +111,19 @@ def in_parts(report: Report, most: int = _MOST) -> Iterator[Report]:
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):
-    """From the driver: the pass has failed; let go of it."""
+    """From the driver: the pass has failed; drop it."""
 
     spec: PassSpec
 
 
 class Release(msgspec.Struct, array_like=True, frozen=True):
-    """The context is over; forget it and tell those you know."""
+    """The context is over. The receiver releases it, and tells the workers that it knows."""
 
     context: int
 
 
 class Know(msgspec.Struct, array_like=True, frozen=True):
-    """To the worker that made a context: I have it too, tell me when it is over."""
+    """To the worker that made a context: the sender has the context too, and must be told when it is over."""
 
     context: int
 

@@ -1,6 +1,7 @@
-"""Autograd among peers that are not trusted: what each of its frames and notes must be, and how many contexts one peer
-may bring. What a member of a pass says about its own gradients has to be believed; that it speaks of its own messages,
-and of contexts that it has to do with, is checked.
+"""Checks of autograd's frames and notes from peers that are not trusted, and the limit of contexts for each peer.
+
+A worker must believe what a member of a pass says about its own gradients. It checks that the member speaks of its own
+messages, and of contexts that the member takes part in.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 import msgspec
 import torch
 
-from backhaul._autograd.container import Container, split
+from backhaul._autograd.container import Container
 from backhaul._autograd.forward.recording import UNRECORDED, ForwardRecorder
+from backhaul._autograd.ids import split
 from backhaul._autograd.messages import Abort, AutogradKind, AutogradNote, Gradients, Know, Release, Report
 from backhaul._autograd.plan.termination import Summary
 from backhaul._rpc.cluster.peers import Peer
@@ -30,7 +32,7 @@ register(Summary)
 
 
 def recorder_for(node: Node, container: Container) -> ForwardRecorder:
-    """The recorder of a worker: one that checks what it is told, where there is something to check."""
+    """The recorder of a worker. It checks notes if peers are not trusted or contexts are limited."""
     options = node.worker.options
     if options.trusted and node.rate_limits.contexts is None:
         made = ForwardRecorder(node.worker, container)
@@ -42,7 +44,7 @@ def recorder_for(node: Node, container: Container) -> ForwardRecorder:
 
 
 class UntrustedRecorder(ForwardRecorder):
-    """Takes no more contexts than a peer may bring, and no message that is not its sender's."""
+    """Refuses contexts beyond a peer's limit, and messages that do not belong to their sender."""
 
     def __init__(self, worker: Worker, container: Container, limit: int | None) -> None:
         super().__init__(worker, container)
@@ -56,7 +58,7 @@ class UntrustedRecorder(ForwardRecorder):
             _check_note(peer, read, tensors)
             self._take(peer, read.context)
             if (read.replay >= 0 or read.anomaly) and not self._worker.options.trusted:
-                # Under which id to reply is for others to say; anomaly mode is one for the whole process.
+                # An untrusted peer may not choose the id of a reply, nor anomaly mode, which holds for the process.
                 note = pack(msgspec.structs.replace(read, replay=-1, anomaly=0))
         return super().request_in(peer, note, tensors)
 
@@ -66,10 +68,10 @@ class UntrustedRecorder(ForwardRecorder):
         return super().reply_in(peer, kept, note, tensors)
 
     def discard(self, peer: Peer, note: bytes) -> None:
-        # The note may be the peer's, and name a message that it has nothing to do with.
+        # The peer may have written the note, and named a message that was not sent to it.
         try:
             read, context = self._find(peer, note)
-        except ProtocolError:  # that is why it is not used
+        except ProtocolError:  # the message is discarded because its note is malformed
             return
         sent = context.sends.get(read.message) if context is not None else None
         if sent is not None and sent.to == peer.record.id:
@@ -82,7 +84,7 @@ class UntrustedRecorder(ForwardRecorder):
             return
         with self._lock:
             brought = self._brought.setdefault(peer.record.id, set())
-            if len(brought) >= self._limit:  # some of them may be over
+            if len(brought) >= self._limit:  # some of them may have been released
                 brought.intersection_update([each for each in brought if self._container.find(each) is not None])
             if len(brought) >= self._limit:
                 asked = f"'{peer.info.name}' has {len(brought)} contexts there and brought another"
@@ -92,32 +94,32 @@ class UntrustedRecorder(ForwardRecorder):
 
 def _check_note(peer: Peer, note: AutogradNote, tensors: list[torch.Tensor]) -> None:
     if note.message and split(note.message)[0] != peer.record.id:
-        raise ProtocolError(f"a message of worker {split(note.message)[0]} from '{peer.info.name}'")
+        raise ProtocolError(f"'{peer.info.name}' sent a note with a message id of worker {split(note.message)[0]}")
     positions, count = note.positions, len(tensors)
-    if isinstance(tensors, TensorList):  # wrappers follow, which are made when the values are put together
+    if isinstance(tensors, TensorList):  # wrappers are built later, when the values are decoded
         count += tensors.wrapped
     if len(set(positions)) != len(positions) or not all(0 <= place < count for place in positions):
-        raise ProtocolError(f"a note on {count} tensors for those at {positions}")
+        raise ProtocolError(f"'{peer.info.name}' sent a note with positions {positions} on {count} tensors")
     found = [tensors[place] for place in positions if place < len(tensors)]
     if not all(tensor.is_floating_point() or tensor.is_complex() for tensor in found):
-        raise ProtocolError("a note on a tensor that has no gradient")
+        raise ProtocolError(f"'{peer.info.name}' sent a note on a tensor whose dtype has no gradients")
 
 
 def _check_gradients(worker: Worker, peer: Peer, frame: Frame) -> bool:
     message = unpack(frame.body, Gradients)
     counts = [gradient.buffers for gradient in message.gradients]
     if not counts or min(counts) < 0 or sum(counts) != len(frame.buffers):
-        raise ProtocolError(f"gradients of {counts} buffers, where there are {len(frame.buffers)}")
+        raise ProtocolError(f"'{peer.info.name}' sent gradients of {counts} buffers in a frame of {len(frame.buffers)}")
     context = worker.part(Container).find(message.spec.context)
     used = 0
     for gradient in message.gradients:
         strict_payload(worker, gradient.payload, frame.buffers[used : used + gradient.buffers])
         used += gradient.buffers
         if gradient.note is not None and split(gradient.note.message)[0] not in (0, peer.record.id):
-            raise ProtocolError(f"a message of another worker from '{peer.info.name}'")
+            raise ProtocolError(f"'{peer.info.name}' sent a gradient note with a message id of another worker")
         sent = context.sends.get(gradient.message) if context is not None else None
         if sent is not None and sent.to != peer.record.id:
-            raise ProtocolError(f"gradients of a message to worker {sent.to} from '{peer.info.name}'")
+            raise ProtocolError(f"'{peer.info.name}' sent gradients of a message that went to worker {sent.to}")
     return True
 
 
@@ -130,20 +132,22 @@ def _check_report(worker: Worker, peer: Peer, frame: Frame) -> bool:
 
 def _check_abort(worker: Worker, peer: Peer, frame: Frame) -> bool:
     spec = unpack(frame.body, Abort).spec
-    return spec.driver != worker.info.id and _has_to_do_with(worker, peer, spec.context)
+    return spec.driver != worker.info.id and _takes_part(worker, peer, spec.context)
 
 
 def _check_release(worker: Worker, peer: Peer, frame: Frame) -> bool:
     number = unpack(frame.body, Release).context
-    return split(number)[0] != worker.info.id and _has_to_do_with(worker, peer, number)  # our own we end ourselves
+    return split(number)[0] != worker.info.id and _takes_part(
+        worker, peer, number
+    )  # a worker releases its own contexts itself
 
 
 def _check_know(worker: Worker, peer: Peer, frame: Frame) -> bool:
     return split(unpack(frame.body, Know).context)[0] == worker.info.id
 
 
-def _has_to_do_with(worker: Worker, peer: Peer, number: int) -> bool:
-    """Whether a peer made a context, or exchanged messages of it with this worker."""
+def _takes_part(worker: Worker, peer: Peer, number: int) -> bool:
+    """Whether a peer made a context, or exchanged messages of the context with this worker."""
     context = worker.part(Container).find(number)
     return split(number)[0] == peer.record.id or (context is not None and peer.record.id in context.known)
 

@@ -13,8 +13,9 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul._autograd.backward.engine import Engine
 from backhaul._autograd.backward.groups import nodes_behind
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import ContextId, recv_of
+from backhaul._autograd.forward.functions import recv_of
 from backhaul._autograd.forward.recording import Scope, enter, leave
+from backhaul._autograd.ids import ContextId
 from backhaul._autograd.torch_engine.run import LeafNode
 from backhaul._ops.gradient_levels import Level
 from backhaul._ops.operators import Grad

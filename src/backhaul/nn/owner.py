@@ -1,4 +1,4 @@
-"""What the worker that has a module does for those who refer to it. Each function is called there, with the module."""
+"""What the owner of a module does for the workers that refer to it. They call these functions on the owner."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ State = dict[str, Any]
 def build(
     make: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[RRef[nn.Module], bool]:
-    """Make a module on a device; returns a reference to it, and whether it is training."""
+    """Make a module on a device. Returns a reference to it, and whether it is in training mode."""
     module = make(*args, **kwargs)
     if not isinstance(module, nn.Module):
         label = getattr(make, "__qualname__", repr(make))
-        raise ValueError(f"{label} was to make a torch.nn.Module, but it returned a {type(module).__name__}")
+        raise ValueError(f"module_cls {label} must return a torch.nn.Module, but it returned a {type(module).__name__}")
     return RRef(module.to(device)), module.training
 
 
 def run(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call the module, or one of its methods, on inputs brought to where it is; results leave from the CPU.
+    """Call the module, or one of its methods, with inputs moved to its device. Results are moved to the CPU.
 
-    Whether operations are recorded there is as it was at the caller (``grad``).
+    ``grad``: whether the caller has grad mode enabled; it is the mode here too.
     """
     result = run_in_place(module, device, grad, method, *args, **kwargs)
     if _device_of(module, device).type == "cpu":
@@ -38,7 +38,7 @@ def run(module: nn.Module, device: torch.device, grad: bool, method: str, /, *ar
 
 
 def run_there(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    """The same, but results on ``device`` leave from there: the caller has a place for them."""
+    """As ``run``, but results on ``device`` stay there: the caller has mapped that device to one of its own."""
     result = run_in_place(module, device, grad, method, *args, **kwargs)
     place = device.type, device.index or 0
     with torch.set_grad_enabled(grad):
@@ -48,7 +48,7 @@ def run_there(module: nn.Module, device: torch.device, grad: bool, method: str, 
 
 
 def run_in_place(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    """The same, but all results leave from where they are."""
+    """As ``run``, but all results stay on their devices."""
     place = _device_of(module, device)
     function = module if method == "forward" else getattr(module, method)
     with torch.set_grad_enabled(grad):
@@ -58,7 +58,7 @@ def run_in_place(module: nn.Module, device: torch.device, grad: bool, method: st
 
 
 def _device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
-    """Where its first weight is: ``to`` may have moved it, at the wish of whomever."""
+    """The device of the first parameter or buffer: any worker may have moved the module with ``to``."""
     for tensors in (module.parameters(), module.buffers()):
         for tensor in tensors:
             return tensor.device
@@ -70,40 +70,40 @@ def _bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """As it travels; meta tensors have nothing to move."""
+    """A tensor on the CPU. Meta tensors have no data to move."""
     return tensor if tensor.is_meta else tensor.cpu()
 
 
 def parameters(module: nn.Module, recurse: bool) -> list[RRef[nn.Parameter]]:
-    """References to the parameters, in their order."""
+    """References to the parameters, in the module's order."""
     return [RRef(parameter) for parameter in module.parameters(recurse)]
 
 
 def change(module: nn.Module, method: str, args: Any, kwargs: Any) -> None:
-    """Call a method for what it does to the module."""
+    """Call a method that changes the module."""
     getattr(module, method)(*args, **kwargs)
 
 
 def convert(module: nn.Module, device: torch.device, method: str, args: Any, kwargs: Any) -> torch.device:
-    """Call ``to`` or one of its kin; returns where the module is then: on ``device``, if it has no weights."""
+    """Call ``to`` or a similar method. Returns the device of the module; ``device`` if it has no tensors."""
     change(module, method, args, kwargs)
     return _device_of(module, device)
 
 
 def add_hook(module: nn.Module, register: str, hook: Callable[..., Any], options: Mapping[str, Any]) -> RRef[Any]:
-    """Register a hook; returns a reference to what removes it."""
+    """Register a hook. Returns a reference to the handle that removes it."""
     return RRef(getattr(module, register)(hook, **options))
 
 
 def save(module: nn.Module) -> tuple[State, State]:
-    """The state, as plain tensors, and what torch notes about its versions."""
+    """The state, as tensors on the CPU, and torch's metadata about its versions."""
     state = module.state_dict()
     return _plain(dict(state)), dict(getattr(state, "_metadata", {}))
 
 
 def load(module: nn.Module, state: State, versions: State, assign: bool) -> tuple[list[str], list[str], list[str]]:
-    """Take over a state; returns keys that are missing, keys that are not wanted, and what went wrong."""
-    given: Any = nn.Module().state_dict()  # of the type that can carry versions
+    """Load a state. Returns missing keys, unexpected keys, and errors."""
+    given: Any = nn.Module().state_dict()  # of the type that can carry metadata
     given.update(state)
     given._metadata = versions
     try:

@@ -1,4 +1,4 @@
-"""Where a module lives: a worker and one of its devices, as users write it. Knows nothing of modules."""
+"""A device of a worker, as users write it. Knows nothing of modules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class RemoteDevice:
     """A device of a worker.
 
     Attributes:
-        worker: Its name or, where it was given as ``rank:<number>``, its id.
-        device: The device there.
+        worker: The worker's name or, if written as ``rank:<number>``, its id.
+        device: The device on that worker.
     """
 
     worker: str | int
@@ -26,19 +26,19 @@ class RemoteDevice:
 
 
 def parse_place(text: str) -> RemoteDevice:
-    """Read ``worker``, ``worker/device``, ``rank:number`` or ``rank:number/device``; without a device, the CPU.
+    """Parse ``worker``, ``worker/device``, ``rank:number`` or ``rank:number/device``. The default device is the CPU.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The text has another form.
 
     Example:
         >>> parse_place("trainer")
-        Place(worker='trainer', device=device(type='cpu'))
+        RemoteDevice(worker='trainer', device=device(type='cpu'))
         >>> parse_place("rank:1/cuda:0")
-        Place(worker=1, device=device(type='cuda', index=0))
+        RemoteDevice(worker=1, device=device(type='cuda', index=0))
     """
     if not isinstance(text, str):
-        raise TypeError(f"remote_device is a text like 'worker1/cpu', not a {type(text).__name__}")
+        raise TypeError(f"remote_device must be a string such as 'worker1/cpu', not a {type(text).__name__}")
     worker, slash, device = text.partition("/")
     try:
         place = torch.device(device if slash else "cpu")
@@ -46,5 +46,5 @@ def parse_place(text: str) -> RemoteDevice:
         return RemoteDevice(int(rank.group(1)) if rank else check_name(worker), place)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"remote_device is '<worker>', '<worker>/<device>' or 'rank:<number>/<device>', not {text!r}: {error}"
+            f"remote_device must be '<worker>', '<worker>/<device>' or 'rank:<number>/<device>', not {text!r}: {error}"
         ) from None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from backhaul._autograd.container import split
+from backhaul._autograd.ids import split
 from backhaul._runtime.observer import GradientKey
 from backhaul.profiler.critical_path import find_path
 from backhaul.profiler.model import Arrow, PathSegment, Slice, Timeline, TimelineCall, WorkerRow

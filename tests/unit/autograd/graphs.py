@@ -12,7 +12,8 @@ import networkx
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from backhaul._autograd.forward.functions import ContextId, MessageId, Recv, receive, recv_of
+from backhaul._autograd.forward.functions import Recv, receive, recv_of
+from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.torch_engine.run import LeafNode
 
 CONTEXT = ContextId(1)

@@ -17,7 +17,7 @@ import torch
 import backhaul as bh
 from backhaul._autograd.backward import leaves, stepper
 from backhaul._autograd.forward import functions
-from backhaul._autograd.forward.functions import ContextId, MessageId
+from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
 from backhaul._autograd.torch_engine import run
 from backhaul._devices import borrowing, channel_link, deferred_free, handover, lending

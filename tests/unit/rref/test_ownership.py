@@ -1,6 +1,6 @@
-"""Ownership, without workers: whatever the order in which messages arrive, a value lives exactly as long as it is
-referred to. A small world of workers passes references around, loses channels and restarts; every message waits until
-the test draws it.
+"""Ownership without workers: in whatever order messages arrive, a value lives exactly as long as somebody refers to it.
+A small world of workers passes references around, loses channels and restarts. Every message waits until the test
+draws it.
 """
 
 from __future__ import annotations
@@ -14,95 +14,85 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul._rref.ownership import (
-    ForkId,
-    Life,
-    NoticeInbox,
-    NoticeOutbox,
-    Owned,
-    OwnerEntry,
-    RRefId,
-    Update,
-    is_of,
-    maker_of,
-)
+from backhaul._rref.notices import NoticeInbox, NoticeOutbox
+from backhaul._rref.ownership import ForkId, Identity, Owned, OwnerEntry, RRefId, Update, is_of, maker_of
 from backhaul._types import first_number
 
 OWNER, ASKER, WORKERS = 0, 1, (1, 2, 3)
-OWN: Life = (OWNER, "owner")
+OWN: Identity = (OWNER, "owner")
 
 
 @dataclass(eq=False)
 class UnderWay:
-    """A message; ``kind`` is ``letter``, ``fork``, ``question``, ``asking``, ``use`` or ``loss``."""
+    """A message; ``kind`` is ``notice``, ``fork``, ``question``, ``asking``, ``use`` or ``loss``."""
 
     kind: str
-    sender: Life
-    receiver: Life
+    sender: Identity
+    receiver: Identity
     arrive: Callable[[], None]
-    cut: bool = False  # its channel is lost, but it may have arrived, and be read later
+    cut: bool = False  # its channel is lost, but it may have arrived and be read later
 
 
 class World:
     """The owner of one value, and workers that refer to it. Forks are held by a worker, or on their way to one."""
 
     def __init__(self) -> None:
-        self.lives: dict[int, Life] = {OWNER: OWN} | {worker: (worker, f"{worker}.0") for worker in WORKERS}
+        self.identities: dict[int, Identity] = {OWNER: OWN} | {worker: (worker, f"{worker}.0") for worker in WORKERS}
         self.restarts = itertools.count(1)
         self.owned: Owned[object] = Owned(object, OWN, self.is_present)
-        self.known: dict[int, Life] = dict(self.lives)  # to the owner
-        self.over: set[Life] = set()  # as the owner knows
-        self.inboxes: dict[Life, NoticeInbox] = {}
-        self.outboxes = {life: NoticeOutbox() for life in self.lives.values()}
-        self.ids = {life: itertools.count(first_number(life[1])) for life in self.lives.values()}
-        self.value = RRefId(self.new_id(self.lives[ASKER]))
-        self.held: dict[ForkId, Life] = {}
+        self.known: dict[int, Identity] = dict(self.identities)  # the identities that the owner knows
+        self.over: set[Identity] = set()  # identities that the owner knows to be over
+        self.inboxes: dict[Identity, NoticeInbox] = {}
+        self.outboxes = {identity: NoticeOutbox() for identity in self.identities.values()}
+        self.ids = {identity: itertools.count(first_number(identity[1])) for identity in self.identities.values()}
+        self.value = RRefId(self.new_id(self.identities[ASKER]))
+        self.held: dict[ForkId, Identity] = {}
         self.refused: set[ForkId] = set()
         self.under_way: list[UnderWay] = []
-        self.handles: list[OwnerEntry[object]] = []  # of the owner's own
+        self.handles: list[OwnerEntry[object]] = []  # references of the owner itself
         self.created: OwnerEntry[object] | None = None
-        self.certain = True  # nobody has died or was given up who had something to say
-        asker = self.lives[ASKER]
+        self.certain = True  # no worker that had something to tell has died or was given up
+        asker = self.identities[ASKER]
         fork = ForkId(self.new_id(asker))
-        letter = self.outboxes[asker].add([("born", self.value, fork, asker)])
+        notice = self.outboxes[asker].add([("created", self.value, fork, asker)])
         self.held[fork] = asker
-        self.birth = fork, letter
+        self.creation = fork, notice
         self.ask_for_it()
-        self.post("letter", asker, OWN, lambda: self.take(asker, *letter))
+        self.post("notice", asker, OWN, lambda: self.take(asker, *notice))
 
     def is_present(self, number: RRefId) -> bool:
-        life = self.known.get(maker_of(number))
-        return life is not None and is_of(number, life)
+        identity = self.known.get(maker_of(number))
+        return identity is not None and is_of(number, identity)
 
-    def new_id(self, life: Life) -> int:
-        return life[0] << 48 | next(self.ids[life])
+    def new_id(self, identity: Identity) -> int:
+        return identity[0] << 48 | next(self.ids[identity])
 
-    def post(self, kind: str, sender: Life, receiver: Life, arrive: Callable[[], None]) -> None:
+    def post(self, kind: str, sender: Identity, receiver: Identity, arrive: Callable[[], None]) -> None:
         self.under_way.append(UnderWay(kind, sender, receiver, arrive))
 
     def ask_for_it(self) -> None:
-        """An attempt to have the value made; there may be several, and late ones."""
-        asker, (fork, letter) = self.lives[ASKER], self.birth
+        """Ask for the value. There may be several attempts, and late ones."""
+        asker, (fork, notice) = self.identities[ASKER], self.creation
 
         def arrive() -> None:
             entry = self.owned.hold(self.value)
-            self.take(asker, *letter)
-            if asker not in self.over and not self.inboxes[asker].has_heard(letter[0]):
-                entry.joined[fork] = asker
-            if fork in entry.forks or fork in entry.joined:
+            self.take(asker, *notice)
+            if asker not in self.over and not self.inboxes[asker].has_received(notice[0]):
+                entry.early_uses[fork] = asker
+            if fork in entry.forks or fork in entry.early_uses:
                 self.created = entry
-            self.owned.let_go(entry)
+            self.owned.release(entry)
 
         self.post("asking", asker, OWN, arrive)
 
-    def take(self, sender: Life, number: int, news: list[Update]) -> None:
+    def take(self, sender: Identity, number: int, updates: list[Update]) -> None:
         if sender not in self.over:
-            self.hear(sender, self.inboxes.setdefault(sender, NoticeInbox()).take(number, news))
+            self.apply(sender, self.inboxes.setdefault(sender, NoticeInbox()).receive(number, updates))
 
-    def hear(self, sender: Life, news: list[Update]) -> None:
-        self.owned.hear(sender, news)
-        for what, _, _, holder in news:
-            if what == "made" and holder in self.over:
+    def apply(self, sender: Identity, updates: list[Update]) -> None:
+        self.owned.apply(sender, updates)
+        for what, _, _, holder in updates:
+            if what == "forked" and holder in self.over:
                 self.owned.lose(holder)
         self.ask_suspects()
 
@@ -110,7 +100,7 @@ class World:
         suspects, self.owned.suspects = self.owned.suspects, {}
         for holder, forks in suspects.items():
 
-            def arrive(holder: Life = holder, forks: tuple[ForkId, ...] = tuple(forks)) -> None:
+            def arrive(holder: Identity = holder, forks: tuple[ForkId, ...] = tuple(forks)) -> None:
                 for fork in forks:
                     if self.held.get(fork) != holder:
                         self.refused.add(fork)
@@ -118,27 +108,27 @@ class World:
 
             self.post("question", OWN, holder, arrive)
 
-    def tell(self, sender: Life, news: Update) -> None:
+    def tell(self, sender: Identity, update: Update) -> None:
         if sender == OWN:
-            self.hear(OWN, [news])
+            self.apply(OWN, [update])
             return
-        letter = self.outboxes[sender].add([news])
-        self.post("letter", sender, OWN, lambda: self.take(sender, *letter))
+        notice = self.outboxes[sender].add([update])
+        self.post("notice", sender, OWN, lambda: self.take(sender, *notice))
 
-    def send(self, sender: Life, receiver: Life, *, unread: bool) -> None:
-        """A message with a new fork in it; ``unread``: the receiver does not use it, and notices."""
+    def send(self, sender: Identity, receiver: Identity, *, unread: bool) -> None:
+        """Send a message with a new fork. ``unread``: the receiver discards the message."""
         fork = ForkId(self.new_id(sender))
-        self.tell(sender, ("made", self.value, fork, receiver))
+        self.tell(sender, ("forked", self.value, fork, receiver))
 
         def arrive() -> None:
             if fork in self.refused:
                 return
             if unread:
-                self.tell(receiver, ("gone", self.value, fork, receiver))
+                self.tell(receiver, ("released", self.value, fork, receiver))
             elif receiver == OWN:
                 if self.value in self.owned.entries or self.owned.expects(self.value):
                     self.handles.append(self.owned.hold(self.value))
-                self.hear(OWN, [("gone", self.value, fork, OWN)])
+                self.apply(OWN, [("released", self.value, fork, OWN)])
             else:
                 self.held[fork] = receiver
 
@@ -146,25 +136,25 @@ class World:
 
     def drop(self, fork: ForkId) -> None:
         holder = self.held.pop(fork)
-        self.tell(holder, ("gone", self.value, fork, holder))
+        self.tell(holder, ("released", self.value, fork, holder))
 
     def use(self, fork: ForkId) -> None:
-        """A call on the value, which may come when its handle is dead."""
+        """Call the value. The call may arrive after the handle is deleted."""
         holder = self.held[fork]
 
         def arrive() -> None:
             if holder not in self.over:
-                self.owned.join(self.value, fork, holder)
+                self.owned.use(self.value, fork, holder)
 
         self.post("use", holder, OWN, arrive)
 
     def deliver(self, message: UnderWay) -> None:
         self.under_way.remove(message)
-        if message.receiver in self.lives.values():
+        if message.receiver in self.identities.values():
             message.arrive()
 
-    def cut(self, one: Life, other: Life, arrives: Callable[[], bool]) -> None:
-        """The channel between two is lost. News, and what owners ask, are repeated until they are heard."""
+    def cut(self, one: Identity, other: Identity, arrives: Callable[[], bool]) -> None:
+        """Lose the channel between two workers. Notices and questions are repeated until they arrive."""
         for sender, receiver in ((one, other), (other, one)):
             found = [message for message in self.under_way if (message.sender, message.receiver) == (sender, receiver)]
             for message in found:
@@ -174,14 +164,14 @@ class World:
             self.tell(sender, ("lost", RRefId(-1), ForkId(-1), receiver))
 
     def restart(self, worker: int, arrives: Callable[[], bool]) -> None:
-        """A worker dies, and another takes its place. Everyone learns of it later."""
-        old, new = self.lives[worker], (worker, f"{worker}.{next(self.restarts)}")
-        self.lives[worker] = new
+        """A worker dies, and another takes its place. The owner learns of it later."""
+        old, new = self.identities[worker], (worker, f"{worker}.{next(self.restarts)}")
+        self.identities[worker] = new
         self.outboxes[new], self.ids[new] = NoticeOutbox(), itertools.count(first_number(new[1]))
         self.held = {fork: holder for fork, holder in self.held.items() if holder != old}
         for message in [message for message in self.under_way if message.sender == old]:
             message.cut = True
-            if message.kind == "letter" or worker == ASKER:
+            if message.kind == "notice" or worker == ASKER:
                 self.certain = False
             if not arrives():
                 self.under_way.remove(message)
@@ -190,21 +180,21 @@ class World:
             self.over.add(old)
             self.inboxes.pop(old, None)
             if self.known[worker] == old:
-                self.known[worker] = self.lives[worker]
+                self.known[worker] = self.identities[worker]
             self.owned.lose(old)
             self.ask_suspects()
 
         self.post("loss", OWN, OWN, arrive)
 
-    def give_up(self, life: Life) -> None:
-        """The owner cannot reach somebody, who is there all the same."""
+    def give_up(self, identity: Identity) -> None:
+        """The owner cannot reach a worker that still runs."""
         self.certain = False
-        self.owned.lose(life, for_good=False)
+        self.owned.lose(identity, for_good=False)
         self.ask_suspects()
 
     def check(self) -> None:
-        """Once it is there, the value is the same as long as somebody refers to it."""
-        there = self.lives.values()  # what is on its way to a life that is over does not arrive
+        """Once the value was made, it stays the same as long as somebody refers to it."""
+        there = self.identities.values()  # messages to an identity that is over do not arrive
         travelling = any(one.kind == "fork" and not one.cut and one.receiver in there for one in self.under_way)
         if self.created is not None and self.certain and (self.held or self.handles or travelling):
             assert self.owned.entries.get(self.value) is self.created
@@ -225,17 +215,17 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
         acts = ["cut", "restart", "give up"]
         acts += ["deliver"] * 3 * bool(world.under_way) + ["repeat"] * bool(world.under_way)
         acts += ["pass", "drop", "use"] * bool(world.held) + ["pass on", "let go"] * bool(world.handles)
-        acts += ["ask again"] * (world.held.get(world.birth[0]) == world.lives[ASKER])
+        acts += ["ask again"] * (world.held.get(world.creation[0]) == world.identities[ASKER])
         act = choose(acts)
         if act == "deliver":
             world.deliver(choose(world.under_way))
         elif act == "repeat":
             again = choose(world.under_way)
-            if again.kind == "letter":  # the channel broke: was it heard?
+            if again.kind == "notice":  # the sender repeats it, since it does not know whether it arrived
                 again.arrive()
         elif act == "pass":
             holder = world.held[choose(world.held)]
-            world.send(holder, choose(world.lives.values()), unread=toss())
+            world.send(holder, choose(world.identities.values()), unread=toss())
         elif act == "drop":
             world.drop(choose(world.held))
         elif act == "use":
@@ -243,16 +233,16 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
         elif act == "ask again":
             world.ask_for_it()
         elif act == "pass on":
-            world.send(OWN, choose([world.lives[worker] for worker in WORKERS]), unread=toss())
+            world.send(OWN, choose([world.identities[worker] for worker in WORKERS]), unread=toss())
         elif act == "let go":
-            world.owned.let_go(world.handles.pop())
+            world.owned.release(world.handles.pop())
         elif act == "cut":
-            one, other = data.draw(st.permutations(list(world.lives.values())))[:2]
+            one, other = data.draw(st.permutations(list(world.identities.values())))[:2]
             world.cut(one, other, toss)
         elif act == "restart":
             world.restart(choose(WORKERS), toss)
         else:
-            world.give_up(world.known[choose(WORKERS)])  # who may be dead by now
+            world.give_up(world.known[choose(WORKERS)])  # it may be dead by now
         world.check()
     while world.held or world.handles or world.under_way:
         if world.under_way:
@@ -260,7 +250,7 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
         elif world.held:
             world.drop(choose(world.held))
         else:
-            world.owned.let_go(world.handles.pop())
+            world.owned.release(world.handles.pop())
         world.check()
     assert world.owned.entries == {}
     assert not world.owned.suspects
@@ -271,7 +261,7 @@ def test_an_inbox_puts_things_in_order(order: list[int], repeated: list[int]) ->
     inbox, heard = NoticeInbox(), []
     messages: list[list[Any]] = [[number, -number] for number in range(8)]
     for number in [*order, *repeated]:
-        heard += inbox.take(number, messages[number])
+        heard += inbox.receive(number, messages[number])
     assert heard == [item for message in messages for item in message]
 
 
@@ -279,68 +269,72 @@ ALICE, BOB = (1, "alice"), (2, "bob")
 VALUE = RRefId(1 << 48 | first_number("alice"))
 
 
-def fork_of(life: Life, count: int = 1) -> ForkId:
-    return ForkId(life[0] << 48 | first_number(life[1]) + count)
+def fork_of(identity: Identity, count: int = 1) -> ForkId:
+    return ForkId(identity[0] << 48 | first_number(identity[1]) + count)
 
 
-@pytest.mark.parametrize("first", ["made", "joined"])
+@pytest.mark.parametrize("first", ["forked", "used"])
 def test_a_lost_worker_takes_its_references_with_it(first: str) -> None:
     owned: Owned[object] = Owned(object, OWN)
     mine, theirs = fork_of(ALICE), fork_of(BOB)
-    if first == "made":
-        owned.hear(ALICE, [("born", VALUE, mine, ALICE), ("made", VALUE, theirs, BOB)])
+    if first == "forked":
+        owned.apply(ALICE, [("created", VALUE, mine, ALICE), ("forked", VALUE, theirs, BOB)])
         assert owned.lose(ALICE) == []
     else:
-        owned.join(VALUE, theirs, BOB)
+        owned.use(VALUE, theirs, BOB)
     assert [entry.id for entry in owned.lose(BOB)] == [VALUE]
     assert owned.entries == {}
 
 
 def test_what_a_lost_worker_never_said_is_not_waited_for() -> None:
     owned: Owned[object] = Owned(object, OWN)
-    owned.hear(BOB, [("gone", VALUE, fork_of(ALICE), BOB)])
+    owned.apply(BOB, [("released", VALUE, fork_of(ALICE), BOB)])
     owned.lose(ALICE)
-    assert not owned._early
+    assert not owned._released_early
 
 
 def test_a_restarted_worker_is_another() -> None:
     owned: Owned[object] = Owned(object, OWN)
     again = (BOB[0], "bob again")
-    owned.hear(ALICE, [("made", VALUE, fork_of(ALICE, 1), BOB), ("made", VALUE, fork_of(ALICE, 2), again)])
-    owned.hear(ALICE, [("gone", VALUE, fork_of(again), ALICE)])  # of the new one's, which the owner has yet to meet
+    owned.apply(ALICE, [("forked", VALUE, fork_of(ALICE, 1), BOB), ("forked", VALUE, fork_of(ALICE, 2), again)])
+    owned.apply(
+        ALICE, [("released", VALUE, fork_of(again), ALICE)]
+    )  # a fork of the new incarnation, which the owner does not know yet
     assert owned.lose(BOB) == []
     assert list(owned.entries[VALUE].forks.values()) == [again]
-    assert owned._early == {fork_of(again)}
+    assert owned._released_early == {fork_of(again)}
 
 
 def test_forks_on_a_channel_that_is_lost_are_asked_for() -> None:
     owned: Owned[object] = Owned(object, OWN)
     mine, passed = fork_of(ALICE), fork_of(ALICE, 2)
-    owned.hear(ALICE, [("born", VALUE, mine, ALICE), ("made", VALUE, passed, BOB), ("gone", VALUE, mine, ALICE)])
-    owned.hear(ALICE, [("lost", RRefId(-1), ForkId(-1), BOB)])
+    owned.apply(
+        ALICE, [("created", VALUE, mine, ALICE), ("forked", VALUE, passed, BOB), ("released", VALUE, mine, ALICE)]
+    )
+    owned.apply(ALICE, [("lost", RRefId(-1), ForkId(-1), BOB)])
     assert owned.suspects == {BOB: {passed: VALUE}}
-    assert [entry.id for entry in owned.hear(BOB, [("absent", VALUE, passed, BOB)])] == [VALUE]
-    assert owned.hear(BOB, [("absent", VALUE, passed, BOB)]) == []
-    assert not owned._early
+    assert [entry.id for entry in owned.apply(BOB, [("absent", VALUE, passed, BOB)])] == [VALUE]
+    assert owned.apply(BOB, [("absent", VALUE, passed, BOB)]) == []
+    assert not owned._released_early
 
 
 def test_what_was_given_up_is_not_there_when_its_holder_comes_back() -> None:
     owned: Owned[object] = Owned(object, OWN)
     mine = fork_of(ALICE)
-    owned.hear(ALICE, [("born", VALUE, mine, ALICE)])
+    owned.apply(ALICE, [("created", VALUE, mine, ALICE)])
     owned.lose(ALICE, for_good=False)
-    assert owned.join(VALUE, mine, ALICE) is None
-    assert owned.hear(ALICE, [("gone", VALUE, mine, ALICE)]) == []
+    assert owned.use(VALUE, mine, ALICE) is None
+    assert owned.apply(ALICE, [("released", VALUE, mine, ALICE)]) == []
     assert not owned.entries
-    assert not owned._early
+    assert not owned._released_early
     assert not owned._given_up
 
 
 def test_a_value_is_expected_until_it_was_asked_for() -> None:
     owned: Owned[object] = Owned(object, OWN)
     mine = fork_of(ALICE)
-    assert owned.join(VALUE, fork_of(ALICE, 2), BOB) is owned.entries[VALUE]
-    owned.hear(ALICE, [("born", VALUE, mine, ALICE)])
-    owned.hear(ALICE, [("gone", VALUE, mine, ALICE)])
-    assert owned.join(VALUE, fork_of(ALICE, 2), BOB) is None
-    assert owned.join(RRefId(VALUE + 8), fork_of(ALICE, 2), BOB) is not None
+    assert owned.use(VALUE, fork_of(ALICE, 2), BOB) is owned.entries[VALUE]
+    owned.apply(ALICE, [("created", VALUE, mine, ALICE)])
+    owned.apply(ALICE, [("released", VALUE, mine, ALICE)])
+    assert owned.use(VALUE, fork_of(ALICE, 2), BOB) is None
+    assert owned.use(RRefId(VALUE + 8), fork_of(ALICE, 2), BOB) is not None

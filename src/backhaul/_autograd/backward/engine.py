@@ -16,12 +16,13 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul._autograd.backward.driver import PassDriver
 from backhaul._autograd.backward.local_pass import ForeignGraph, LocalPass, Orders, Outcome
 from backhaul._autograd.backward.outbox import GradientOutbox, Parcels, key_of
-from backhaul._autograd.container import Container, split
+from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.failure.peer_failure import PeerFailures
 from backhaul._autograd.failure.recovery import Recovery
-from backhaul._autograd.forward.functions import NO_CONTEXT, ROOTS, Grads, MessageId
-from backhaul._autograd.forward.recording import enter, leave, record_recv
+from backhaul._autograd.forward.functions import Grads, record_recv
+from backhaul._autograd.forward.recording import enter, leave
+from backhaul._autograd.ids import NO_CONTEXT, ROOTS, MessageId, split
 from backhaul._autograd.messages import (
     Abort,
     AutogradKind,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Se
 
 import torch
 
-from backhaul._autograd.forward.functions import NO_CONTEXT, End, Grads, MessageId, Recv, edge_of, recv_of
+from backhaul._autograd.forward.functions import End, Grads, Recv, edge_of, recv_of
+from backhaul._autograd.ids import NO_CONTEXT, MessageId
 from backhaul._autograd.torch_engine.run import (
     DEEP,
     BoundaryNodeClass,

@@ -23,7 +23,8 @@ from backhaul._autograd.backward.leaves import Leaves
 from backhaul._autograd.backward.report_buffer import ReportBuffer
 from backhaul._autograd.backward.stepper import Stepper
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import ROOTS, End, Grads, MessageId, Recv, edge_of
+from backhaul._autograd.forward.functions import End, Grads, Recv, edge_of
+from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._autograd.plan.termination import Summary
 from backhaul._autograd.torch_engine.anomaly import watching

@@ -9,8 +9,7 @@ from backhaul._autograd.backward.driver import loss_of
 from backhaul._autograd.backward.groups import Fired
 from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.container import Container
-from backhaul._autograd.forward.functions import Grads, Recv
-from backhaul._autograd.forward.recording import record_send
+from backhaul._autograd.forward.functions import Grads, Recv, record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
 from backhaul._devices.channel_link import ChannelLink, hand_over
 from backhaul._rpc.calls.pending import check_size

@@ -16,7 +16,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from backhaul._autograd.backward.groups import Fired, RecvEnd, RecvMasks
-from backhaul._autograd.forward.functions import Grads, MessageId, add, recv_of
+from backhaul._autograd.forward.functions import Grads, add, recv_of
+from backhaul._autograd.ids import MessageId
 from backhaul._autograd.torch_engine.anomaly import OFF, StopEngine, begin_stop, end_stop, watching
 from backhaul._autograd.torch_engine.run import LeafNode, Node, Task, own_hook, run_engine
 from backhaul._devices.cuda import process

@@ -1,9 +1,10 @@
-"""Workers and channels that are lost: who has to be told what, so that a pass ends at once and contexts are released.
+"""Reacts to lost workers and channels: ends passes at once, and makes sure that contexts are released.
 
-[Note: lost channels] A channel may be lost while both its workers live, and with it what was under way in it. Each end
-learns of it and does its part. Whoever took part in a pass with the lost one tells the driver, which may never have
-spoken to it. Whoever told the driver something through the channel tells all of that again: nothing happens to what is
-heard twice. The driver ends the pass if the lost one took part in it, as far as it knows then or hears later.
+[Note: lost channels] A channel may be lost while both its workers live on, and with it the messages under way in it.
+Both workers notice the loss. A worker that took part in a pass with the lost worker tells the driver, which may never
+have talked to the lost worker. A worker that sent reports to the driver through the channel sends all of them again;
+the driver ignores reports that it has already. The driver ends the pass if the lost worker took part in it, as far as
+the driver knows then or learns later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from backhaul._autograd.backward.driver import PassDriver
 from backhaul._autograd.backward.local_pass import LocalPass
-from backhaul._autograd.container import split
+from backhaul._autograd.ids import split
 from backhaul._autograd.messages import AutogradKind, Know, Release, Report
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._transport.base import Channel, ChannelClosedError
@@ -29,7 +30,7 @@ log = logging.getLogger("backhaul")
 
 
 class PeerFailures:
-    """One worker's. Thread-safe."""
+    """Handles the losses that one worker notices or hears of. Thread-safe."""
 
     def __init__(self, engine: Engine, peers: Peers) -> None:
         self._engine = engine
@@ -41,8 +42,8 @@ class PeerFailures:
         peers.on_change(self._on_change)
 
     def take(self, drive: PassDriver, report: Report, reporter: int) -> None:
-        """At the driver of a pass: a worker has lost another, or its channel to this one, perhaps long after this one
-        did; what it sent meanwhile has not come.
+        """On the driver of a pass: a worker reports that it has lost another worker, or its channel to this one. It may
+        have noticed long after this worker did; then what it sent meanwhile has not arrived.
         """
         lost = reporter if report.lost == self._engine.id else report.lost
         loss = drive.lose(lost, self._engine.name_of(lost), report.reason, report.tally)
@@ -50,7 +51,9 @@ class PeerFailures:
             drive.end(loss)
 
     def _on_change(self, what: str, peer: Peer, reason: str) -> None:
-        """A worker that is gone for good takes its part of the graph with it, though another may get its id."""
+        """A member has changed. A worker that is gone for good takes its share of the graph with it, even if another
+        worker gets its id.
+        """
         if what not in ("left", "replaced"):
             return
         for context in self._container.select(lambda context: peer.record.id in context.known):
@@ -62,7 +65,7 @@ class PeerFailures:
         if not peer.gone:
             self._lose(peer, reason)
             self._spread(peer.record.id, reason)
-        elif not self._worker.closed:  # that has been dealt with, but for what it has brought since
+        elif not self._worker.closed:  # ``_on_change`` has handled it, except for contexts that came since
             self._ask_makers(peer.record.id)
 
     def _lose(self, peer: Peer, reason: str) -> None:
@@ -73,7 +76,7 @@ class PeerFailures:
                 drive.end(loss)
 
     def _spread(self, lost: int, reason: str) -> None:
-        """Let others know who may not have noticed."""
+        """Tell the workers that may not have noticed."""
         for context in self._container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):
                 if run.spec.driver == lost:
@@ -85,18 +88,19 @@ class PeerFailures:
             self._ask_makers(lost)
 
     def _tell_again(self, run: LocalPass, reason: str) -> None:
-        """What the driver was told may be lost with the channel to it."""
+        """Repeat all reports to the driver of a pass: they may have been lost with the channel to it."""
         if run.complaint is not None:
             self._engine.post(run.spec.driver, run.complaint)
         self._engine.report(Report(run.spec, run.told(), lost=run.spec.driver, reason=reason))
         for other, why in list(run.lost.items()):
             self._engine.report(Report(run.spec, lost=other, reason=why))
 
-    # Contexts whose end somebody may not have heard of.
+    # Contexts whose release a worker may miss.
 
     def _ask_makers(self, lost: int) -> None:
-        """Whoever would have told this worker of a context's end may be gone, or only the channel is, and with it that
-        all is over. The maker is asked to tell; if that cannot be reached, nobody is left who could use the context.
+        """The worker that would have told this one of the release of a context may be gone, or the message was lost
+        with the channel. Ask the maker of each such context to tell this worker. If the maker cannot be reached, nobody
+        can use the context any more: release it.
         """
         for context in self._container.select(lambda context: lost in context.known or split(context.id)[0] == lost):
             maker, _ = split(context.id)
@@ -107,7 +111,7 @@ class PeerFailures:
                 self._engine.release(context.id)
 
     def _on_know(self, channel: Channel, frame: Frame) -> Task | None:
-        """A worker has a context of ours, and who brought it there is gone: tell it when that is over."""
+        """A worker has a context that this worker made, and may miss its release: tell it when the context is over."""
         peer, number = self._peers.of(channel), unpack(frame.body, Know).context
         context = self._container.find(number)
         if peer is None or (context is not None and context.doubt(peer.record.id)):
@@ -116,8 +120,8 @@ class PeerFailures:
 
 
 def _answer(channel: Channel, frame: Frame) -> None:
-    """Send a frame where another came from; if that is gone, whoever asked knows it."""
+    """Send a frame through the channel of the question. If the channel is lost, the other worker notices too."""
     try:
         channel.send(frame, timeout=0)
     except ChannelClosedError as error:
-        log.debug("%s was not answered: %s", channel.peer, error)
+        log.debug("could not tell %s that a context is released: %s", channel.peer, error)

@@ -1,48 +1,50 @@
-"""The two ends of a message in the graph.
+"""The two ends of a message in the graph: a send record on the worker that sends it, a recv end on the worker that
+receives it. Knows no wire format and no RPC.
 
-[Note: roles of a tensor]
+[Note: roles of a tensor] Every tensor that takes part in a pass has at least one of these roles. Other modules use the
+words as defined here.
 
-- *sent*: a tensor of an outgoing message that requires grad. Its gradient edge is kept in the message's send
-  record, not the tensor. It may be a leaf.
-- *received*: what it becomes at the other end: the output of a recv node, never a leaf, so that user code may change
-  it in place.
-- *root*: what ``backward`` starts from, on the driver.
-- *leaf*: where gradients end in a worker: they are summed in the context (or in ``.grad``).
-- *recv node*: the end of the graph behind a received tensor. The engine is asked for the gradient that comes there,
-  and never runs it: in a plain ``loss.backward()`` it raises an error that says what to call instead. A tensor that
-  requires grad and is received outside a context gets one too, which belongs to no message.
+- *sent*: a tensor of an outgoing message that requires grad. The send record keeps the tensor's gradient edge, not the
+  tensor. A sent tensor may be a leaf.
+- *received*: the tensor that a sent tensor becomes on the other worker. It is the output of a *recv node*, never a
+  leaf, so user code may change it in place.
+- *root*: a tensor that ``backward`` starts from, on the worker that drives the pass.
+- *leaf*: a tensor at which gradients end on a worker. They are summed in the context, or in ``.grad``.
+- *cut*: a received tensor through which no gradient can go back, because it was received outside any context or in one
+  that was released. It has a recv node that belongs to no message.
 
-A *source* is where gradients enter a worker's graph: the roots, or a send record. A *sink* is where they end:
-leaves and recv nodes.
+A *recv node* is the end of the local graph behind a received tensor. torch's engine is asked for the gradient that
+arrives at the node, and never runs it: in a plain ``loss.backward()`` the node raises an error that says what to call
+instead.
+
+A *source* is where gradients enter a worker's graph: the roots, or a send record. A *sink* is where they end: leaves
+and recv nodes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import NewType
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from backhaul._autograd.ids import NO_CONTEXT, ROOTS, ContextId, MessageId
+from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine.run import BoundaryNode, Node, leaf_edge
 from backhaul._wire.tensors.subclasses import TensorList, mark_refused, may_require_grad
 
-MessageId = NewType("MessageId", int)
-"""Names one recorded message among all of the cluster: 16 bits of worker id, 48 of counter."""
+if TYPE_CHECKING:
+    from backhaul._autograd.container import Container
+    from backhaul._autograd.context import Context
 
-ContextId = NewType("ContextId", int)
-"""Names one context among all of the cluster, likewise."""
-
-NO_CONTEXT = ContextId(-1)
-"""In the place of a context's id, where there is none."""
-
-ROOTS = MessageId(0)
-"""The roots of a pass, as a source."""
+_FIRST = (0,)
 
 Grads = Sequence[torch.Tensor | None]
 
 End = GradientEdge | torch.Tensor
-"""Where a gradient enters a graph; a tensor is a leaf, whose edge is made when it is needed."""
+"""Where a gradient enters a graph. A tensor stands for a leaf: its edge is made when it is needed."""
 
 
 def edge_of(end: End) -> GradientEdge:
@@ -65,7 +67,7 @@ class SendRecord:
         born_in: tuple[int, int] | None = None,
         replied: bool = False,
     ) -> None:
-        self.replied = replied  # it went the way of replies, so its gradients come that of requests: see cuda.placement
+        self.replied = replied  # it traveled as a reply, so its gradients travel as a request: see devices.placement
         self.message = message
         self.to = to
         self.ends: list[End] = []
@@ -77,19 +79,19 @@ class SendRecord:
                 node = tensor.grad_fn
                 if node is None:
                     self.ends.append(tensor)
-                elif isinstance(node, torch._C._FunctionBase):  # a function in Python does not keep its own node
+                elif isinstance(node, torch._C._FunctionBase):  # without an edge torch frees the node
                     self.ends.append(get_gradient_edge(tensor))
                 else:
                     self.ends.append(GradientEdge(node, tensor.output_nr))
-        self.order = order  # place in program order; see recording
+        self.order = order  # place in program order; see [Note: order] in recording
         self.born_in = born_in  # the pass that sent it, if it is a gradient message
-        self.failed = False  # so did its call; whether it was done there, and is part of anything, is not known
+        self.failed = False  # its call failed: it is not known whether the other worker ran it
 
     def bring(self, grads: Grads) -> Grads:
-        """Gradients where their tensors are: a map may have sent both ways to the CPU, see cuda.placement."""
+        """Move gradients to the devices of their tensors: device maps may have sent both to the CPU."""
         if self.devices is None:
             return grads
-        with torch.enable_grad():  # those of a pass that records itself stay recorded, whatever this thread does
+        with torch.enable_grad():  # under create_graph the move is recorded, in whatever grad mode this thread is
             return [
                 grad if grad is None or grad.device == device else grad.to(device)
                 for grad, device in zip(grads, self.devices, strict=True)
@@ -97,7 +99,7 @@ class SendRecord:
 
 
 class Recv:
-    """The receiving end of a message. Marks, with its index, each received tensor's node in the graph."""
+    """The receiving end of a message. Each received tensor's recv node is marked with it and the tensor's index."""
 
     __slots__ = ("context", "count", "message", "order", "replied", "sender")
 
@@ -109,32 +111,32 @@ class Recv:
         replied: bool = False,
         context: ContextId = NO_CONTEXT,
     ) -> None:
-        self.context = context  # in which it was received
-        self.replied = replied  # it came the way of replies
+        self.context = context  # the context in which it was received
+        self.replied = replied  # it traveled as a reply
         self.message = message
         self.sender = sender
         self.order = order
-        self.count = 0  # tensors
+        self.count = 0  # recorded tensors of the message
 
 
-_fence = BoundaryNode(
+_recv_node = BoundaryNode(
     "this graph reaches back to another worker: use backhaul.backward(context, [loss]) inside "
     "`with backhaul.context() as context:` instead of loss.backward() or torch.autograd.grad()"
 )
 
-_outside = BoundaryNode(
+_cut_node = BoundaryNode(
     "this graph reaches back to a tensor that was received outside any context, so no gradient can go back to its "
     "sender: make the call inside `with backhaul.context() as context:` and use backhaul.backward(context, [loss]) "
     "instead of loss.backward(); if no gradient is meant, make the call under torch.no_grad() or detach() the tensor"
 )
 
 recv_of: Callable[[Node], tuple[Recv, int] | None] = BoundaryNode.mark_of
-"""Which received tensor a node stands for; None for all other nodes."""
+"""The recv end and index that a recv node is marked with; None for all other nodes."""
 
 
 def apart(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Give each tensor memory of its own: the graph does not know which of them share it, so a change of one in place,
-    or of another that came with it, would spoil gradients without a word.
+    """Copy tensors that share memory with another tensor of the message. The graph does not know which tensors share
+    memory, so a change of one in place would silently make gradients of another wrong.
     """
     found = []
     seen = {memory for tensor in others for memory in _memories(tensor)}
@@ -158,20 +160,22 @@ def _memories(tensor: torch.Tensor) -> set[int]:
 
 
 def receive(recv: Recv, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Make received tensors part of the graph. Each gets a node of its own: those that happen to travel in one message
-    have nothing to do with each other.
+    """Make received tensors part of the graph. Each gets a recv node of its own: tensors of one message need not depend
+    on each other.
 
     Args:
         recv: Their message.
-        tensors: What is recorded of it.
-        others: What else came with it.
+        tensors: The recorded tensors of the message.
+        others: The other tensors of the message.
     """
     recv.count = len(tensors)
-    return [_fence.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart(tensors, others))]
+    return [
+        _recv_node.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart(tensors, others))
+    ]
 
 
 def receive_wrapper(recv: Recv, first: int, number: int, wrapper: torch.Tensor) -> torch.Tensor:
-    """As ``receive``, for a tensor that was built from others of its message; see ``wire.subclasses``.
+    """As ``receive``, for a tensor that was built from others of its message; see ``wire.tensors.subclasses``.
 
     Args:
         recv: Its message.
@@ -179,25 +183,19 @@ def receive_wrapper(recv: Recv, first: int, number: int, wrapper: torch.Tensor) 
         number: The number of the wrapper.
         wrapper: The tensor.
     """
-    return _fence.put(wrapper.detach().requires_grad_(), (recv, first + number))
-
-
-def receive_one(recv: Recv, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """As ``receive``, for a message of one tensor, which is recorded."""
-    recv.count = 1
-    return [_fence.put(tensor.requires_grad_(), (recv, 0))]
+    return _recv_node.put(wrapper.detach().requires_grad_(), (recv, first + number))
 
 
 def receive_outside(sender: int, tensors: list[torch.Tensor], context: ContextId = NO_CONTEXT) -> list[torch.Tensor]:
-    """Let received tensors that are part of no context, or of one that was released, refuse their gradients: nothing
-    carries them back.
+    """Cut tensors that were received outside any context, or in one that was released: no gradient can go back to their
+    sender. They raise an error in backward.
     """
     if not may_require_grad(tensors):
         return tensors
     recv = Recv(ROOTS, sender, (), context=context)
 
     def refuse(index: int, tensor: torch.Tensor) -> torch.Tensor:
-        return mark_refused(_outside.put(tensor, (recv, index)))
+        return mark_refused(_cut_node.put(tensor, (recv, index)))
 
     def attach(number: int, wrapper: torch.Tensor) -> torch.Tensor:
         return refuse(len(tensors) + number, wrapper.detach().requires_grad_())
@@ -206,10 +204,66 @@ def receive_outside(sender: int, tensors: list[torch.Tensor], context: ContextId
     return TensorList(made, tensors.wrapped, attach) if isinstance(tensors, TensorList) else made
 
 
+def record_send(
+    container: Container,
+    context: Context,
+    to: int,
+    tensors: Sequence[torch.Tensor],
+    *,
+    place: tuple[int, ...],
+    born_in: tuple[int, int] | None = None,
+    message: MessageId = ROOTS,
+    replied: bool = False,
+) -> AutogradNote | None:
+    """Keep the sending end of a message. Returns the note that goes with it; None if the context was released."""
+    positions: tuple[int, ...] = ()
+    if len(tensors) == 1:  # the common case
+        recorded = tensors
+        if tensors[0].requires_grad:
+            positions = _FIRST
+    elif tensors:
+        positions = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
+        recorded = [tensors[index] for index in positions]
+    if not positions:
+        return AutogradNote(context.id, ROOTS, positions, place) if context.know(to) else None
+    message = message or container.new_message()
+    record = SendRecord(message, to, recorded, place, born_in=born_in, replied=replied)
+    return AutogradNote(context.id, message, positions, place) if context.add_send(record) else None
+
+
+def record_recv(
+    context: Context, sender: int, note: AutogradNote, tensors: list[torch.Tensor], *, replied: bool = False
+) -> list[torch.Tensor]:
+    """Keep the receiving end of a message. Returns the tensors as part of the graph."""
+    message = note.message
+    if not message:
+        context.know(sender)
+        return tensors
+    recv = Recv(message, sender, note.order, replied, context.id)
+    context.add_recv(recv)
+    if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
+        recv.count = 1
+        return [_recv_node.put(tensors[0].requires_grad_(), (recv, 0))]
+    positions = [position for position in note.positions if position < len(tensors)]
+    others = [place for place in range(len(tensors)) if place not in positions]
+    recorded = list(tensors)
+    if isinstance(tensors, TensorList):  # wrappers are built from the others, and must not share memory either
+        recorded = TensorList(tensors, 0)
+        for place, tensor in zip(others, apart([tensors[place] for place in others], ()), strict=True):
+            recorded[place] = tensor
+    made = receive(recv, [tensors[place] for place in positions], [recorded[place] for place in others])
+    for position, tensor in zip(positions, made, strict=True):
+        recorded[position] = tensor
+    if isinstance(recorded, TensorList):
+        recorded.attach = functools.partial(receive_wrapper, recv, len(made))
+        recv.count = len(note.positions)
+    return recorded
+
+
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of two gradients, out of place: earlier ones are in graphs and in users' hands."""
+    """The sum of two gradients, out of place: graphs and users may hold the earlier ones."""
     if left is None or right is None:
         return right if left is None else left
     if left.layout is not torch.strided and right.layout is torch.strided:
-        return right + left  # torch adds sparse to dense, not the other way round
+        return right + left  # torch adds sparse to dense, not dense to sparse
     return left + right

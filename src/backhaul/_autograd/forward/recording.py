@@ -1,44 +1,31 @@
-"""Forward: makes messages part of the graph. Puts a note on each call made inside a context, keeps the send record at
-one end and the recv node at the other.
+"""Records calls in contexts: puts a note on each call made inside a context, and makes its messages part of the graph.
 
 [Note: order] Every recorded message has a place in program order: the place of the request whose handler sent it,
-and its number among that handler's messages. Ids depend on which thread came first; places do not, so sums made in
-their order are the same in every run.
+followed by its number among that handler's messages. Ids depend on which thread came first; places do not. So sums made
+in the order of places are the same in every run.
 """
 
 from __future__ import annotations
 
 import contextvars
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 
-from backhaul._autograd.container import Container, split
+from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.failure.replay import ReplayEntry
-from backhaul._autograd.forward.functions import (
-    NO_CONTEXT,
-    ROOTS,
-    ContextId,
-    MessageId,
-    Recv,
-    SendRecord,
-    apart,
-    receive,
-    receive_one,
-    receive_outside,
-    receive_wrapper,
-)
+from backhaul._autograd.forward.functions import receive_outside, record_recv, record_send
+from backhaul._autograd.ids import NO_CONTEXT, ROOTS, ContextId, MessageId, split
 from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine import anomaly
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._wire.codec import Encoded
 from backhaul._wire.messages import pack, unpack
-from backhaul._wire.tensors.subclasses import TensorList, detached
+from backhaul._wire.tensors.subclasses import detached
 from backhaul._worker import deadlines
 from backhaul._worker.worker import Worker
 from backhaul.errors import SerializationError
@@ -46,19 +33,17 @@ from backhaul.errors import SerializationError
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_scope", default=None)
 
 carried: Callable[[], Scope | None] | None = None
-"""Finds the current scope where context variables do not reach; see ``jit.threads``."""
-
-_FIRST = (0,)
+"""Finds the current scope on threads that context variables do not reach; see ``jit.thread_state``."""
 
 _NO_GRAD = object()
-"""Kept of a call made under ``no_grad``: its result needs no gradient, as that of any operation there."""
+"""Kept for a call made under ``no_grad``: its result requires no grad, like that of any operation there."""
 
 UNRECORDED = pack(AutogradNote(NO_CONTEXT))
-"""The note on a request made under ``no_grad`` with tensors that require grad: they need none there."""
+"""The note on a request made under ``no_grad`` with tensors that require grad: the receiver detaches them."""
 
 
 class Scope:
-    """That a context is current, on one worker, for one strand of execution."""
+    """Marks a context as current on one worker, for one thread or task."""
 
     __slots__ = ("__weakref__", "_numbers", "_place", "context", "worker")
 
@@ -69,7 +54,7 @@ class Scope:
         self._numbers = itertools.count()
 
     reply = ROOTS
-    """Under which id the reply is recorded; none: a new one."""
+    """The id under which the reply is recorded; ``ROOTS``: a new one."""
 
     def next_place(self) -> tuple[int, ...]:
         """The place of the next message; see [Note: order]."""
@@ -77,7 +62,7 @@ class Scope:
 
 
 class ReplayedScope(Scope):
-    """That of a request which another worker has answered before; see [Note: replay]."""
+    """The scope of a request that a lost worker has answered before; see [Note: replay]."""
 
     __slots__ = ("reply",)
 
@@ -87,12 +72,12 @@ class ReplayedScope(Scope):
 
 
 _NOWHERE = Scope.__new__(Scope)
-"""Current where none is to be, not even one that is carried."""
+"""Current where there is to be no scope, not even a carried one."""
 _NOWHERE.worker = None  # type: ignore[assignment]
 
 
 def current_scope(worker: Worker) -> Scope | None:
-    """The scope that is current here, if it is one of ``worker``'s."""
+    """The scope that is current here, if it belongs to ``worker``."""
     scope = _scope.get()
     if scope is None and carried is not None:
         scope = carried()
@@ -100,7 +85,7 @@ def current_scope(worker: Worker) -> Scope | None:
 
 
 def enter(scope: Scope | None) -> contextvars.Token[Scope | None]:
-    """Make a scope current in this context of execution; None: make it that there is none."""
+    """Make a scope current in this thread or task; None: make no scope current."""
     return _scope.set(_NOWHERE if scope is None else scope)
 
 
@@ -109,84 +94,29 @@ def leave(token: contextvars.Token[Scope | None]) -> None:
     _scope.reset(token)
 
 
-def record_send(
-    container: Container,
-    context: Context,
-    to: int,
-    tensors: Sequence[torch.Tensor],
-    *,
-    place: tuple[int, ...],
-    born_in: tuple[int, int] | None = None,
-    message: MessageId = ROOTS,
-    replied: bool = False,
-) -> AutogradNote | None:
-    """Keep the sending end of a message; return the note that goes with it, None if the context has been released."""
-    positions: tuple[int, ...] = ()
-    if len(tensors) == 1:  # most often
-        recorded = tensors
-        if tensors[0].requires_grad:
-            positions = _FIRST
-    elif tensors:
-        positions = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
-        recorded = [tensors[index] for index in positions]
-    if not positions:
-        return AutogradNote(context.id, ROOTS, positions, place) if context.know(to) else None
-    message = message or container.new_message()
-    record = SendRecord(message, to, recorded, place, born_in=born_in, replied=replied)
-    return AutogradNote(context.id, message, positions, place) if context.add_send(record) else None
-
-
-def record_recv(
-    context: Context, sender: int, note: AutogradNote, tensors: list[torch.Tensor], *, replied: bool = False
-) -> list[torch.Tensor]:
-    """Keep the receiving end of a message; return the tensors as parts of the graph."""
-    message = note.message
-    if not message:
-        context.know(sender)
-        return tensors
-    recv = Recv(message, sender, note.order, replied, context.id)
-    context.add_recv(recv)
-    if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
-        return receive_one(recv, tensors[0])
-    positions = [position for position in note.positions if position < len(tensors)]
-    others = [place for place in range(len(tensors)) if place not in positions]
-    recorded = list(tensors)
-    if isinstance(tensors, TensorList):  # wrappers are made of some of the others, and are not to share memory either
-        recorded = TensorList(tensors, 0)
-        for place, tensor in zip(others, apart([tensors[place] for place in others], ()), strict=True):
-            recorded[place] = tensor
-    made = receive(recv, [tensors[place] for place in positions], [recorded[place] for place in others])
-    for position, tensor in zip(positions, made, strict=True):
-        recorded[position] = tensor
-    if isinstance(recorded, TensorList):
-        recorded.attach = functools.partial(receive_wrapper, recv, len(made))
-        recv.count = len(note.positions)
-    return recorded
-
-
 def _lost_gradient(encoded: Encoded, context: Context) -> SerializationError:
     if encoded.lease is not None:
         encoded.lease.end()
     first = encoded.unrecorded[0]
     return SerializationError(
-        f"{first} requires grad inside context {context.id}, but the way its class is serialized loses its gradient; "
-        "make the call under torch.no_grad() or send a detached copy if no gradient is meant, otherwise send plain "
+        f"{first} requires grad inside context {context.id}, but the serialization of its class loses the gradient; "
+        "if no gradient is meant, make the call under torch.no_grad() or send a detached copy; otherwise send plain "
         "tensors, or give the class __tensor_flatten__ and __tensor_unflatten__",
         path=first.partition(" ")[0],
     )
 
 
 class ForwardRecorder:
-    """The interceptor that records calls."""
+    """The interceptor that records calls. Thread-safe."""
 
     key = "autograd"
     leaves = False
-    """Whether tensors received outside a context are leaves, as in the reference."""
+    """Whether tensors received outside a context are leaves, as in ``torch.distributed.rpc``; else they are cut."""
 
     def __init__(self, worker: Worker, container: Container) -> None:
         self._worker = worker
         self._container = container
-        # What to do with a context for replay, and with a worker that may not know of a context's end.
+        # Called for a context with replay, and for a worker that may have missed the release of a context.
         self.keep_requests: Callable[[Context, int], None] = lambda context, epoch: None
         self.tell_over: Callable[[int, int], None] = lambda worker, context: None
         self._encode = msgspec.msgpack.Encoder().encode  # as ``pack``, less a call
@@ -218,7 +148,7 @@ class ForwardRecorder:
             return detached(tensors), None
         read = unpack(note, AutogradNote)
         context = self._container.get_or_create(read.context)
-        if context is None:  # the caller has released it: nobody will ask for gradients
+        if context is None:  # the caller has released the context: nobody will ask for gradients
             return self._outside(peer, tensors, read.context), None
         if read.replay < 0:
             scope = Scope(self._worker, context, read.order)
@@ -249,24 +179,24 @@ class ForwardRecorder:
             kept = kept.context
         if kept is None:
             return self._outside(peer, tensors)
-        if read is None:  # the context is over there
+        if read is None:  # the other worker has released the context
             return self._outside(peer, tensors, kept.id)
         if kept.released:
             self.tell_over(peer.record.id, kept.id)
         return record_recv(kept, peer.record.id, read, tensors, replied=True)
 
     def _outside(self, peer: Peer, tensors: list[torch.Tensor], context: ContextId = NO_CONTEXT) -> list[torch.Tensor]:
-        """Tensors that have come outside a context, or of one that is over."""
+        """Receive tensors outside any context, or of a released one."""
         return tensors if self.leaves else receive_outside(peer.record.id, tensors, context)
 
     def discard(self, peer: Peer, note: bytes) -> None:
-        """An end whose other end is not used gets no gradients, but it keeps its graph: forget one of ours."""
+        """Forget a sent message that nobody will use: it gets no gradients, but its record keeps the graph."""
         read, context = self._find(peer, note)
         if context is not None and split(read.message)[0] == self._worker.info.id:
             if context.replay is None:
                 context.drop_send(read.message)
             else:
-                context.doubt_send(read.message)  # it may be sent yet, to another worker
+                context.doubt_send(read.message)  # replay may still send it to another worker
 
     def failed(self, peer: Peer, note: bytes) -> None:
         read, context = self._find(peer, note)

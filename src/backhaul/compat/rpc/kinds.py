@@ -16,7 +16,7 @@ _of_call: contextvars.ContextVar[str | None] = contextvars.ContextVar("backhaul_
 
 _of_label = {
     "to_here": ("SCRIPT_RREF_FETCH_CALL", "PYTHON_RREF_FETCH_CALL"),
-    "take_news": ("RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"),
+    "take_notices": ("RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"),
 }
 
 

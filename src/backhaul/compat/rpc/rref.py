@@ -186,8 +186,8 @@ class RRef(handle.RRef[T]):
         self._check_alive("Cannot call fork an UserRRef after deletion.")
         self._check_created()
         fork = ForkId(self._rrefs.new_id())
-        self._rrefs.tell(self._life, [("made", self._id, fork, self._rrefs.life)])
-        return *self._life, self._id, fork
+        self._rrefs.notices.tell(self._identity, [("forked", self._id, fork, self._rrefs.identity)])
+        return *self._identity, self._id, fork
 
     @staticmethod
     def _deserialize(data: tuple[int, str, int, int]) -> RRef[Any]:

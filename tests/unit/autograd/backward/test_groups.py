@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.autograd.graph import get_gradient_edge
 
 from backhaul._autograd.backward.groups import Grouping, RecvMasks, reaches
-from backhaul._autograd.forward.functions import MessageId, Recv, receive, recv_of
+from backhaul._autograd.forward.functions import Recv, receive, recv_of
+from backhaul._autograd.ids import MessageId
 from tests.unit.autograd.graphs import CONTEXT, Graph, nodes_behind
 
 SEEDS = st.integers(0, 1 << 32)

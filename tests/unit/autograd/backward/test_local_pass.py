@@ -18,7 +18,8 @@ from torch.autograd.graph import GradientEdge
 
 from backhaul._autograd.backward.local_pass import LocalPass, Orders, Outcome
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import ContextId, Grads, MessageId, Recv, SendRecord, recv_of
+from backhaul._autograd.forward.functions import Grads, Recv, SendRecord, recv_of
+from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._devices.cuda import process
 from backhaul._devices.tensor_walk import tensors_in

@@ -17,7 +17,8 @@ from backhaul import _autograd
 from backhaul._autograd.backward import groups
 from backhaul._autograd.backward.local_pass import LocalPass, Orders
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import ROOTS, ContextId, MessageId, Recv, SendRecord, receive
+from backhaul._autograd.forward.functions import Recv, SendRecord, receive
+from backhaul._autograd.ids import ROOTS, ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.torch_engine import run as native
 

@@ -12,8 +12,9 @@ import torch
 
 from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import NO_CONTEXT, ContextId, recv_of
+from backhaul._autograd.forward.functions import recv_of
 from backhaul._autograd.forward.recording import ForwardRecorder, Scope, current_scope, enter, leave
+from backhaul._autograd.ids import NO_CONTEXT, ContextId
 from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine import anomaly
 from backhaul._autograd.untrusted import UntrustedRecorder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from backhaul._autograd.forward.functions import MessageId, SendRecord
+from backhaul._autograd.forward.functions import SendRecord
+from backhaul._autograd.ids import MessageId
 
 
 def test_gradients_come_to_where_their_tensors_are() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul._autograd.forward.functions import ContextId
+from backhaul._autograd.ids import ContextId
 from backhaul._autograd.messages import PassSpec, PassTally, Report, in_parts
 from backhaul._autograd.plan.termination import Ledger, Plan, Summary, on_cycles
 

@@ -1,0 +1,31 @@
+"""What a worker keeps of a module on another worker: its place, and a reference to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from backhaul._rpc.futures import Future
+from backhaul._rref.handle import RRef
+from backhaul._runtime.compile_marks import graph_break
+
+
+class ModuleOnOwner(nn.Module):
+    """The local side of a module on another worker. It has no tensors and no submodules.
+
+    Attributes:
+        on: Name of the worker that has the module.
+        device: The module's device there.
+        module_rref: A reference to the module.
+    """
+
+    on: str
+    device: str
+    module_rref: RRef[nn.Module]
+
+    @graph_break
+    def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a function of ``owner`` with the module, on the worker that has it."""
+        return self.module_rref._call(function, args, kwargs, None)

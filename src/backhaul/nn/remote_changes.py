@@ -1,0 +1,89 @@
+"""Methods of ``torch.nn.Module`` that change the module: they run on its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from backhaul.nn import owner
+from backhaul.nn.module_on_owner import ModuleOnOwner
+
+
+class RemoteChanges(ModuleOnOwner):
+    """Changes the module on its owner. Once a method returns, the module there has changed."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the module. ``training`` tells the mode that this side has last set or seen."""
+        if not isinstance(mode, bool):
+            raise ValueError(f"mode must be a bool, not a {type(mode).__name__}")
+        self._change("train", mode)
+        self.training = mode
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Set ``requires_grad`` of all parameters of the module."""
+        return self._change("requires_grad_", requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad`` of the module's parameters. Gradients in contexts stay."""
+        self._change("zero_grad", set_to_none)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` with the module and each of its submodules, on the owner."""
+        return self._change("apply", fn)
+
+    def _change(self, method: str, *args: Any) -> Self:
+        self._start(owner.change, method, args, {}).wait()
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move the module to another device of its worker, or to another dtype, as ``torch.nn.Module.to`` does."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        return self._convert("to", *args, known=device, **kwargs)
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """Move the module to a GPU of its worker."""
+        known = torch.device("cuda", device) if isinstance(device, int) else device or torch.device("cuda")
+        return self._convert("cuda", device, known=known)
+
+    def cpu(self) -> Self:
+        """Move the module to the CPU of its worker."""
+        return self._convert("cpu", known=torch.device("cpu"))
+
+    def to_empty(self, *, device: int | str | torch.device | None, recurse: bool = True) -> Self:
+        """Give the module uninitialized memory on a device of its worker. A module on ``meta`` needs this."""
+        return self._convert("to_empty", known=None if device is None else torch.device(device), device=device)
+
+    def type(self, dst_type: torch.dtype | str) -> Self:
+        """Convert all parameters and buffers to a type."""
+        return self._convert("type", dst_type)
+
+    def float(self) -> Self:
+        """Convert floating point parameters and buffers to ``float``."""
+        return self._convert("float")
+
+    def double(self) -> Self:
+        """Convert floating point parameters and buffers to ``double``."""
+        return self._convert("double")
+
+    def half(self) -> Self:
+        """Convert floating point parameters and buffers to ``half``."""
+        return self._convert("half")
+
+    def bfloat16(self) -> Self:
+        """Convert floating point parameters and buffers to ``bfloat16``."""
+        return self._convert("bfloat16")
+
+    def _convert(self, method: str, *args: Any, known: torch.device | None = None, **kwargs: Any) -> Self:
+        device = known or torch.device(self.device)
+        self.device = str(self._start(owner.convert, device, method, args, kwargs).wait())
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Called by torch when it moves or converts a module that contains this one. The devices are those of this
+        worker, so the module on its owner stays as it is.
+        """
+        return self
