@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -267,7 +267,7 @@ def rpc_sync(
         ...     bh.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
         tensor([4., 4.])
     """
-    client = current_worker().part(Node).client
+    client = cast(Node, current_worker().parts[Node]).client
     result: T = (
         client.call(to, func, args, kwargs, timeout)
         if retry is None
@@ -299,7 +299,7 @@ def rpc_async(
         ...     bh.wait_all(futures)
         [tensor([1.]), tensor([2.]), tensor([3.])]
     """
-    client = current_worker().part(Node).client
+    client = cast(Node, current_worker().parts[Node]).client
     if retry is not None:
         return Attempts(client, retry, to, func, args, kwargs, timeout).start()
     return client.call_async(to, func, args, kwargs, timeout)

@@ -32,7 +32,7 @@ class DeviceMemory:
         device_context.tell = self._tell
         device_context.mourn = self._mourn
         worker.thread_pool.prepare = device_context.stream_order.enter
-        worker.on_frame(Kind.SEGMENTS, self._on_news)
+        worker.on_frame(Kind.SEGMENTS, self._on_news, check=None)
         worker.on_close(self._close)
         worker.counters["device_slot_bytes"] = lambda: device_context.slot_bytes
         worker.counters["cuda_usable"] = lambda: not device_context.stream_order.trouble

@@ -27,7 +27,7 @@ from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
 from backhaul._types import Options
 from backhaul._wire.value_count import most_buffers
-from backhaul._worker.worker import Worker, running_workers, serving
+from backhaul._worker.worker import Worker, in_handler, running_workers
 from backhaul.errors import BackhaulError, LeakError
 
 
@@ -63,8 +63,8 @@ class Node:
         worker.attach(self)
         worker.counters["num_pending_calls"] = lambda: len(self.client.pending)
         worker.counters["num_calls_served"] = lambda: self.server.served
-        worker.counters["num_calls_cancelled"] = lambda: self.client.cancels
-        worker.counters["num_retries"] = lambda: self.client.retries
+        worker.counters["num_calls_cancelled"] = lambda: self.client.cancellation.count
+        worker.counters["num_retries"] = lambda: self.client.paused.retries
         worker.counters["num_calls_dropped"] = lambda: self.server.dropped
         worker.counters["bytes_sent"] = self._bytes_sent
         worker.counters["num_suspected_peers"] = lambda: len(self.heartbeat.suspected)
@@ -117,7 +117,7 @@ class Node:
 
 def refuse_in_handlers(worker: str) -> None:
     """Raise ``BackhaulError`` where a handler runs: it is about to wait for its own end."""
-    if serving.get():
+    if in_handler.get():
         raise BackhaulError(
             "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
             "from the program's own thread",
@@ -162,7 +162,7 @@ def start_node(
     if not options.trusted:
         endpoint.share_nothing()
         endpoint.limit_buffers(most_buffers(node.quotas.tensors or 0))
-        guard_frames(node.worker, node.client, node.quotas)
+        guard_frames(node.worker, node.client)
     node.worker.start()
     return node
 

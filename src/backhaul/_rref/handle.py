@@ -11,7 +11,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backhaul._autograd.api import backward
-from backhaul._rpc.calls.server import answers_later, async_execution, run_here
+from backhaul._rpc.calls.async_results import answers_later, async_execution
+from backhaul._rpc.calls.served_call import run_here
 from backhaul._rpc.futures import Future, Kept
 from backhaul._rpc.node import Node
 from backhaul._rref.ownership import ForkId, Life, OwnerEntry, RRefId, maker_of
@@ -409,7 +410,7 @@ def _invoke(value: Future[Any], what: str | Call, args: Any, kwargs: Any) -> Fut
                 )
             return cast("Future[Any]", result)
         if inspect.iscoroutine(result):
-            return current_worker().part(Node).server.complete(result, (args, kwargs))
+            return current_worker().part(Node).server.async_results.complete(result, (args, kwargs))
         made.set_result(result)
     except BaseException as error:  # also one that means to end the program: it ends the call
         made.set_exception(error)

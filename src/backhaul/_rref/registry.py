@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
-import torch
 
-from backhaul._rpc.calls.server import never_dropped
+from backhaul._rpc.calls.served_call import never_dropped
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.futures import Future, Kept
 from backhaul._rpc.node import Node
@@ -92,7 +91,7 @@ class RRefRegistry:
         self._met: set[Life] = set()  # holders to which there is a channel, or is going to be
         self._dead = self.worker.runtime.queue()  # of Dead, or None at the end
         self._cleaner: threading.Thread | None = None
-        node.client.interceptors.append(self)
+        node.client.interceptors.add_carrier(self)
         node.peers.on_lost(self._on_lost)
         node.peers.on_change(self._on_change)
         node.audits.append(self)
@@ -232,10 +231,10 @@ class RRefRegistry:
                     task()
             finally:
                 if awaited:
-                    self.client.end()
+                    self.client.idleness.end()
 
         if awaited:
-            self.client.begin()
+            self.client.idleness.begin()
         thread_pool.call_at(when, functools.partial(thread_pool.submit, run))
 
     # Forks that may have got lost: the owner asks.
@@ -546,7 +545,7 @@ class RRefRegistry:
 
     # On messages: the forks that travel in them.
 
-    def _note(self, peer: Peer, encoded: Encoded) -> bytes:
+    def note_parcels(self, peer: Peer, encoded: Encoded) -> bytes:
         receiver, by_owner = identity_of(peer), dict[Life, list[Update]]()
         for owner, incarnation, number, fork in encoded.parcels:
             by_owner.setdefault((owner, incarnation), []).append(("made", number, fork, receiver))
@@ -556,18 +555,6 @@ class RRefRegistry:
         for life, news in by_owner.items():
             self.tell(life, news)
         return pack(Passed(tuple(encoded.parcels)))
-
-    def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
-        return self._note(peer, encoded) if encoded.parcels else None, None
-
-    def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        return tensors, None
-
-    def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
-        return self._note(peer, encoded) if encoded.parcels else None
-
-    def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return tensors
 
     def failed(self, peer: Peer, note: bytes) -> None:
         """Nothing to do: if the message came, its forks tell when they die; if its channel is lost, they are asked for;

@@ -12,8 +12,9 @@ from typing import Any, TypeVar, cast
 import torch
 
 from backhaul._rpc.arguments import LateArguments, keywords, positional
+from backhaul._rpc.calls.async_results import answers_later, async_execution
 from backhaul._rpc.calls.retry import Retry, start
-from backhaul._rpc.calls.server import answers_later, async_execution, never_dropped, run_here
+from backhaul._rpc.calls.served_call import never_dropped, run_here
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.futures import Future, copy_without_frames
 from backhaul._rpc.interceptors import extensions
@@ -265,7 +266,7 @@ def create(  # noqa: PLR0917 (only so do they travel without pickle)
                 )
             made = cast("torch.futures.Future[Any]", result)
         elif inspect.iscoroutine(result):
-            made = current_worker().part(Node).server.complete(result, (args, kwargs))
+            made = current_worker().part(Node).server.async_results.complete(result, (args, kwargs))
         else:
             made = Future()
             made.set_result(result)

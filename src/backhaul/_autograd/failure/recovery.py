@@ -68,7 +68,7 @@ class Recovery:
         """This worker has made a context for replay."""
         peers = self._agent.peers
         context.replay = ReplayLog(peers.epoch, replay, [peer.info.name for peer in peers])
-        self._agent.guard = self
+        self._agent.keep_requests(self)
 
     def keep_requests(self, context: Context, epoch: int) -> None:
         """From now on keep what this worker sends in a context, which was entered in that epoch."""
@@ -76,7 +76,7 @@ class Recovery:
             with context.lock:
                 if context.replay is None and not context.released:
                     context.replay = ReplayLog(epoch)
-            self._agent.guard = self
+            self._agent.keep_requests(self)
 
     def keep(self, pending: Pending, frame: Frame) -> None:
         """See ``Guard``."""
@@ -170,7 +170,7 @@ class Recovery:
             left = pending.deadline - now()
         return Block(pending.label, left, now, deadlines.current.get())
 
-    def rescue_later(self, pending: Pending, error: PeerLostError, future: Future[Any]) -> bool:
+    def recover_later(self, pending: Pending, error: PeerLostError, future: Future[Any]) -> bool:
         """See ``Guard``."""
         if _entry(pending) is None or self._worker.closed:
             return False
@@ -181,9 +181,9 @@ class Recovery:
         def cancel(why: str = "") -> Any:
             if not self._claim(future):
                 return False
-            self._agent.count_cancel()
+            self._agent.cancellation.add_to_count(1)
             own.cancelled = True  # in this order: nothing new may begin
-            self._agent.cancel_within(frozenset([own]))
+            self._agent.cancellation.cancel_within(frozenset([own]))
             own.cancel()
             future.set_exception(_waited(pending.cancelled(why), error))
             return True
@@ -199,14 +199,14 @@ class Recovery:
                 if self._claim(future):
                     future.set_result(value)
             finally:
-                self._agent.recoveries.pop(pending.number, None)
+                self._agent.cancellation.recoveries.pop(pending.number, None)
                 if outer is not None:
                     outer.forget(waker)
-                self._agent.end()
+                self._agent.idleness.end()
 
-        self._agent.begin()
+        self._agent.idleness.begin()
         self._agent.paused.add(future)
-        self._agent.recoveries[pending.number] = cancel
+        self._agent.cancellation.recoveries[pending.number] = cancel
         if outer is not None:
             waker = outer.wake_with(functools.partial(cancel, f", as was {outer.root.label}, for which it was"))
         self._worker.thread_pool.submit(functools.partial(self._worker.run, run))
@@ -214,11 +214,7 @@ class Recovery:
 
     def _claim(self, future: Future[Any]) -> bool:
         """Whether it is for the caller to complete a future that waits; False if another has, or a shutdown."""
-        try:
-            self._agent.paused.remove(future)
-        except KeyError:
-            return False
-        return True
+        return self._agent.paused.remove(future)
 
     def _apart(self, work: Callable[[], T]) -> T:
         """Do something on a thread of its own, and wait within the limit that holds here; see [Note: time]."""
@@ -235,9 +231,9 @@ class Recovery:
                 if self._claim(done):
                     done.set_result(value)
             finally:
-                self._agent.end()
+                self._agent.idleness.end()
 
-        self._agent.begin()
+        self._agent.idleness.begin()
         self._agent.paused.add(done)
         self._worker.thread_pool.submit(functools.partial(self._worker.run, run))
         return done.wait()

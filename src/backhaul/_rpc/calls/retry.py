@@ -136,7 +136,7 @@ class Attempts:
         total = client.timeout if timeout is None else timeout
         if total < 0:
             raise ValueError(f"timeout must not be negative, got {total}; 0 means none")
-        self._agent = client
+        self._client = client
         self._retry = retry
         self._to = getattr(to, "name", to)
         self._label = options.get("label") or (label_of(function) if callable(function) else "the call")
@@ -154,11 +154,11 @@ class Attempts:
             while True:
                 try:
                     if pause:
-                        with self._agent.worker.blocking():
-                            one_shot = self._agent.worker.runtime.one_shot()
+                        with self._client.worker.blocking():
+                            one_shot = self._client.worker.runtime.one_shot()
                             deadlines.wait(one_shot, pause, f"{self._label} was to be tried again")
                     self._number += 1
-                    return self._agent.call(*self._call, **self._options)
+                    return self._client.call(*self._call, **self._options)
                 except BackhaulError as error:
                     again = self._next(error)
                     if again is None:
@@ -181,7 +181,7 @@ class Attempts:
     def _attempt(self) -> Future[Any]:
         self._number += 1
         with torch.set_grad_enabled(self._records):
-            self._under_way = future = self._agent.call_async(*self._call, **self._options)
+            self._under_way = future = self._client.call_async(*self._call, **self._options)
         return future
 
     def _watch(self, made: Future[Any], future: Future[Any]) -> None:
@@ -203,22 +203,14 @@ class Attempts:
         if pause is None:
             made.set_exception(error)
             return
-        worker = self._agent.worker
-        self._agent.begin()  # a shutdown waits for it
-        self._agent.paused.add(made)
+        worker = self._client.worker
+        self._client.idleness.begin()  # a shutdown waits for it
+        self._client.paused.add(made)
         again = functools.partial(self._context.copy().run, self._again, made)
         worker.thread_pool.call_at(worker.runtime.now() + pause, functools.partial(worker.thread_pool.submit, again))
 
-    def _resume(self, made: Future[Any]) -> bool:
-        """The pause is over; False if that was known already."""
-        try:
-            self._agent.paused.remove(made)
-        except KeyError:
-            return False
-        return True
-
     def _again(self, made: Future[Any]) -> None:
-        if not self._resume(made):
+        if not self._client.paused.remove(made):
             return
         try:
             if not made.done():
@@ -226,7 +218,7 @@ class Attempts:
         except BaseException as error:
             self._fail(made, error)
         finally:
-            self._agent.end()
+            self._client.idleness.end()
 
     def _cancel(self, made: Future[Any]) -> bool:
         under_way = self._under_way
@@ -239,8 +231,8 @@ class Attempts:
             made.set_exception(CallCancelledError(text, function=self._label))
         except RuntimeError:  # it was done just now
             return False
-        if self._resume(made):
-            self._agent.end()
+        if self._client.paused.remove(made):
+            self._client.idleness.end()
         return True
 
     def _next(self, error: BaseException) -> float | None:
@@ -249,7 +241,7 @@ class Attempts:
         left = 0.0 if limit.root.cancelled else limit.until - limit.now()
         pause = self._retry.next(number, error, left, random.random())
         if pause is not None:
-            self._agent.count_retry()
+            self._client.paused.count_retry()
             log.warning(
                 "%s on worker '%s' failed (attempt %d of %d), trying again in %.2g s: %s",
                 *(self._label, self._to, number, self._retry.attempts, pause, error),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.server import ServedCall, never_dropped
+from backhaul._rpc.calls.served_call import ServedCall, never_dropped
 from backhaul._rpc.cluster.departure import secret_of
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._rpc.cluster.peers import Peer, Peers
@@ -28,6 +28,7 @@ from backhaul._types import WorkerInfo
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
 from backhaul._worker import deadlines
+from backhaul._worker.frame_receiver import before_hello
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, ProtocolError, UnknownWorkerError
@@ -86,7 +87,7 @@ class Membership:
         self._asking: set[str] = set()  # incarnations
         self._peers.inquire = self._inquire
         worker.attach(self)
-        worker.on_frame(Kind.JOIN, self._on_join)
+        worker.on_frame(Kind.JOIN, self._on_join, check=before_hello)
         self._peers.on_change(self._on_change)
 
     # Events.
@@ -386,7 +387,7 @@ class Membership:
 
     def _rest(self, deadline: float) -> None:
         idle = self._worker.runtime.one_shot()
-        self._agent.when_idle(idle.open)
+        self._agent.idleness.when_idle(idle.open)
         with self._worker.blocking():
             idle.wait(max(deadline - self._worker.runtime.now(), 0.0))
 

@@ -13,7 +13,7 @@ import logging
 import threading
 
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.server import ServedCall
+from backhaul._rpc.calls.served_call import ServedCall
 from backhaul._rpc.cluster.membership import Membership
 from backhaul._rpc.cluster.membership_table import Standing, WorkerRecord
 from backhaul._rpc.cluster.peers import Peer

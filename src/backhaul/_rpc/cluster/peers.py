@@ -24,6 +24,8 @@ from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._types import Tls, WorkerInfo
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Departure, Hello, Kind, Refuse, pack, unpack
+from backhaul._worker.frame_receiver import before_hello
+from backhaul._worker.listeners import Listeners
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
 from backhaul.errors import AuthenticationError, PeerLostError, UnknownWorkerError
@@ -94,10 +96,7 @@ class Peer:
         self.failures = 0  # attempts that failed; changed while that is held
 
 
-LossListener = Callable[[Peer, Channel, str], None]
 Inquiry = Callable[[WorkerRecord], Task | None]
-ChangeListener = Callable[[str, Peer, str], None]
-"""Hears what has happened to a worker: ``joined``, ``left``, ``lost`` or ``replaced``, and why."""
 
 
 class Peers:
@@ -119,9 +118,11 @@ class Peers:
         self._roster = MembershipTable(own)
         self._changing = worker.runtime.lock()  # held while members come and go, and guards the roster
         self._lock = threading.Lock()  # guards the tables
-        self._listeners: list[LossListener] = []
-        self._changes: list[ChangeListener] = []
-        self._watchers: list[Callable[[Channel], None]] = []
+        self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
+        # What has happened to a worker: ``joined``, ``left``, ``lost`` or ``replaced``; the worker; and why. Listeners
+        # are called before the change has any other effect. They must not block.
+        self.on_change: Listeners[[str, Peer, str], None] = Listeners()
+        self.on_channel: Listeners[[Channel], None] = Listeners()  # a new channel to a worker; must not block
         self.plain: set[int] = set()
         self.linked: dict[int, Peer] = {}
         self._by_id: dict[int, Peer] = {}
@@ -141,9 +142,9 @@ class Peers:
         if self.own.link is not None:
             self.linked[own.id] = self.own
         self._belongs(worker.loopback, self.own)
-        worker.on_frame(Kind.HELLO, self._on_hello)
-        worker.on_frame(Kind.REFUSE, self._on_refuse)
-        worker.on_lost(self._on_lost)
+        worker.on_frame(Kind.HELLO, self._on_hello, check=before_hello)
+        worker.on_frame(Kind.REFUSE, self._on_refuse, check=before_hello)
+        worker.receiver.on_lost(self._on_lost)
 
     def admit(self, record: WorkerRecord) -> str:
         """Add a worker; returns why not, if it cannot be. One whose place it takes is gone."""
@@ -164,7 +165,7 @@ class Peers:
             old.gone = (self._roster.fate_in(old.record.incarnation) or ("", "was restarted"))[1]
         # In this order: nothing that belongs to the new one has begun when what waited for the old one ends.
         for old in replaced:
-            self._tell_change("replaced", old, f"worker '{old.info.name}' {old.gone}")
+            self.on_change.notify("replaced", old, f"worker '{old.info.name}' {old.gone}")
             self.close_channels(old)
         peer = Peer(record, self._own, self._worker.runtime.lock())
         self._link(peer)
@@ -177,7 +178,7 @@ class Peers:
                 self.plain.add(record.id)
             if peer.link is not None:
                 self.linked[record.id] = peer
-        self._tell_change("joined", peer, "")
+        self.on_change.notify("joined", peer, "")
         return ""
 
     def _admit_by_hello(self, channel: Channel, record: WorkerRecord) -> str:
@@ -264,7 +265,7 @@ class Peers:
             with self._lock:
                 peer.gone = "has left the cluster"
                 self._strike(peer)
-            self._tell_change("left", peer, f"worker '{peer.info.name}' has left the cluster")
+            self.on_change.notify("left", peer, f"worker '{peer.info.name}' has left the cluster")
 
     def take_proof(self, incarnation: str, proof: str) -> None:
         """Somebody says that a worker has left. It does not matter who: only that worker can have made the proof."""
@@ -313,13 +314,13 @@ class Peers:
         with self._changing:
             if not peer.lost and not peer.gone and peer is not self.own:
                 peer.lost = reason
-                self._tell_change("lost", peer, reason)
+                self.on_change.notify("lost", peer, reason)
 
     def _regain(self, peer: Peer) -> None:
         with self._changing:
             if peer.lost and not peer.gone and peer.channels:
                 peer.lost = ""
-                self._tell_change("joined", peer, "it is there again")
+                self.on_change.notify("joined", peer, "it is there again")
                 self.regained(peer)
 
     def rivals(self, name: str, number: int) -> list[Peer]:
@@ -366,14 +367,6 @@ class Peers:
     def records(self) -> tuple[WorkerRecord, ...]:
         """Of all members."""
         return tuple(peer.record for peer in self)
-
-    def on_change(self, listener: ChangeListener) -> None:
-        """Call ``listener`` when members come and go, before that has any other effect. It must not block."""
-        self._changes.append(listener)
-
-    def _tell_change(self, what: str, peer: Peer, reason: str) -> None:
-        for listener in self._changes:
-            listener(what, peer, reason)
 
     def __iter__(self) -> Iterator[Peer]:
         with self._lock:
@@ -476,7 +469,7 @@ class Peers:
         # Else its loss, a refusal say, has been told already, and will not be again: the next use opens another.
         if kept:
             self._regain(peer)
-            self._tell_watchers(channel)
+            self.on_channel.notify(channel)
         return channel
 
     def _hello_to(self, record: WorkerRecord, *, answer: bool = False) -> Frame:
@@ -553,7 +546,7 @@ class Peers:
             peer.channel = channel
         peer.incoming = channel
         self._regain(peer)
-        self._tell_watchers(channel)
+        self.on_channel.notify(channel)
         if hello.answer:
             with contextlib.suppress(ChannelClosedError):
                 channel.send(self._hello_to(record), timeout=0)
@@ -591,18 +584,6 @@ class Peers:
         with self._lock:
             return [(channel, peer) for channel, peer in self._by_channel.items() if peer is not self.own]
 
-    def on_channel(self, watcher: Callable[[Channel], None]) -> None:
-        """Call ``watcher`` with each new channel to a worker. It must not block."""
-        self._watchers.append(watcher)
-
-    def _tell_watchers(self, channel: Channel) -> None:
-        for watcher in self._watchers:
-            watcher(channel)
-
-    def on_lost(self, listener: LossListener) -> None:
-        """Call ``listener`` when a channel to a known worker is gone, in the order of registration."""
-        self._listeners.append(listener)
-
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
@@ -623,8 +604,7 @@ class Peers:
             self.lose(peer, reason)
         if peer.gone:
             reason = f"worker '{peer.info.name}' {peer.gone}"
-        for listener in self._listeners:
-            listener(peer, channel, reason)
+        self.on_lost.notify(peer, channel, reason)
         if peer.link is not None:
             peer.link.lost(channel)
 
