@@ -16,7 +16,8 @@ from backhaul._rpc.calls.async_results import answers_later, async_execution
 from backhaul._rpc.calls.retry import Retry, start
 from backhaul._rpc.calls.served_call import never_dropped, run_here
 from backhaul._rpc.cluster.peers import Peer
-from backhaul._rpc.futures import Future, copy_without_frames
+from backhaul._rpc.exception_copies import copy_without_frames
+from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.node import Node
 from backhaul._rref.handle import RRef, forward, keeps_history, make_handle, without_history

@@ -191,7 +191,7 @@ class Engine:
             with self.worker.blocking(), _NOT_WOKEN if limit is None else limit.waking(drive.one_shot.open):
                 over = self._attend(drive, run.deadline)
             if limit is not None and limit.root.cancelled:
-                raise limit.unwanted(f"backward of context {drive.spec.context} was not done")
+                raise limit.cancelled_error(f"backward of context {drive.spec.context} was not done")
             if not over:
                 raise self._too_late(drive, timeout, cut_by)
         if self.worker.device_context is not None:

@@ -174,7 +174,7 @@ class Recovery:
         """See ``Guard``."""
         if _entry(pending) is None or self._worker.closed:
             return False
-        outer, now = pending.limit, self._worker.runtime.now
+        outer, now = pending.scope, self._worker.runtime.now
         left = FOREVER if outer is None else outer.until - now()
         own = Block(pending.label if outer is None else outer.label, left, now, None)  # can be cancelled by itself
 
@@ -500,7 +500,7 @@ class Recovery:
         """What a pass fails with whose time was over, or that was cancelled, while it was not running."""
         label = _label(context)
         if limit.root.cancelled:
-            return _waited(limit.unwanted(f"{label} was not done"), error)
+            return _waited(limit.cancelled_error(f"{label} was not done"), error)
         cut_by = None if limit.label == label else limit.label
         when = f"within {timeout:g} s" if cut_by is None else f"when the deadline of {cut_by} was over"
         name = self._worker.name

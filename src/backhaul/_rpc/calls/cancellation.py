@@ -43,7 +43,7 @@ class Cancellation:
         """Cancel all calls that were made within these scopes."""
         over = []
         for pending in self._pending:
-            scope = pending.limit
+            scope = pending.scope
             if scope is None or scope.root not in scopes:
                 continue
             error = pending.cancelled(f" because its parent call {scope.root.label} was cancelled")

@@ -116,9 +116,9 @@ class CallClient:
             self.timeout if timeout is None else timeout,
             label or (label_of(function) if known is None else known.label),
         )
-        limit = deadlines.current.get()
-        if limit is not None:
-            pending.limit = limit
+        scope = deadlines.current.get()
+        if scope is not None:
+            pending.scope = scope
         try:
             if self.worker.observer is None:
                 self._start(pending, function, known, args, kwargs)
@@ -150,9 +150,9 @@ class CallClient:
             self.timeout if timeout is None else timeout,
             label or (label_of(function) if known is None else known.label),
         )
-        limit = deadlines.current.get()
-        if limit is not None and mode != "internal":
-            pending.limit = limit
+        scope = deadlines.current.get()
+        if scope is not None and mode != "internal":
+            pending.scope = scope
         try:
             if self.worker.observer is None:
                 self._start(pending, function, known, args, kwargs)
@@ -174,10 +174,10 @@ class CallClient:
     def repeat(self, pending: SyncCall, frame: Frame) -> Any:
         """Send a request that was kept, as a call of its own, and wait for its value."""
         self.sent = pending.number = next(self._numbers)
-        pending.limit = deadlines.current.get()
+        pending.scope = deadlines.current.get()
         body = frame.body
-        if pending.limit is not None:
-            self._shorten(pending, pending.limit)
+        if pending.scope is not None:
+            self._shorten(pending, pending.scope)
             body = pack(msgspec.structs.replace(unpack(body, Request), left=pending.timeout))
         try:
             self._launch(pending, Frame(frame.kind, pending.number, body, frame.buffers, frame.keep))
@@ -212,30 +212,29 @@ class CallClient:
             raise ValueError(f"timeout must not be negative, got {pending.timeout}; 0 means none")
         if not callable(function) and not isinstance(function, str):
             raise TypeError(f"only a callable can be called, not a {type(function).__name__}")
-        if pending.limit is not None:
-            self._shorten(pending, pending.limit)
+        if pending.scope is not None:
+            self._shorten(pending, pending.scope)
         self.sent = pending.number = next(self._numbers)
         frame = self._requests.encode(pending, function, known, args, kwargs)
         if self._replay_hook is not None:
             self._replay_hook.keep(pending, frame)
         self._launch(pending, frame)
 
-    def _shorten(self, pending: Pending, limit: CancelScope) -> None:
+    def _shorten(self, pending: Pending, scope: CancelScope) -> None:
         """Clamp the timeout of a call to the deadline of the handler or block that makes it."""
-        if limit.root.cancelled:
-            raise pending.cancelled(f" before it was sent, because its parent call {limit.root.label} was cancelled")
-        left = limit.until - self.worker.runtime.now()
+        if scope.root.cancelled:
+            raise pending.cancelled(f" before it was sent, because its parent call {scope.root.label} was cancelled")
+        left = scope.until - self.worker.runtime.now()
         if not pending.timeout or left < pending.timeout:
             if left == FOREVER:
                 return
-            pending.cut, pending.timeout, pending.deadline = True, max(left, 0.0), limit.until
+            pending.cut, pending.timeout, pending.deadline = True, max(left, 0.0), scope.until
             if left <= 0:
                 raise pending.timed_out()
 
     def _launch(self, pending: Pending, frame: Frame) -> None:
         number, peer, left = pending.number, pending.peer, pending.timeout
-        limit = left or None
-        if limit is not None and not pending.cut:
+        if left and not pending.cut:
             # The time begins now: encoding the arguments is not the other worker's work.
             pending.deadline = self.worker.runtime.now() + left
         try:
@@ -246,9 +245,9 @@ class CallClient:
             if pending.lease is not None:
                 hand_over(pending.lease, channel)
             if self.outlet is not None:
-                self.outlet(pending, functools.partial(self._send_late, pending, channel, frame, limit))
+                self.outlet(pending, functools.partial(self._send_late, pending, channel, frame, left or None))
             else:
-                self._send(pending, channel, frame, limit)
+                self._send(pending, channel, frame, left or None)
         except ChannelClosedError as error:
             if self.pending.remove(number, None) is None:
                 return  # the thread that noticed the loss first has settled the call
@@ -308,7 +307,7 @@ class CallClient:
                 return pending.outcome
             while pending.outcome is None:
                 left = None if deadline == FOREVER else deadline - self.worker.runtime.now()
-                if pending.limit is not None and (left is None or left > _UNDISTURBED_SECONDS):
+                if pending.scope is not None and (left is None or left > _UNDISTURBED_SECONDS):
                     left = _UNDISTURBED_SECONDS
                 event = channel.receive(left)
                 if event is None:
@@ -336,7 +335,7 @@ class CallClient:
         deadline, runtime, receiver = pending.deadline, self.worker.runtime, self.worker.receiver
         pending.one_shot = one_shot = runtime.one_shot()
         left = None if deadline == FOREVER else deadline - runtime.now()
-        if pending.outcome is None and pending.limit is not None and (left is None or left > 0):
+        if pending.outcome is None and pending.scope is not None and (left is None or left > 0):
             # The call takes long and may be cancelled: read on in a way that another thread can wake.
             channel = pending.channel
             assert channel is not None

@@ -48,8 +48,8 @@ class Pending:
     kept: Sequence[tuple[Interceptor, Any]] = ()  # values that interceptors keep for the reply
     notes: Mapping[str, bytes] = {}
     trace: CallTrace | None = None
-    limit: CancelScope | None = None  # of the handler or block that made the call
-    cut = False  # whether the deadline is that of ``limit``, not the call's own
+    scope: CancelScope | None = None  # of the handler or block that made the call
+    cut = False  # whether the deadline is that of ``scope``, not the call's own
     lease: Lease | None = None  # slots of device memory that belong to the request
 
     def __init__(self, peer: Peer, timeout: float, label: str) -> None:
@@ -61,7 +61,7 @@ class Pending:
         """The error of a call whose deadline has passed."""
         name, suspicion = self.peer.info.name, self.peer.suspicion
         doubt = f"; that worker is suspected to be lost: {suspicion}" if suspicion else ""
-        cut_by = self.limit.label if self.cut and self.limit is not None else None
+        cut_by = self.scope.label if self.cut and self.scope is not None else None
         of_another = "" if cut_by is None else f", the time that was left until the deadline of {cut_by}"
         return CallTimeoutError(
             f"{self.label} on worker '{name}' gave no reply within {self.timeout:.4g} s{of_another}{doubt}",
