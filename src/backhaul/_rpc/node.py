@@ -1,4 +1,4 @@
-"""A worker with all of RPC attached: what ``init`` and ``cluster`` make, and how it ends."""
+"""A worker with all parts of RPC attached. ``init`` and ``cluster`` make nodes; this module also ends them in order."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from backhaul.errors import BackhaulError, LeakError
 
 
 class Audit(Protocol):
-    """What a layer above has to say about leaks when its worker is shut down."""
+    """Looks for leaks of a layer above when its worker is shut down."""
 
     def begin(self) -> None:
-        """The worker's program is over: let go of what it holds."""
+        """The worker's program is over: release what it holds."""
 
     def end(self) -> list[str]:
-        """All workers have done so: what is left, for people."""
+        """All workers have called ``begin``. Returns what is left, for people."""
 
 
 class Node:
@@ -76,12 +76,12 @@ class Node:
         return self.peers.bytes_sent - self.heartbeat.bytes_sent + of_devices
 
     def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
-        """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made. ``alone``: the others go on."""
+        """End this worker; see ``backhaul.shutdown``. ``strict``: make audits. ``alone``: other workers go on."""
         if graceful or alone:
             refuse_in_handlers(self.worker.name)
         deadline = self.worker.runtime.now() + timeout
         if not interrupts.acquire(self._ending, timeout):
-            return  # another thread is at it, and has its own deadline
+            return  # another thread shuts down, and has its own deadline
         try:
             if self.worker.closed:
                 return
@@ -116,7 +116,7 @@ class Node:
 
 
 def refuse_in_handlers(worker: str) -> None:
-    """Raise ``BackhaulError`` where a handler runs: it is about to wait for its own end."""
+    """Raise ``BackhaulError`` if a handler runs here: it would wait for its own end."""
     if in_handler.get():
         raise BackhaulError(
             "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
@@ -126,7 +126,7 @@ def refuse_in_handlers(worker: str) -> None:
 
 
 def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, host: str) -> WorkerRecord:
-    """What a new worker on ``endpoint`` tells the others about itself."""
+    """The record with which a new worker on ``endpoint`` introduces itself to other workers."""
     incarnation = secrets.token_hex(8)
     return WorkerRecord(
         id=number,
@@ -170,7 +170,7 @@ def start_node(
 def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) -> None:
     """Shut several workers of this process down; raise the first error after all have ended."""
     errors: list[BaseException] = []
-    nodes = [node for node in nodes if not node.worker.closed]  # at the exit of the interpreter all are
+    nodes = [node for node in nodes if not node.worker.closed]  # when the interpreter exits, all are closed
 
     def end(node: Node) -> None:
         try:
@@ -184,6 +184,6 @@ def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) 
     for node, thread in zip(nodes, threads, strict=True):
         node.worker.runtime.join(thread)
     if not running_workers():
-        interrupts.defer_no_more()  # those were other threads
+        interrupts.defer_no_more()  # the threads above cannot do this for the calling thread
     if errors:
         raise errors[0]

@@ -23,7 +23,7 @@ class Idleness:
         self.callbacks: list[Callable[[], None]] = []
 
     def watch(self, table: Collection[object]) -> None:
-        """Count the worker as busy while ``table`` is not empty. Whoever removes something calls ``check``."""
+        """Count the worker as busy while ``table`` is not empty. The part that removes an entry calls ``check``."""
         self._tables.append(table)
 
     def begin(self) -> None:

@@ -316,7 +316,7 @@ class CallServer:
             self._send(call, frame, notes)
 
     def _add_notes(self, call: ServedCall, encoded: Encoded, notes: dict[str, bytes]) -> None:
-        """Let those who put notes on calls put theirs on a reply."""
+        """Collect the notes of interceptors and carriers on a reply."""
         interceptors = self._client.interceptors
         for interceptor in interceptors.of_calls if call.kept else ():
             note = interceptor.reply_out(call.peer, call.kept.get(interceptor.key), encoded)
