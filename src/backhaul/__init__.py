@@ -25,8 +25,8 @@ from backhaul._rpc.api import (
     rpc_sync,
     shutdown,
 )
+from backhaul._rpc.calls.async_results import async_execution
 from backhaul._rpc.calls.retry import Retry
-from backhaul._rpc.calls.server import async_execution
 from backhaul._rpc.cluster.membership_events import MembershipEvent
 from backhaul._rpc.futures import Future, collect_all, wait_all
 from backhaul._rpc.security.policy import expose

@@ -50,8 +50,8 @@ def assert_cancelled(future: bh.Future[Any]) -> None:
 def assert_idle(workers: list[bh.Worker]) -> None:
     """Nothing is pending or under way anywhere."""
     for worker in workers:
-        agent = worker.part(Node).client
-        until(lambda agent=agent: not agent.pending and not agent.under_way)
+        idleness = worker.part(Node).client.idleness
+        until(lambda idleness=idleness: idleness.idle)
 
 
 # Stages.
@@ -80,13 +80,13 @@ def test_while_it_waits_for_a_thread(workers: list[bh.Worker], gate_name: str) -
     try:
         # All of bob's requests wait from here on, as if all his threads were busy.
         keep = bob.server._on_request
-        workers[1].on_frame(Kind.REQUEST, lambda channel, frame: tasks.append(keep(channel, frame)))
+        workers[1].on_frame(Kind.REQUEST, lambda channel, frame: tasks.append(keep(channel, frame)), check=None)
         future = bh.rpc_async("bob", wait_at, args=(gate_name,))
         until(lambda: tasks)
         assert future.cancel()
-        until(lambda: any(getattr(answer, "cancelled", False) for answer in bob.client.under_way.values()))
+        until(lambda: any(call.cancelled for call in bob.server.under_way))
     finally:
-        workers[1].on_frame(Kind.REQUEST, keep)
+        workers[1].on_frame(Kind.REQUEST, keep, check=None)
         for task in tasks:
             submit(task)
     assert_cancelled(future)
@@ -283,7 +283,7 @@ def test_what_waits_for_a_thread_when_its_channel_is_lost_is_dropped(workers: li
     for n in range(limit):
         reached(f"{gate_name} {n}")
     queued = [bh.rpc_async("bob", _note, args=(gate_name,)) for _ in range(50)]
-    until(lambda: len(bob.client.under_way) + seen.get(gate_name, 0) == limit + 50)  # one that waits long runs anyway
+    until(lambda: len(bob.server.under_way) + seen.get(gate_name, 0) == limit + 50)  # one that waits long runs anyway
     lose_channel(workers)
     for future in running:
         with pytest.raises(bh.PeerLostError):

@@ -252,6 +252,6 @@ bh.rpc_sync("worker1", torch.ones, args=(2,))
     assert (done.returncode, done.stdout) == (0, "")
     if end == "with a call that does not end":
         (line,) = done.stderr.splitlines()
-        assert line.startswith("worker1 closed while handlers still ran")
+        assert line.startswith("worker 'worker1' closed while handlers still ran")
     else:
         assert done.stderr == ""

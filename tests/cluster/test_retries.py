@@ -108,7 +108,7 @@ def test_cancelling_ends_the_attempts(workers: list[bh.Worker]) -> None:
     with pytest.raises(bh.CallCancelledError):
         future.wait(PATIENCE)
     assert not future.cancel()
-    assert not workers[0].part(Node).client._busy, "a shutdown would wait for the end of the pause"
+    assert not workers[0].part(Node).client.idleness._others, "a shutdown would wait for the end of the pause"
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])

@@ -377,7 +377,7 @@ def test_a_bad_frame_takes_no_good_ones_with_it(whole: WholeWorker) -> None:
     whole.check()
     agent = whole.workers[1].part(Node).client
     idle = threading.Event()
-    agent.when_idle(idle.set)
+    agent.idleness.when_idle(idle.set)
     assert idle.wait(10), "the worker thinks for ever that it is busy"
 
 

@@ -406,7 +406,7 @@ def test_what_goes_on_after_a_call_was_cancelled_counts() -> None:
         while not promised:
             time.sleep(0.01)
         sock.sendall(wire(Frame(Kind.CANCEL, 0, pack(Cancel((1,))))))
-        while workers[1].part(Node).client.under_way:
+        while workers[1].part(Node).server.under_way:
             time.sleep(0.01)
         sock.sendall(wire(call("attacked.add", PLAIN, number=2)))
         assert [(frame.kind, frame.number) for frame in answers(sock)] == [(Kind.FAULT, 2)]
@@ -430,7 +430,7 @@ def test_floods_are_refused_and_honest_peers_served() -> None:
 
 
 def test_replies_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul._rpc.security.untrusted._PATIENCE", 0.05)
+    monkeypatch.setattr("backhaul._rpc.security.untrusted._SEND_SECONDS", 0.05)
     monkeypatch.setattr("backhaul._rpc.security.untrusted._MAX_ASIDE", 1 << 20)
     with strict_worker() as workers, member(workers) as sock:
         request = Request("attacked.large", Payload(plain=[]))

@@ -15,12 +15,12 @@ import torch
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.recording import UNRECORDED, ForwardRecorder
 from backhaul._autograd.ids import split
-from backhaul._autograd.messages import Abort, AutogradKind, AutogradNote, Gradients, Know, Release, Report
+from backhaul._autograd.messages import Abort, AutogradNote, Gradients, Know, Release, Report
 from backhaul._autograd.plan.termination import Summary
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.node import Node
+from backhaul._rpc.security.frame_checks import strict_payload
 from backhaul._rpc.security.rate_limits import beyond
-from backhaul._rpc.security.untrusted import checks, strict_payload
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import pack, unpack
 from backhaul._wire.plain import register
@@ -105,7 +105,7 @@ def _check_note(peer: Peer, note: AutogradNote, tensors: list[torch.Tensor]) -> 
         raise ProtocolError(f"'{peer.info.name}' sent a note on a tensor whose dtype has no gradients")
 
 
-def _check_gradients(worker: Worker, peer: Peer, frame: Frame) -> bool:
+def check_gradients(worker: Worker, peer: Peer, frame: Frame) -> bool:
     message = unpack(frame.body, Gradients)
     counts = [gradient.buffers for gradient in message.gradients]
     if not counts or min(counts) < 0 or sum(counts) != len(frame.buffers):
@@ -123,26 +123,26 @@ def _check_gradients(worker: Worker, peer: Peer, frame: Frame) -> bool:
     return True
 
 
-def _check_report(worker: Worker, peer: Peer, frame: Frame) -> bool:
+def check_report(worker: Worker, peer: Peer, frame: Frame) -> bool:
     fault = unpack(frame.body, Report).fault
     if fault is not None and fault.payload is not None:
         strict_payload(worker, fault.payload, frame.buffers)
     return True
 
 
-def _check_abort(worker: Worker, peer: Peer, frame: Frame) -> bool:
+def check_abort(worker: Worker, peer: Peer, frame: Frame) -> bool:
     spec = unpack(frame.body, Abort).spec
     return spec.driver != worker.info.id and _takes_part(worker, peer, spec.context)
 
 
-def _check_release(worker: Worker, peer: Peer, frame: Frame) -> bool:
+def check_release(worker: Worker, peer: Peer, frame: Frame) -> bool:
     number = unpack(frame.body, Release).context
     return split(number)[0] != worker.info.id and _takes_part(
         worker, peer, number
     )  # a worker releases its own contexts itself
 
 
-def _check_know(worker: Worker, peer: Peer, frame: Frame) -> bool:
+def check_know(worker: Worker, peer: Peer, frame: Frame) -> bool:
     return split(unpack(frame.body, Know).context)[0] == worker.info.id
 
 
@@ -150,10 +150,3 @@ def _takes_part(worker: Worker, peer: Peer, number: int) -> bool:
     """Whether a peer made a context, or exchanged messages of the context with this worker."""
     context = worker.part(Container).find(number)
     return split(number)[0] == peer.record.id or (context is not None and peer.record.id in context.known)
-
-
-checks[AutogradKind.GRADIENT] = _check_gradients
-checks[AutogradKind.REPORT] = _check_report
-checks[AutogradKind.ABORT] = _check_abort
-checks[AutogradKind.RELEASE] = _check_release
-checks[AutogradKind.KNOW] = _check_know

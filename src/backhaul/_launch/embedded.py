@@ -14,7 +14,7 @@ from backhaul._rpc.node import Node, describe, refuse_in_handlers, shutdown_toge
 from backhaul._transport.base import Endpoint, EndpointFactory
 from backhaul._transport.inproc import InprocEndpoint
 from backhaul._types import Options, check_name
-from backhaul._worker.worker import Worker, current_worker, make_default, serving
+from backhaul._worker.worker import Worker, current_worker, in_handler, make_default
 from backhaul.errors import NotInitializedError
 
 log = logging.getLogger("backhaul")
@@ -107,7 +107,7 @@ class Cluster(contextlib.ContextDecorator):
             ShutdownTimeoutError: Calls were still under way. The workers are closed nevertheless.
             BackhaulError: A handler called this, and would wait for its own end.
         """
-        if graceful and serving.get() and self.running and current_worker() in self.workers:
+        if graceful and in_handler.get() and self.running and current_worker() in self.workers:
             refuse_in_handlers(current_worker().name)
         with self._changing:
             nodes, self._nodes = self._nodes if self.running else [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -36,27 +36,27 @@ def init(
     join: str | Sequence[str] | bool = False,
     options: Options | None = None,
 ) -> Worker:
-    """Make this process a worker and wait until all workers have come.
+    """Make this process a worker and wait until all workers have started.
 
-    Where nothing is given, torchrun's environment is used (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+    Arguments that are not given come from torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
     ``MASTER_PORT``). Once this returns, every worker can be called by name; connections open at the first call.
 
-    With ``join`` the worker becomes a member of a cluster that is running already, or takes the place of one that was
-    lost and had the same name. Once this returns, every member knows it.
+    With ``join`` the worker becomes a member of a cluster that is running already. If a worker of the same name was
+    lost, the new one takes its place. Once this returns, every member knows the worker.
 
     Args:
-        name: A name no other worker has; ``worker<rank>`` if not given.
+        name: A name that no other worker has; ``worker<rank>`` if not given.
         rank: This worker's number, 0 to ``world_size - 1``.
         world_size: How many workers there are.
-        store: A ``torch.distributed.Store`` to meet at, instead of ``options.init_method``.
-        join: Address of any member (``get_address``), or several to try; then a secret is needed (``Options.secret`` or
-            ``BACKHAUL_SECRET``), no store, and ``rank`` is the id to have, any if not given. True: the store says where
-            the members are.
+        store: A ``torch.distributed.Store`` for the rendezvous, in place of ``options.init_method``.
+        join: The address of any member (``get_address``), or several to try. This needs a secret (``Options.secret`` or
+            ``BACKHAUL_SECRET``) and no store; ``rank`` is the id that the worker wants, any if not given. True: the
+            store says where the members are.
         options: See ``Options``.
 
     Raises:
-        RendezvousError: The others did not come in time, or a name is taken, or there is nobody to join.
-        ValueError: Rank, size, name or options make no sense.
+        RendezvousError: Other workers did not start in time, or a name is taken, or no member can be reached.
+        ValueError: Rank, size, name or options are invalid.
 
     Example:
         >>> import torch, backhaul as bh
@@ -80,7 +80,7 @@ def init(
         )
     if options.bind is not None and options.tls is None and not options.allow_plain and not is_loopback(options.bind):
         raise ValueError(
-            f"bind={options.bind!r} is reachable from other hosts, so what workers say should be encrypted: give "
+            f"bind={options.bind!r} is reachable from other hosts, so messages should be encrypted: give "
             "Options(tls=Tls(certificate=..., key=..., authority=...)), or Options(allow_plain=True) if the network "
             "between the hosts can neither be read nor changed by others"
         )
@@ -139,12 +139,12 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
 def leave(*, timeout: float | None = None) -> None:
     """End the current worker while the others go on.
 
-    Waits until no call is under way here, then tells all others, which forget this worker: calls to it raise
-    ``UnknownWorkerError`` from then on. Once this returns, the worker's threads and sockets are gone. Does nothing if
-    there is no worker.
+    Waits until no call is under way here. Then tells all other workers, which forget this one: from then on, calls to
+    it raise ``UnknownWorkerError``. Once this returns, the worker's threads and sockets are gone. Does nothing if there
+    is no worker.
 
     Args:
-        timeout: At most so many seconds; default ``options.shutdown_timeout``. The worker ends all the same.
+        timeout: Seconds to wait at most; default ``options.shutdown_timeout``. The worker ends in any case.
 
     Example:
         >>> import backhaul as bh
@@ -166,20 +166,20 @@ def leave(*, timeout: float | None = None) -> None:
 
 @graph_break
 def get_address() -> str:
-    """Where others reach the current worker, to be given to ``init(join=...)``. By TCP if it listens there."""
+    """The address of the current worker, for ``init(join=...)``. A TCP address if the worker listens on TCP."""
     addresses = current_worker().endpoint.addresses
     return next((address for address in addresses if address.startswith("tcp:")), addresses[0])
 
 
 @graph_break
 def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], None]:
-    """Have ``callback`` called when workers join, leave or are lost, as the current worker sees it.
+    """Call ``callback`` when workers join, leave or are lost, as the current worker sees it.
 
-    It runs on a thread of the worker, which is current there; one event after the other. A worker that has never been
-    in touch with another does not notice its loss.
+    The callback runs on a thread of the worker, with the worker current, for one event after the other. A worker does
+    not notice the loss of a worker that it has never been connected to.
 
     Returns:
-        What to call to hear no more.
+        A function that ends this.
 
     Example:
         >>> import backhaul as bh
@@ -199,24 +199,24 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None, ignore_rref
     """End the current worker.
 
     With ``graceful`` this first waits until every worker has called ``shutdown`` and no call is under way
-    anywhere; workers that are lost are not waited for. Once this returns (or raises), the worker's threads and
-    sockets are gone and calls still pending have failed. Does nothing if there is no worker.
+    anywhere; it does not wait for lost workers. Once this returns (or raises), the worker's threads and sockets are
+    gone, and calls that were pending have failed. Does nothing if there is no worker.
 
     Args:
-        graceful: Whether to wait for the others.
-        timeout: At most so many seconds; default ``options.shutdown_timeout``.
-        ignore_rref_leak: If False, references that this worker holds end now, and if in the end others still refer to
-            values of its, that is an error. To be given on all workers alike.
+        graceful: Whether to wait for the other workers.
+        timeout: Seconds to wait at most; default ``options.shutdown_timeout``.
+        ignore_rref_leak: If False, this worker releases the references that it holds, and it is an error if other
+            workers still refer to its values in the end. Pass the same value on all workers.
 
     Raises:
         LeakError: See ``ignore_rref_leak``.
-        ShutdownTimeoutError: Others were not done in time. This worker is closed all the same.
+        ShutdownTimeoutError: Other workers were not ready in time. This worker is closed in any case.
     """
     try:
         worker = current_worker()
     except NotInitializedError as error:
         if error.worker is None and running_workers():
-            raise  # there are several, and it is not clear which one is meant
+            raise  # there are several workers, and none is current
         return
     limit = worker.options.shutdown_timeout if timeout is None else timeout
     worker.part(Node).shutdown(graceful=graceful, timeout=limit, strict=not ignore_rref_leak)
@@ -242,22 +242,22 @@ def rpc_sync(
 
     Args:
         to: Name, id or ``WorkerInfo`` of the worker that runs it; it may be this one.
-        func: Any callable: functions both sides can import go by name, others by value. Or a name that the other
-            worker has exposed, see ``expose``.
-        args: Positional arguments, a tuple or a list; they travel by value. For one argument: ``args=(x,)``.
+        func: Any callable. A function that both workers can import is sent by name, any other by value. Or a name
+            that the other worker has exposed, see ``expose``.
+        args: Positional arguments, a tuple or a list; they are copied. For one argument: ``args=(x,)``.
         kwargs: Keyword arguments, a dict.
-        timeout: Seconds to wait; 0: for ever; None: the worker's default (60). Never longer than what is left to the
-            handler or block that this is called in, see ``time_left``.
-        retry: Make the call again if the worker is lost; says that the function may run more than once.
+        timeout: Seconds to wait; 0: no limit; None: the worker's default (60). Never longer than the time that is left
+            to the handler or block that makes the call, see ``time_left``.
+        retry: Make the call again if the worker is lost. Only for functions that may run more than once.
 
     Raises:
-        Exception: What ``func`` raised, with its own type if that can be imported here, else ``RemoteError``; its
-            ``__cause__`` is the remote traceback.
-        CallTimeoutError: No reply in time.
-        CallCancelledError: The handler that this is called in was cancelled.
-        PeerLostError: The worker cannot be reached, or went away.
+        Exception: The exception that ``func`` raised, with its own type if that can be imported here, else
+            ``RemoteError``. Its ``__cause__`` is the remote traceback.
+        CallTimeoutError: There was no reply in time.
+        CallCancelledError: The handler that makes the call was cancelled.
+        PeerLostError: The worker cannot be reached, or was lost during the call.
         PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.trusted``.
-        SerializationError: An argument or the result cannot travel, or ``func`` goes by value and keeps state in
+        SerializationError: An argument or the result cannot be sent, or ``func`` is sent by value and keeps state in
             globals.
         UnknownWorkerError: There is no such worker.
 
@@ -267,7 +267,7 @@ def rpc_sync(
         ...     bh.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
         tensor([4., 4.])
     """
-    client = current_worker().part(Node).client
+    client = cast(Node, current_worker().parts[Node]).client
     result: T = (
         client.call(to, func, args, kwargs, timeout)
         if retry is None
@@ -289,8 +289,8 @@ def rpc_async(
     """Start a call and return its future. Once this returns, the arguments may be changed (with ``retry``, once the
     future is done).
 
-    Arguments as for ``rpc_sync``. What is wrong with the call itself (unknown worker, an argument that cannot travel)
-    raises here; what goes wrong later is the future's exception.
+    Arguments as for ``rpc_sync``. If the call itself is wrong (unknown worker, an argument that cannot be sent), this
+    raises. Later errors become the future's exception.
 
     Example:
         >>> import torch, backhaul as bh
@@ -299,7 +299,7 @@ def rpc_async(
         ...     bh.wait_all(futures)
         [tensor([1.]), tensor([2.]), tensor([3.])]
     """
-    client = current_worker().part(Node).client
+    client = cast(Node, current_worker().parts[Node]).client
     if retry is not None:
         return Attempts(client, retry, to, func, args, kwargs, timeout).start()
     return client.call_async(to, func, args, kwargs, timeout)
@@ -307,7 +307,7 @@ def rpc_async(
 
 @graph_break
 def get_worker_info(name: str | None = None) -> WorkerInfo:
-    """Name and id of a worker; of the current one if no name is given.
+    """Name and id of a worker; of the current worker if no name is given.
 
     Raises:
         UnknownWorkerError: There is no worker of that name.
@@ -318,14 +318,14 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 
 @graph_break
 def get_debug_info() -> dict[str, int]:
-    """Counters of the current worker: calls pending, served, cancelled, made again, and dropped because nobody waited
-    for them any more when their turn came; bytes sent, shared memory it has made and how many
-    slots of that others use, contexts, backward passes it drives.
+    """Counters of the current worker: its calls that are pending, were cancelled, and were made again; calls that it
+    served, and that it dropped because their callers had given up; bytes sent; its shared memory, and how many slots of
+    it other workers use; contexts; backward passes that it drives.
     """
     return {name: count() for name, count in current_worker().counters.items()}
 
 
 @graph_break
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers of the cluster, by id; not those that have left or are lost."""
+    """All workers of the cluster, by id, without those that have left or are lost."""
     return [peer.info for peer in current_worker().part(Node).peers if not peer.lost]

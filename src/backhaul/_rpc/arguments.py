@@ -1,4 +1,4 @@
-"""Checks of the arguments ``args`` and ``kwargs`` that users give to calls. Knows nothing of how values travel."""
+"""Checks the arguments ``args`` and ``kwargs`` that users give to calls. Knows nothing of encoding."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LateArguments(Sequence[Any]):
 def positional(args: Any) -> tuple[Any, ...]:
     """Return ``args`` as a tuple.
 
-    Only a tuple or a list is accepted. Anything else that can be iterated is most likely one argument whose comma was
-    forgotten: ``args=(x)`` is ``args=x``.
+    Only a tuple or a list is accepted. Another iterable is most likely a single argument without its comma:
+    ``args=(x)`` is ``args=x``.
 
     Raises:
         TypeError: ``args`` is neither a tuple, nor a list, nor None.

@@ -39,7 +39,7 @@ class DeviceMemory:
         device_context.send_updates = self._send_updates
         device_context.free_soon = self._free_soon
         worker.thread_pool.prepare = device_context.stream_order.enter
-        worker.on_frame(Kind.SEGMENTS, self._on_updates)
+        worker.on_frame(Kind.SEGMENTS, self._on_updates, check=None)
         worker.on_close(self._close)
         worker.counters["device_slot_bytes"] = lambda: device_context.slot_bytes
         worker.counters["cuda_usable"] = lambda: not device_context.stream_order.trouble

@@ -1,13 +1,14 @@
-"""The future that ``rpc_async`` returns: torch's, with types of exceptions kept and usable in asyncio."""
+"""The future that ``rpc_async`` returns: torch's, which keeps the types of exceptions and can be awaited in asyncio.
+
+Knows nothing of calls: a future that belongs to a call has a number and an object that cancels by number.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
-import copy
 import threading
-import types
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,7 @@ import torch.futures
 
 from backhaul._devices.cuda import process
 from backhaul._devices.stream_order import Mark
+from backhaul._rpc.exception_copies import copy_of, copy_without_frames
 from backhaul._runtime import interrupts, runtime
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._wire.faults import described
@@ -26,10 +28,9 @@ from backhaul._worker.worker import blocking, name_here, observer_here, runtime_
 T = TypeVar("T")
 S = TypeVar("S")
 
-_COPYING = {"__copy__", "__reduce__", "__reduce_ex__"}  # methods with which a class says how it is copied
-_counting = threading.Lock()  # guards the count of those who wait for a future
+_counting = threading.Lock()  # guards ``Future._waiting``
 
-# torch's own, without what its module puts around them in Python.
+# Methods of torch's C++ class, without the Python functions around them.
 _init: Callable[[Any, list[torch.device]], None] = torch._C.Future.__init__
 set_result: Callable[[Any, Any], None] = torch._C.Future.set_result
 _is_done: Callable[[Any], bool] = torch._C.Future.done
@@ -37,8 +38,8 @@ _value_of: Callable[[Any], Any] = torch._C.Future.wait
 _call_when_done: Callable[[Any, Callable[[Any], None]], None] = torch._C.Future.add_done_callback
 
 
-class Calls(Protocol):
-    """Who made the calls that futures are of."""
+class Canceller(Protocol):
+    """Cancels calls by their number."""
 
     def cancel(self, number: int) -> bool: ...
 
@@ -57,13 +58,13 @@ class Future(torch.futures.Future[T]):
         42
     """
 
-    # Here and not in torch's part, where the collector cannot see it: an exception refers to all frames that it went
-    # through, so to whoever waited, so to the future.
+    # The error is an attribute here, not in torch's C++ object: the garbage collector must see it. An exception refers
+    # to all frames that it passed. These refer to the future, if a thread waits for it there.
     _error: BaseException | None = None
-    _call: tuple[Callable[[], Calls | None], int] | None = None  # which call it is of, if it is of one
-    _cancel: Callable[[], bool] | None = None  # else, how to cancel what it waits for
-    _waiting = 0  # threads and tasks that wait for it
-    _mark: Mark | None = None  # what was under way on the streams of who completed it, if anything
+    _call: tuple[Callable[[], Canceller | None], int] | None = None  # finds the canceller; the call's number
+    _cancel: Callable[[], bool] | None = None  # cancels what a future without a call waits for
+    _waiting = 0  # how many threads and asyncio tasks wait for it
+    _mark: Mark | None = None  # the work on device streams of the thread that completed it
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         if devices is None:
@@ -73,7 +74,7 @@ class Future(torch.futures.Future[T]):
 
     @graph_break
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the value is there and return it, or raise the exception that is.
+        """Block until the future is done. Return its value or raise its exception.
 
         Args:
             timeout: Give up after so many seconds with ``TimeoutError``; the future itself goes on.
@@ -89,14 +90,14 @@ class Future(torch.futures.Future[T]):
         return _value_of(self)  # type: ignore[no-any-return]
 
     def _follow(self, value: T) -> T:
-        """The value, for who goes on with it on the streams of the calling thread."""
+        """Make the device streams of the calling thread wait until the value is computed; return the value."""
         if self._mark is not None and process.stream_order is not None:
             process.stream_order.join(self._mark, value)
         return value
 
     @graph_break
     def value(self) -> T:
-        """The value of a future that is done, or raise the exception that is."""
+        """The value of a future that is done; raises its exception if it has one."""
         return self._follow(super().value())
 
     @graph_break
@@ -106,7 +107,7 @@ class Future(torch.futures.Future[T]):
         super().set_result(result)
 
     def _note_streams(self) -> None:
-        """What this thread's streams are to do comes before what is done with the value."""
+        """Note the work on this thread's device streams: it must end before the value is used."""
         if process.stream_order is not None and not _is_done(self):
             self._mark = process.stream_order.mark()
 
@@ -120,7 +121,7 @@ class Future(torch.futures.Future[T]):
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """One more waits for the future, while inside."""
+        """Inside, one more thread or task counts as waiting for the future."""
         with _counting:
             self._waiting += 1
         try:
@@ -131,21 +132,21 @@ class Future(torch.futures.Future[T]):
 
     @graph_break
     def cancel(self) -> bool:
-        """Cancel the call that this is the future of. Once this returns True, the future is done, and ``wait`` raises
+        """Cancel the call of this future. Once this returns True, the future is done, and ``wait`` raises
         ``CallCancelledError``.
 
-        The other worker is told. There, a call that has not begun is dropped; a coroutine is cancelled; a function
-        cannot be interrupted, but what it waits for is cancelled (calls of its own, futures, backward passes), and
-        ``cancelled()`` tells it. Its result is discarded.
+        The other worker is told. There, a call that has not begun is dropped, and a coroutine is cancelled. A function
+        cannot be interrupted, but what it waits for is cancelled (its own calls, futures, backward passes), and
+        ``cancelled()`` returns True there. Its result is discarded.
 
-        A task of asyncio that is cancelled while it awaits the future does this too, if nobody else waits for it;
-        ``asyncio.shield`` keeps it from that.
+        An asyncio task that is cancelled while it awaits the future cancels the call too, if no other task or thread
+        waits for the future. ``asyncio.shield`` prevents that.
 
-        What ``then`` or ``collect_all`` returned stands for the calls behind it. They are cancelled, and it is done
+        For a future that ``then`` or ``collect_all`` returned, this cancels the calls behind it. The future is done
         when its callback has run.
 
         Returns:
-            Whether there was something to cancel: False if the call is done, or the future is of none.
+            Whether there was something to cancel: False if the call is done, or if the future has no call.
 
         Example:
             >>> import time, backhaul as bh
@@ -163,7 +164,7 @@ class Future(torch.futures.Future[T]):
         return self._cancel is not None and self._cancel()
 
     def _failure(self) -> BaseException | None:
-        """What ``wait`` raises, once the future is done."""
+        """The exception that ``wait`` raises once the future is done."""
         return self._error
 
     @graph_break
@@ -178,10 +179,10 @@ class Future(torch.futures.Future[T]):
         if not isinstance(result, BaseException):
             raise TypeError(f"{result!r} is not an exception")
         self._error = result
-        this, spare = weakref.ref(self), _copy_of(result)
+        this, spare = weakref.ref(self), copy_of(result)
 
         def raise_error(_: Any) -> None:
-            future = this()  # None: nobody but torch has it any more
+            future = this()  # None: only torch's C++ object is left
             raise (None if future is None else future._failure()) or spare
 
         self._set_unwrap_func(raise_error)
@@ -226,7 +227,7 @@ class Future(torch.futures.Future[T]):
                 result = context.run(_go_on, callback, self)
             except Exception as error:
                 made.set_exception(error)
-            except BaseException as error:  # meant for this thread, but those who wait must not wait for ever
+            except BaseException as error:  # meant for this thread, but the new future must not wait forever
                 made.set_exception(described(error, name_here()))
                 if not interrupts.postpone(error):
                     raise
@@ -247,19 +248,19 @@ class Future(torch.futures.Future[T]):
         def notify(_: Any) -> None:
             try:
                 loop.call_soon_threadsafe(settle)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: no task waits any more
                 return
 
         self._when_done(notify)
-        limit, timer = deadlines.current.get(), None
-        if limit is not None and limit.until != FOREVER:
-            error = limit.cut("the future was not done")
-            timer = loop.call_later(limit.left, lambda: None if waiter.done() else waiter.set_exception(error))
+        scope, timer = deadlines.current.get(), None
+        if scope is not None and scope.until != FOREVER:
+            error = scope.deadline_error("the future was not done")
+            timer = loop.call_later(scope.left, lambda: None if waiter.done() else waiter.set_exception(error))
         try:
             with self._counted():
                 yield from waiter
         except asyncio.CancelledError:
-            if not self._waiting:  # else others want it still
+            if not self._waiting:  # else other tasks or threads still wait for it
                 self.cancel()
             raise
         finally:
@@ -269,8 +270,8 @@ class Future(torch.futures.Future[T]):
 
 
 class Kept(Future[T]):
-    """A future that outlives those who ask for its value: each of them gets a copy of its exception. The exception
-    itself would collect their frames, which may refer to what keeps the future, and keep it for ever.
+    """A future that outlives the callers of ``wait``: each caller gets a copy of the exception. The exception itself
+    would collect the callers' frames. These may refer to the object that keeps the future, and keep it forever.
 
     Example:
         >>> future, error = Kept(), KeyError("gone")
@@ -285,53 +286,6 @@ class Kept(Future[T]):
     def _failure(self) -> BaseException | None:
         error = self._error
         return None if error is None else copy_without_frames(error).with_traceback(error.__traceback__)
-
-
-def copy_without_frames(error: BaseException) -> BaseException:
-    """The same exception, as if it had not been raised yet."""
-    made = _copy_of(error)
-    for name in ("__cause__", "__suppress_context__"):
-        BaseException.__setattr__(made, name, getattr(error, name))  # its own may refuse
-    return made
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """Another exception of the same type that says the same; never fails."""
-    kind = type(error)
-    # What a built-in type keeps beside its ``args`` it knows best itself.
-    own_way = _builtin_base(kind).__basicsize__ > BaseException.__basicsize__ or any(
-        part.__module__ != "builtins" and _COPYING & vars(part).keys() for part in kind.__mro__
-    )
-    for make in (copy.copy, _clone) if own_way else (_clone, copy.copy):
-        try:
-            made = make(error)
-            if type(made) is kind:
-                return made
-        except BaseException as problem:  # code of the user's may raise anything
-            if interrupts.from_signal(problem):
-                raise
-    return described(error, name_here())
-
-
-def _builtin_base(kind: type[BaseException]) -> type:
-    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
-
-
-def _clone(error: BaseException) -> BaseException:
-    """A copy that is made without the constructor, which may want other arguments."""
-    kind = type(error)
-    made: BaseException = _builtin_base(kind).__new__(kind, *error.args)
-    BaseException.__setattr__(made, "args", error.args)
-    made.__dict__.update(error.__dict__)
-    if "__notes__" in made.__dict__:
-        made.__dict__["__notes__"] = list(made.__dict__["__notes__"])
-    for part in kind.__mro__:
-        for name, slot in vars(part).items():
-            if type(slot) is types.MemberDescriptorType and name != "__suppress_context__":
-                with contextlib.suppress(AttributeError, TypeError):  # it is not set, or cannot be
-                    if (value := slot.__get__(error)) is not None:
-                        slot.__set__(made, value)
-    return made
 
 
 @interrupts.calls_out
@@ -381,7 +335,7 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[tor
 
 
 def _count_down(futures: Sequence[torch.futures.Future[Any]], finish: Callable[[], None]) -> None:
-    """Call ``finish`` when all are done, at once if they are."""
+    """Call ``finish`` when all futures are done; at once if they are."""
     left = len(futures) + 1
     lock = threading.Lock()  # guards left
 

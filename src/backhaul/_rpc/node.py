@@ -1,4 +1,4 @@
-"""A worker with all of RPC attached: what ``init`` and ``cluster`` make, and how it ends."""
+"""A worker with all parts of RPC attached. ``init`` and ``cluster`` make nodes; this module also ends them in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Protocol
 from backhaul._devices.cuda import process
 from backhaul._devices.placement import check, maps_of
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.server import CallServer, never_dropped
+from backhaul._rpc.calls.served_call import never_dropped
+from backhaul._rpc.calls.server import CallServer
 from backhaul._rpc.cluster.admission import Admission
 from backhaul._rpc.cluster.departure import seal_of, secret_of
 from backhaul._rpc.cluster.enrollment import Enrollment
@@ -34,20 +35,20 @@ from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
 from backhaul._types import Options
 from backhaul._wire.value_count import most_buffers
-from backhaul._worker.worker import Worker, running_workers, serving
+from backhaul._worker.worker import Worker, in_handler, running_workers
 from backhaul.errors import BackhaulError, LeakError
 
 never_dropped(forget)  # here, because ``cluster`` does not know ``calls``
 
 
 class Audit(Protocol):
-    """What a layer above has to say about leaks when its worker is shut down."""
+    """Looks for leaks of a layer above when its worker is shut down."""
 
     def begin(self) -> None:
-        """The worker's program is over: let go of what it holds."""
+        """The worker's program is over: release what it holds."""
 
     def end(self) -> list[str]:
-        """All workers have done so: what is left, for people."""
+        """All workers have called ``begin``. Returns what is left, for people."""
 
 
 # Over the limit because it holds one of each part; it only makes them, and ends them in order.
@@ -68,7 +69,7 @@ class Node:
         MembershipEvents(worker, self.peers)
         self.membership = Membership(worker, self.peers, self.admission, calls)
         Enrollment(worker, self.peers, self.admission, self.membership, calls)
-        self.leaving = Leaving(worker, self.peers, calls, self.client.when_idle)
+        self.leaving = Leaving(worker, self.peers, calls, self.client.idleness.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
         self.devices = (
             None if worker.device_context is None else DeviceMemory(worker, self.peers, worker.device_context)
@@ -78,8 +79,8 @@ class Node:
         worker.attach(self)
         worker.counters["num_pending_calls"] = lambda: len(self.client.pending)
         worker.counters["num_calls_served"] = lambda: self.server.served
-        worker.counters["num_calls_cancelled"] = lambda: self.client.cancels
-        worker.counters["num_retries"] = lambda: self.client.retries
+        worker.counters["num_calls_cancelled"] = lambda: self.client.cancellation.count
+        worker.counters["num_retries"] = lambda: self.client.paused.retries
         worker.counters["num_calls_dropped"] = lambda: self.server.dropped
         worker.counters["bytes_sent"] = self._bytes_sent
         worker.counters["num_suspected_peers"] = lambda: len(self.heartbeat.suspected)
@@ -91,12 +92,12 @@ class Node:
         return self.peers.connections.bytes_sent - self.heartbeat.bytes_sent + of_devices
 
     def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
-        """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made. ``alone``: the others go on."""
+        """End this worker; see ``backhaul.shutdown``. ``strict``: make audits. ``alone``: other workers go on."""
         if graceful or alone:
             refuse_in_handlers(self.worker.name)
         deadline = self.worker.runtime.now() + timeout
         if not interrupts.acquire(self._ending, timeout):
-            return  # another thread is at it, and has its own deadline
+            return  # another thread shuts down, and has its own deadline
         try:
             if self.worker.closed:
                 return
@@ -131,8 +132,8 @@ class Node:
 
 
 def refuse_in_handlers(worker: str) -> None:
-    """Raise ``BackhaulError`` where a handler runs: it is about to wait for its own end."""
-    if serving.get():
+    """Raise ``BackhaulError`` if a handler runs here: it would wait for its own end."""
+    if in_handler.get():
         raise BackhaulError(
             "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
             "from the program's own thread",
@@ -141,7 +142,7 @@ def refuse_in_handlers(worker: str) -> None:
 
 
 def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, host: str) -> WorkerRecord:
-    """What a new worker on ``endpoint`` tells the others about itself."""
+    """The record with which a new worker on ``endpoint`` introduces itself to other workers."""
     incarnation = secrets.token_hex(8)
     return WorkerRecord(
         id=number,
@@ -177,7 +178,7 @@ def start_node(
     if not options.trusted:
         endpoint.share_nothing()
         endpoint.limit_buffers(most_buffers(node.rate_limits.tensors or 0))
-        guard_frames(node.worker, node.client, node.rate_limits)
+        guard_frames(node.worker, node.client)
     node.worker.start()
     return node
 
@@ -209,7 +210,7 @@ def join(
 def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) -> None:
     """Shut several workers of this process down; raise the first error after all have ended."""
     errors: list[BaseException] = []
-    nodes = [node for node in nodes if not node.worker.closed]  # at the exit of the interpreter all are
+    nodes = [node for node in nodes if not node.worker.closed]  # when the interpreter exits, all are closed
 
     def end(node: Node) -> None:
         try:
@@ -223,6 +224,6 @@ def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) 
     for node, thread in zip(nodes, threads, strict=True):
         node.worker.runtime.join(thread)
     if not running_workers():
-        interrupts.defer_no_more()  # those were other threads
+        interrupts.defer_no_more()  # the threads above cannot do this for the calling thread
     if errors:
         raise errors[0]

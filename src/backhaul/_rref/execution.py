@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from backhaul._rpc.calls.server import answers_later, run_here
+from backhaul._rpc.calls.async_results import answers_later
+from backhaul._rpc.calls.served_call import run_here
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node
 from backhaul._wire.callables import label_of
@@ -33,7 +34,7 @@ def execute(
                 )
             return cast("torch.futures.Future[Any]", result)
         if inspect.iscoroutine(result):
-            return current_worker().part(Node).server.complete(result, (args, kwargs))
+            return current_worker().part(Node).server.async_results.complete(result, (args, kwargs))
         made.set_result(result)
     except BaseException as error:  # also SystemExit and the like: they end the call, not the worker
         made.set_exception(error)

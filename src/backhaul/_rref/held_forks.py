@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.server import never_dropped
+from backhaul._rpc.calls.served_call import never_dropped
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rref.members import find_member
 from backhaul._rref.notice_sender import NoticeSender

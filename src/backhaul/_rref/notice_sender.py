@@ -153,10 +153,10 @@ class NoticeSender:
                     task()
             finally:
                 if awaited:
-                    self._client.end()
+                    self._client.idleness.end()
 
         if awaited:
-            self._client.begin()
+            self._client.idleness.begin()
         thread_pool.call_at(when, functools.partial(thread_pool.submit, run))
 
     def owner_joined(self, owner: Identity) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.server import never_dropped
+from backhaul._rpc.calls.served_call import never_dropped
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.futures import Future, Kept
 from backhaul._rref import notice_sender

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from backhaul._autograd.api import backward
-from backhaul._rpc.calls.server import async_execution
+from backhaul._rpc.calls.async_results import async_execution
 from backhaul._rpc.futures import Future
 from backhaul._rref.execution import execute, relay
 from backhaul._rref.registry import current_rrefs

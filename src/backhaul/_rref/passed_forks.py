@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import msgspec
-import torch
 
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.cluster.peers import Peer
@@ -59,7 +57,7 @@ class PassedForks:
             for owners in self._owners.values():
                 owners.pop(identity, None)
 
-    def _note(self, peer: Peer, encoded: Encoded) -> bytes:
+    def note_parcels(self, peer: Peer, encoded: Encoded) -> bytes:
         receiver, updates = identity_of(peer), dict[Identity, list[Update]]()
         for owner, incarnation, number, fork in encoded.parcels:
             updates.setdefault((owner, incarnation), []).append(("forked", number, fork, receiver))
@@ -69,18 +67,6 @@ class PassedForks:
         for identity, some in updates.items():
             self._notices.tell(identity, some)
         return pack(ForksNote(tuple(encoded.parcels)))
-
-    def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
-        return self._note(peer, encoded) if encoded.parcels else None, None
-
-    def request_in(self, peer: Peer, note: bytes | None, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        return tensors, None
-
-    def reply_out(self, peer: Peer, kept: Any, encoded: Encoded) -> bytes | None:
-        return self._note(peer, encoded) if encoded.parcels else None
-
-    def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return tensors
 
     def failed(self, peer: Peer, note: bytes) -> None:
         """Nothing to do. If the message arrived, its forks are released by their handles. If its channel is lost, the

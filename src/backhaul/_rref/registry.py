@@ -46,7 +46,7 @@ class RRefRegistry:
         self.owned = OwnedValues(worker, client, lock, self.notices, self.held)
         self.cleaner = HandleCleaner(worker, self._release)
         self._passed = PassedForks(client, lock, self.notices, self.held, self.cleaner)
-        client.interceptors.append(self._passed)
+        client.interceptors.add_carrier(self._passed)
         node.peers.on_lost(self._on_lost)
         node.peers.on_change(self._on_change)
         node.audits.append(self)

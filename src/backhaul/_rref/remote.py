@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from backhaul._rpc.arguments import LateArguments, keywords, positional
+from backhaul._rpc.calls.async_results import async_execution
 from backhaul._rpc.calls.retry import Retry, start
-from backhaul._rpc.calls.server import async_execution, never_dropped
+from backhaul._rpc.calls.served_call import never_dropped
 from backhaul._rpc.cluster.peers import Peer
-from backhaul._rpc.futures import Future, copy_without_frames
+from backhaul._rpc.exception_copies import copy_without_frames
+from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.node import Node
 from backhaul._rref.execution import execute, relay

@@ -15,7 +15,7 @@ else does. Nothing here calls back into its user.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -164,6 +164,9 @@ class Endpoint(abc.ABC):
 
     quiet: bool = True
     """Whether nothing runs but what waits for messages; set by who polls. See ``luck``."""
+
+    unflushed: Collection[Channel] = ()
+    """The channels in which something waits for ``flush``."""
 
     @property
     def shm_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -147,7 +148,16 @@ class Count(msgspec.Struct, array_like=True, frozen=True):
     wave: int
 
 
-_encoder = msgspec.msgpack.Encoder()
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises if bytes are not the message that they should be."""
+
+pack: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+"""Encodes a message into a frame's body."""
+
+# The decoders of the messages of every call, without a Python function around them. They raise ``MALFORMED``.
+decode_request: Callable[[Buffer], Request] = msgspec.msgpack.Decoder(Request).decode
+decode_reply: Callable[[Buffer], Reply] = msgspec.msgpack.Decoder(Reply).decode
+
 _decoders: dict[type, msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 
 
@@ -157,17 +167,17 @@ def prepare(*kinds: type[msgspec.Struct]) -> None:
         _decoders[kind] = msgspec.msgpack.Decoder(kind)
 
 
-def pack(message: msgspec.Struct) -> bytes:
-    """Encode a message into a frame's body."""
-    return _encoder.encode(message)
-
-
 def unpack(body: Buffer, kind: type[M]) -> M:
     """Decode a frame's body. Raises ``ProtocolError`` if it is not a ``kind``."""
     try:
         return _decoders[kind].decode(body)  # type: ignore[return-value]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a {kind.__name__}: {error}") from error
+    except MALFORMED as error:
+        raise malformed(kind, error) from error
+
+
+def malformed(kind: type[msgspec.Struct], error: Exception) -> ProtocolError:
+    """The error of a frame whose body is not a ``kind``."""
+    return ProtocolError(f"not a {kind.__name__}: {error}")
 
 
 prepare(Hello, Refuse, Join, Welcome, Payload, Request, Reply, Fault, Cancel, CallTally, Count)

@@ -1,1 +1,1 @@
-"""One worker: its threads, its deadlines, and the object that everything else attaches to."""
+"""One worker: its threads, the frames that it receives, its deadlines, and the object that all parts attach to."""

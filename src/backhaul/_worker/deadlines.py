@@ -1,8 +1,8 @@
-"""How long what runs here may still take, and whether anybody wants it: the *limit* of a handler or of a block.
+"""Deadlines and cancellation of a handler or of a block: its *scope*.
 
-A limit is carried by a context variable, so it holds for all that a handler or a block starts: nested calls, ``async
-def``, callbacks. It is a time of the worker's clock; what travels is how many seconds are left, so that clocks of
-different hosts need not agree. Knows nothing of calls: those who wait ask.
+A context variable holds the scope. So it applies to everything that a handler or a block starts: nested calls, ``async
+def``, callbacks. A deadline is a time of the worker's clock. Messages carry the number of seconds that are left, so
+clocks of different hosts need not agree. This module knows nothing of calls: code that waits asks for the scope.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from backhaul.errors import CallCancelledError, CallTimeoutError
 FOREVER = float("inf")
 
 _numbers = itertools.count()
-_registering = threading.Lock()  # guards the making of a limit's table of wakers
+_registering = threading.Lock()  # guards ``CancelScope._wakers``
 
 
 class CancelScope:
-    """Until when something may run. Limits nest; only the outermost, a handler's, can be cancelled.
+    """Until when something may run. Scopes nest; only the outermost, that of a handler, can be cancelled.
 
     Attributes:
-        label: What it is the limit of, for people.
-        until: When it is over, by ``now``.
-        cancelled: Of the outermost: nobody wants it any more.
-        at_end: Of the outermost: what to call when it is over, perhaps more than once.
+        label: The name of the handler or block, for people.
+        until: The deadline, by ``now``.
+        cancelled: Only of the outermost scope: no caller waits for it any more.
+        at_end: Only of the outermost scope: a function to call when it is over, perhaps more than once.
     """
 
     label: str
     now: Callable[[], float]
     until = FOREVER
     cancelled = False
-    outermost: CancelScope | None = None  # None: this one is
+    outermost: CancelScope | None = None  # None: this is the outermost scope
     at_end: Callable[[], None] | None = None
     _wakers: dict[int, Callable[[], None]] | None = None
 
     @property
     def root(self) -> CancelScope:
-        """The limit that this one lies in and that can be cancelled; may be itself."""
+        """The outermost scope, which can be cancelled; may be this one."""
         return self.outermost or self
 
     @property
     def left(self) -> float:
-        """Seconds until it is over; 0 if it is, or was cancelled."""
+        """Seconds until the deadline; 0 if it has passed or the scope was cancelled."""
         return 0.0 if self.root.cancelled else max(self.until - self.now(), 0.0)
 
     def cancel(self) -> None:
-        """Nobody wants it any more: wake those who wait inside."""
+        """Mark the scope as cancelled and wake the threads that wait inside."""
         self.cancelled = True
         for waker in list((self._wakers or {}).values()):
             waker()
 
     def wake_with(self, waker: Callable[[], None]) -> int:
-        """Call ``waker`` if this is cancelled, at once if it was; until ``forget`` of the number that is returned."""
+        """Call ``waker`` when the scope is cancelled, at once if it was. Returns a number for ``forget``."""
         root, number = self.root, next(_numbers)
         with _registering:
             if root._wakers is None:
                 root._wakers = {}
             root._wakers[number] = waker
-        # In this order; who cancels sets the flag and then looks for wakers. So one of them sees the other.
+        # In this order: ``cancel`` sets the flag and then reads the wakers, so one of the two threads sees the other.
         if root.cancelled:
             waker()
         return number
@@ -80,24 +80,24 @@ class CancelScope:
 
     @contextlib.contextmanager
     def waking(self, waker: Callable[[], None]) -> Iterator[None]:
-        """While inside, ``waker`` is called if this is cancelled."""
+        """Inside, ``waker`` is called if the scope is cancelled."""
         number = self.wake_with(waker)
         try:
             yield
         finally:
             self.forget(number)
 
-    def cut(self, what: str) -> CallTimeoutError:
-        """The error of something that had to end because of this limit."""
-        return CallTimeoutError(f"{what}: the deadline of {self.label} was over", cut_by=self.label)
+    def deadline_error(self, what: str) -> CallTimeoutError:
+        """The error of something that ended because of this deadline."""
+        return CallTimeoutError(f"{what}: the deadline of {self.label} has passed", cut_by=self.label)
 
-    def unwanted(self, what: str) -> CallCancelledError:
-        """The error of something that had to end because this was cancelled."""
-        return CallCancelledError(f"{what}: {self.root.label}, for which it was, was cancelled")
+    def cancelled_error(self, what: str) -> CallCancelledError:
+        """The error of something that ended because this scope was cancelled."""
+        return CallCancelledError(f"{what} because its parent call {self.root.label} was cancelled")
 
 
 class Block(CancelScope):
-    """The limit of a block inside of ``outer``, or of the program itself."""
+    """The scope of a block inside ``outer``; None: inside the program itself."""
 
     def __init__(self, label: str, seconds: float, now: Callable[[], float], outer: CancelScope | None) -> None:
         self.now = now
@@ -110,49 +110,50 @@ class Block(CancelScope):
             self.label, self.until = label, until
 
 
-current: contextvars.ContextVar[CancelScope | None] = contextvars.ContextVar("backhaul_limit", default=None)
-"""The limit of what runs here."""
+current: contextvars.ContextVar[CancelScope | None] = contextvars.ContextVar("backhaul_scope", default=None)
+"""The scope of the code that runs here; None: it has no deadline and cannot be cancelled."""
 
 
 def _forget() -> None:
-    current.set(None)  # it was the parent's
+    current.set(None)  # the scope belongs to the parent process
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
 def wait(one_shot: OneShotEvent, timeout: float | None, what: str) -> bool:
-    """Wait at a gate, but not beyond the current limit; False if ``timeout`` passed.
+    """Wait until ``one_shot`` opens, but not beyond the deadline of the current scope. False if ``timeout`` passed.
 
     Raises:
-        CallTimeoutError: The limit's time is over.
-        CallCancelledError: It was cancelled. The gate may be open then.
+        CallTimeoutError: The deadline of the scope has passed.
+        CallCancelledError: The scope was cancelled. ``one_shot`` may be open then.
     """
-    limit = current.get()
-    if limit is None:
+    scope = current.get()
+    if scope is None:
         return one_shot.wait(timeout)
-    with limit.waking(one_shot.open):
-        left = limit.until - limit.now()
+    with scope.waking(one_shot.open):
+        left = scope.until - scope.now()
         cut = timeout is None or left < timeout
         opened = one_shot.wait((None if left == FOREVER else left) if cut else timeout)
-    if limit.root.cancelled:
-        raise limit.unwanted(what)
+    if scope.root.cancelled:
+        raise scope.cancelled_error(what)
     if cut and not opened:
-        raise limit.cut(what)
+        raise scope.deadline_error(what)
     return opened
 
 
 def check(what: str) -> None:
-    """Raise as ``wait`` does if the current limit is over already."""
-    limit = current.get()
-    if limit is not None and not limit.left:
-        raise limit.unwanted(what) if limit.root.cancelled else limit.cut(what)
+    """Raise as ``wait`` does if the deadline of the current scope has passed or the scope was cancelled."""
+    scope = current.get()
+    if scope is not None and not scope.left:
+        raise scope.cancelled_error(what) if scope.root.cancelled else scope.deadline_error(what)
 
 
 @graph_break
 def time_left() -> float | None:
-    """How many seconds are left to what runs here: until the caller of this handler gives up, or the block of
-    ``deadline`` is to end. 0: the time is over, or the call was cancelled. None: any time.
+    """How many seconds are left to the code that calls this: until the caller of the handler gives up, or until the
+    deadline of the ``deadline`` block. 0: the deadline has passed, or the call was cancelled. None: there is no
+    deadline.
 
     Example:
         >>> import backhaul as bh
@@ -160,17 +161,17 @@ def time_left() -> float | None:
         ...     print(bh.time_left(), round(bh.rpc_sync("worker1", bh.time_left, timeout=30)))
         None 30
     """
-    limit = current.get()
-    if limit is None:
+    scope = current.get()
+    if scope is None:
         return None
-    left = limit.left
+    left = scope.left
     return None if left == FOREVER else left
 
 
 @graph_break
 def cancelled() -> bool:
-    """Whether nobody waits any more for the handler that runs here, since its caller has cancelled the call, or given
-    up waiting. Its result will be discarded, so a handler that works long may ask now and then, and end.
+    """Whether no caller waits any more for the handler that calls this: its caller has cancelled the call, or has given
+    up waiting. The result will be discarded. A handler that works for long may ask now and then, and end early.
 
     Example:
         >>> import backhaul as bh
@@ -178,19 +179,19 @@ def cancelled() -> bool:
         ...     bh.rpc_sync("worker1", bh.cancelled)
         False
     """
-    limit = current.get()
-    return limit is not None and limit.root.cancelled
+    scope = current.get()
+    return scope is not None and scope.root.cancelled
 
 
 class deadline:
-    """Give a block so many seconds: no call, wait or backward pass inside of it waits longer.
+    """Give a block a deadline: no call, wait or backward pass inside waits longer.
 
-    Those that would fail with ``CallTimeoutError`` (a pass with ``BackwardTimeoutError``), whose ``cut_by`` is
-    ``"bh.deadline"``. Nothing else is interrupted. It can only shorten the time that is left already.
+    One that would wait longer fails with ``CallTimeoutError`` (a pass with ``BackwardTimeoutError``), whose ``cut_by``
+    is ``"bh.deadline"``. Nothing else is interrupted. A block cannot have more time than the code around it.
 
     Args:
-        seconds: How many; None: neither the deadline nor the cancellation of the handler around the block holds
-            inside, for what has to be done in any case.
+        seconds: Seconds that the block may take. None: the block ignores the deadline and the cancellation of the
+            handler around it; for work that has to be done in any case.
 
     Example:
         >>> import time, backhaul as bh
@@ -211,10 +212,10 @@ class deadline:
 
     @graph_break
     def __enter__(self) -> None:
-        limit: CancelScope | None = None
+        scope: CancelScope | None = None
         if self._seconds is not None:
-            limit = Block("bh.deadline", self._seconds, runtime_here().now, current.get())
-        self._tokens.append(current.set(limit))
+            scope = Block("bh.deadline", self._seconds, runtime_here().now, current.get())
+        self._tokens.append(current.set(scope))
 
     @graph_break
     def __exit__(

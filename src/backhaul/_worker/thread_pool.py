@@ -1,13 +1,13 @@
-"""The threads of a worker. Each waits for events, deals with what must happen in order, and runs what follows.
+"""The threads of a worker. Each thread polls for events, delivers them in order, and runs the tasks that follow.
 
     poll -> deliver (short, in order, never blocks) -> tasks (anything: user code, nested calls)
 
-The thread that reads a request runs it. Before a thread runs a task it makes sure that another one polls, so a
-worker always listens, however many of its handlers wait for something. Nothing here knows what a frame means.
+The thread that reads a request runs it. Before a thread runs a task it makes sure that another thread polls. So a
+worker always listens, even if all of its handlers wait for something. This module does not know what a frame means.
 
-[Note: company] Short tasks are best run by one thread: two would take the interpreter from each other at every system
-call and every operation of torch, at several times the cost of the tasks. So while tasks wait, another thread joins
-only if tasks are long, measured by the processor time they took of late, or if none has ended for a while.
+[Note: joining threads] Short tasks are best run by one thread. Two threads would take the interpreter from each other
+at every system call and every operation of torch, at several times the cost of the tasks. So while tasks wait, another
+thread joins only if recent tasks were long, measured by their processor time, or if no task has ended for a while.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from backhaul._runtime import runtime
+from backhaul._runtime.observer import Observer
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint, Event
 
@@ -28,23 +29,31 @@ log = logging.getLogger("backhaul")
 
 Task = Callable[[], None]
 
-_IDLE = 5.0  # seconds without an event after which a thread ends
-_SPARE = 2  # threads that stay
-_LONG = 0.0005  # seconds of processor time that make a task worth a thread of its own
-_STALLED = 0.001  # seconds without a task's end after which another thread joins
-_STUCK = 0.05  # and after which tasks run beyond the limit
+_IDLE_SECONDS = 5.0  # a thread ends if it saw no event for so long
+_SPARE_THREADS = 2  # so many idle threads stay
+_LONG_TASK_SECONDS = 0.0005  # a task that takes this much processor time is worth a thread of its own
+_STALLED_SECONDS = 0.001  # if no task has ended for so long, another thread joins
+_STUCK_SECONDS = 0.05  # if no task has ended for so long, tasks run beyond the limit
 
 
+# Over the limit because one lock guards one state that each step of ``_next`` reads and changes as a whole. Splitting
+# it would add calls between every two tasks.
 class ThreadPool:
-    """Thread-safe. ``deliver`` is called by the polling threads, for each event once.
+    """Polls an endpoint and runs tasks. Thread-safe. The polling threads call ``deliver`` once for each event.
 
     Args:
         runtime: Threads and the clock.
         endpoint: Where events come from.
-        deliver: Acts on an event at once and returns what is left to run.
+        deliver: Acts on an event at once and returns the tasks that follow.
         limit: How many tasks run at the same time, not counting those in ``blocking``.
-        name: For the names of threads.
+        name: The first part of the names of threads.
+
+    Attributes:
+        prepare: If set, a thread calls it before each task.
+        waiting: Returns how many tasks wait for a thread.
     """
+
+    waiting: Callable[[], int]
 
     def __init__(
         self,
@@ -60,21 +69,22 @@ class ThreadPool:
         self._deliver = deliver
         self._limit = limit
         self._name = name
-        self.prepare: Callable[[], None] | None = None  # called by a thread before each task
+        self.prepare: Callable[[], None] | None = None
         self._numbers = itertools.count(1)
         self._here = threading.local()  # .running: this thread runs a task that counts
         self._lock = threading.Lock()  # guards everything below
         self._threads: set[threading.Thread] = set()
         self._tasks: collections.deque[Task] = collections.deque()
+        self.waiting = self._tasks.__len__
         self._alarms: list[tuple[float, int, Task]] = []
         self._polling = 0  # threads that poll or are just about to
         self._running = 0  # tasks that run and do not block
-        self._long = 0.0  # which part of the tasks was long, of late
+        self._long = 0.0  # which share of recent tasks was long
         self._progress = 0.0  # when a task last ended, or began while no other ran
-        self._watched = False  # a polling thread looks after the tasks that wait
-        self._called = 0.0  # when such a thread was last called for
+        self._watched = False  # a polling thread polls briefly, to run waiting tasks if those that run are long
+        self._called = 0.0  # when another thread was last woken for waiting tasks
         self._minders: set[int] = set()  # polling threads that wake up in time for the next alarm
-        self._alive = 0  # threads that have been decided on and have not ended
+        self._alive = 0  # threads that have not ended, and those that are about to be started
         self._closing = False
 
     def start(self) -> None:
@@ -85,7 +95,7 @@ class ThreadPool:
         self._add_thread()
 
     def submit(self, task: Task) -> None:
-        """Run ``task`` on a thread of the crew, soon."""
+        """Run ``task`` on a thread of the pool, soon."""
         with self._lock:
             self._tasks.append(task)
         self._endpoint.wake()
@@ -96,23 +106,27 @@ class ThreadPool:
             sooner = not self._alarms or when < self._alarms[0][0]
             heapq.heappush(self._alarms, (when, next(self._numbers), task))
             if sooner:
-                self._minders.clear()  # they had meant to sleep for longer
+                self._minders.clear()  # they would sleep for too long
         if sooner:
             self._endpoint.wake()
 
     @property
-    def busy(self) -> bool:
-        """Whether tasks wait."""
-        return bool(self._tasks)
-
-    @property
     def inside(self) -> bool:
-        """Whether the calling thread runs a task of this crew."""
+        """Whether the calling thread runs a task of this pool."""
         return getattr(self._here, "running", False)
 
-    def blocking(self) -> contextlib.AbstractContextManager[None]:
-        """While inside, the task of the calling thread does not count against the limit."""
-        return _Blocking(self) if self.inside else _NOTHING
+    def blocking(self, observer: Observer | None = None) -> contextlib.AbstractContextManager[None]:
+        """A context for code in which the calling thread waits. Inside, its task does not count against the limit.
+
+        Frames that wait to be sent together are sent first: a frame of this thread must not wait for this thread.
+
+        Args:
+            observer: Is told how long the thread waits.
+        """
+        if self._endpoint.unflushed:
+            self._endpoint.flush()
+        waiting = _Blocking(self) if getattr(self._here, "running", False) else _NOTHING
+        return waiting if observer is None else observer.waiting(waiting)
 
     def _pause(self) -> None:
         self._here.running = False
@@ -132,7 +146,7 @@ class ThreadPool:
     def close(self, timeout: float) -> list[str]:
         """Stop after the tasks that run now; return the names of threads that did not end in time.
 
-        The calling thread may be of the crew; it is not waited for.
+        If the calling thread belongs to the pool, it is not waited for.
         """
         with self._lock:
             self._closing = True
@@ -155,11 +169,11 @@ class ThreadPool:
     # The threads.
 
     def _add_thread(self) -> None:
-        """Start a thread that is counted as polling already."""
+        """Start a thread. The caller has counted it as polling and alive already."""
         try:
             thread = self._runtime.spawn(self._work, name=f"{self._name}-{next(self._numbers)}")
         except RuntimeError as error:  # the system has no more threads
-            log.error("%s cannot listen while its handlers run: %s", self._name, error)
+            log.error("%s cannot start a thread, so it does not listen while its handlers run: %s", self._name, error)
             with self._lock:
                 self._polling -= 1
                 self._alive -= 1
@@ -178,11 +192,11 @@ class ThreadPool:
                     if self.prepare is not None:
                         self.prepare()
                 finally:
-                    task()  # somebody waits for it, whatever is wrong with this thread
+                    task()  # even if ``prepare`` failed: a caller waits for the task
             except BaseException as error:
                 if runtime.forks != forks:
                     runtime.end_forked(error)
-                log.exception("a task failed")
+                log.exception("%s: a task failed", self._name)
             if runtime.forks != forks:
                 runtime.end_forked(None)
             del task
@@ -196,7 +210,7 @@ class ThreadPool:
         """Poll until there is a task for this thread. None: the thread should end.
 
         Args:
-            cost: Of the task that has just ended, in seconds of processor time.
+            cost: Processor time of the task that has just ended, in seconds; None if there was none.
         """
         endpoint, now, me = self._endpoint, self._runtime.now, threading.get_ident()
         fresh: Iterable[Task] = ()
@@ -211,7 +225,7 @@ class ThreadPool:
                 self._tasks.extend(fresh)
                 self._watched &= not watching
                 self._minders.discard(me)
-                if self._closing or (idle and self._polling > _SPARE and not self._tasks):
+                if self._closing or (idle and self._polling > _SPARE_THREADS and not self._tasks):
                     self._polling -= 1
                     return None
                 if self._alarms and self._alarms[0][0] <= time:
@@ -220,74 +234,73 @@ class ThreadPool:
                 elif self._tasks and (not self._running or self._may_run(time)):
                     task, then = self._take(time, polled)
                 else:
-                    watching, patience = self._posture(time, me)
+                    watching, timeout = self._plan_poll(time, me)
             if task is not None:
                 if then is not None:
                     then()
                 return task
             fresh, idle, polled = (), False, True
             if alarm is not None:
-                self._ring(alarm)
+                self._run_alarm(alarm)
                 continue
-            endpoint.flush()
+            if endpoint.unflushed:
+                endpoint.flush()
             try:
-                event = endpoint.poll(patience)
-                if event is not None:
-                    fresh = self._deliver(event)
-                else:
-                    idle = patience == _IDLE
+                event = endpoint.poll(timeout)
+                idle = event is None and timeout == _IDLE_SECONDS
+                fresh = () if event is None else self._deliver(event)
             except Exception:
                 log.exception("%s lost an event", self._name)
 
-    # With the lock held.
+    # The caller holds the lock.
 
     def _account(self, cost: float, now: float) -> None:
-        """The task of the calling thread has ended, and the thread polls again."""
+        """Note that the task of the calling thread has ended and that the thread polls again."""
         self._running -= 1
         self._endpoint.quiet = not self._running
         self._polling += 1
-        self._long += ((cost > _LONG) - self._long) / 8
+        self._long += ((cost > _LONG_TASK_SECONDS) - self._long) / 8
         self._progress = now
 
     def _take(self, now: float, polled: bool) -> tuple[Task, Callable[[], None] | None]:
-        """The next task, for the calling thread, which polls no longer; and what to do before it runs."""
+        """The next task, for the calling thread, which stops polling; and a function to call before the task."""
         task = self._tasks.popleft()
         if not self._running:
             self._progress = now
         self._running += 1
         self._endpoint.quiet = False
         then: Callable[[], None] | None = None
-        # A thread that was called for and takes a task has to call for the next.
-        if self._tasks and not self._watched and (polled or self._called + _STALLED <= now):
+        # A thread that was woken for waiting tasks and takes one has to wake the next thread.
+        if self._tasks and not self._watched and (polled or self._called + _STALLED_SECONDS <= now):
             self._called = now
-            then = self._endpoint.wake_soon  # most tasks are over before another has got hold of the interpreter
+            then = self._endpoint.wake_soon  # soon: most tasks end before another thread gets the interpreter
         if self._polling == 1:
             self._alive += 1
-            return task, self._add_thread  # it takes our place
+            return task, self._add_thread  # the new thread polls in place of this one
         self._polling -= 1
-        if self._alarms and not self._minders and self._alarms[0][0] < now + _IDLE:
+        if self._alarms and not self._minders and self._alarms[0][0] < now + _IDLE_SECONDS:
             then = self._endpoint.wake
         return task, then
 
-    def _posture(self, now: float, me: int) -> tuple[bool, float]:
-        """How the calling thread is to poll: whether looking after the tasks that wait, and for how long."""
+    def _plan_poll(self, now: float, me: int) -> tuple[bool, float]:
+        """How the calling thread polls: whether it watches the tasks that wait, and for how many seconds."""
         watching = bool(self._tasks) and not self._watched
-        patience = _STALLED if watching else _IDLE
+        timeout = _STALLED_SECONDS if watching else _IDLE_SECONDS
         self._watched |= watching
-        # Two of them mind the next alarm: one may take a task, and need not wake another for that.
-        if self._alarms and len(self._minders) < _SPARE:
+        # Two threads wake up for the next alarm. If one of them takes a task, it need not wake another thread.
+        if self._alarms and len(self._minders) < _SPARE_THREADS:
             self._minders.add(me)
-            patience = min(patience, self._alarms[0][0] - now)
-        return watching, patience
+            timeout = min(timeout, self._alarms[0][0] - now)
+        return watching, timeout
 
     def _may_run(self, now: float) -> bool:
-        """Whether another task may join those that run; see [Note: company]."""
+        """Whether one more task may run; see [Note: joining threads]."""
         if self._running < self._limit:
-            return self._long > 0.5 or self._progress + _STALLED <= now
-        return self._progress + _STUCK <= now
+            return self._long > 0.5 or self._progress + _STALLED_SECONDS <= now
+        return self._progress + _STUCK_SECONDS <= now
 
     @staticmethod
-    def _ring(alarm: Task) -> None:
+    def _run_alarm(alarm: Task) -> None:
         try:
             alarm()
         except Exception:
@@ -295,16 +308,16 @@ class ThreadPool:
 
 
 class _Blocking(contextlib.AbstractContextManager[None]):
-    __slots__ = ("_crew",)
+    __slots__ = ("_thread_pool",)
 
     def __init__(self, thread_pool: ThreadPool) -> None:
-        self._crew = thread_pool
+        self._thread_pool = thread_pool
 
     def __enter__(self) -> None:
-        self._crew._pause()
+        self._thread_pool._pause()
 
     def __exit__(self, *_: object) -> None:
-        self._crew._go_on()
+        self._thread_pool._go_on()
 
 
 _NOTHING = contextlib.nullcontext()

@@ -1,19 +1,18 @@
-"""The root object: everything one worker owns hangs off it, and nothing is global but which one is current.
+"""The root object: every part of one worker is reached from it. The only global state is which worker is current.
 
-A worker is its identity, its end of a transport, its threads, and the parts that higher layers attach
-(RPC, autograd, ...). It routes each frame to the part that registered for its kind.
+A worker is its identity, its end of a transport, its threads, and the parts that higher layers attach (RPC, autograd,
+...). It must not know these parts: they register for frames and events.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from signal import default_int_handler
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,38 +22,35 @@ from backhaul._runtime import interrupts
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.interrupts import SIGINT, getsignal
 from backhaul._runtime.observer import Observer
-from backhaul._runtime.runtime import OneShotEvent, Runtime
-from backhaul._transport.base import Channel, Endpoint, Event, Lost
-from backhaul._transport.spin_wait import SpinPolicy
-from backhaul._transport.waiter import ChannelWaiter
+from backhaul._runtime.runtime import Runtime
+from backhaul._transport.base import Channel, Endpoint
 from backhaul._types import Options, WorkerInfo
-from backhaul._wire.frames import Frame
-from backhaul._wire.memory import Recycler
-from backhaul._worker.thread_pool import Task, ThreadPool
-from backhaul.errors import NotInitializedError, ProtocolError
+from backhaul._worker.frame_receiver import FrameCheck, FrameHandler, FrameReceiver
+from backhaul._worker.listeners import Listeners
+from backhaul._worker.loopback import Loopback
+from backhaul._worker.thread_pool import ThreadPool
+from backhaul.errors import NotInitializedError
 
 log = logging.getLogger("backhaul")
 
 _REAL = Runtime()
 P = TypeVar("P")
-FrameHandler = Callable[[Channel, Frame], Task | None]
-"""Acts on a frame while its channel is held: short, never blocks. May return what is left to run."""
 
 _current: contextvars.ContextVar[Worker | None] = contextvars.ContextVar("backhaul_worker", default=None)
-serving: contextvars.ContextVar[bool] = contextvars.ContextVar("backhaul_serving", default=False)
-"""Whether a handler is running here, on whatever thread or event loop."""
+in_handler: contextvars.ContextVar[bool] = contextvars.ContextVar("backhaul_in_handler", default=False)
+"""Whether a handler is running here, on any thread or event loop."""
 
 _entered: contextvars.ContextVar[tuple[contextvars.Token[Worker | None], ...]] = contextvars.ContextVar(
     "backhaul_entered", default=()
 )
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 _alive_lock = threading.Lock()  # guards _alive and _closed_last
-_closed_last: str | None = None  # only for a better error message
-_default: Worker | None = None  # what a program has chosen to be current where nothing else is
-_only: Worker | None = None  # that one while it is alive, else the one worker of the process if there is just one
+_closed_last: str | None = None  # the name of the worker that was closed last, for a better error message
+_default: Worker | None = None  # the worker that the program has chosen to be current where no other is
+_only: Worker | None = None  # ``_default`` while it is alive, else the only worker of the process, else None
 
-carried: Callable[[], Worker | None] | None = None
-"""Finds the current worker where context variables do not reach; see ``jit.threads``."""
+find_outside_context: Callable[[], Worker | None] | None = None
+"""Finds the current worker on threads that context variables do not reach; ``jit.current_worker`` sets it."""
 
 
 def _find_only() -> None:
@@ -64,13 +60,14 @@ def _find_only() -> None:
 
 
 def make_default(worker: Worker) -> None:
-    """Let ``worker`` be the current one, on all threads, wherever no other is made current; until it is closed."""
+    """Make ``worker`` the current one, on all threads, where no other is current. This ends when it is closed."""
     global _default
     with _alive_lock:
         _default = worker
         _find_only()
 
 
+# Over the limit because it is the root: most attributes are its parts, and each part is an object of its own.
 class Worker:
     """One participant. Use it as a context manager to make it the current worker inside.
 
@@ -80,6 +77,17 @@ class Worker:
         endpoint: Its end of the transport; the worker closes it.
         options: How it behaves.
         runtime: Threads and the clock.
+
+    Attributes:
+        thread_pool: The threads that read frames and run tasks.
+        receiver: Hands frames to the parts that registered for them.
+        loopback: The channel to itself.
+        observer: Sees what this worker does while a profile is open, else None.
+        device_context: Set where this worker has CUDA devices.
+        counters: Numbers of all parts, for people; see ``get_debug_info``.
+        parts: What ``attach`` has stored, by type. Only for reading, on hot paths; others call ``part``.
+        context: The context variables of this worker's tasks. Run code in copies of it only.
+        on_close: Called when the worker is closed. The last one registered is first: layers end from the top.
     """
 
     def __init__(
@@ -95,22 +103,19 @@ class Worker:
         self.endpoint = endpoint
         self.options = options
         self.runtime = runtime or Runtime()
+        self.receiver = FrameReceiver(endpoint, self.runtime)
         self.thread_pool = ThreadPool(
-            self.runtime, endpoint, self._deliver, limit=options.threads, name=f"backhaul-{info.name}"
+            self.runtime, endpoint, self.receiver.deliver, limit=options.threads, name=f"backhaul-{info.name}"
         )
-        self.loopback: Channel = _Loopback(self)
+        self.receiver.submit_to(self.thread_pool.submit)
+        self.loopback: Channel = Loopback(self.thread_pool, self.receiver)
         self.closed = False
-        self.observer: Observer | None = None  # while a profile is open
-        self.device_context: DeviceContext | None = None  # where this worker has CUDA devices
-        self.counters: dict[str, Callable[[], int]] = {}  # of all parts, for people
-        self._parts: dict[type, Any] = {}
-        self._handlers: dict[int, FrameHandler] = {}
-        self._on_close: list[Callable[[], None]] = []
-        self._on_gone: list[Callable[[Channel], Task | None]] = []
-        self._on_lost: list[Callable[[Channel, str], None]] = []
-        self._luck = SpinPolicy()  # of those who attend
-        self._bells: list[ChannelWaiter] = []  # to be used again
-        self.context = contextvars.Context()  # in which this worker is current; only copies of it are run in
+        self.observer: Observer | None = None
+        self.device_context: DeviceContext | None = None
+        self.counters: dict[str, Callable[[], int]] = {}
+        self.parts: dict[type, Any] = {}
+        self.on_close: Listeners[[], None] = Listeners(newest_first=True)
+        self.context = contextvars.Context()
         self.context.run(_current.set, self)
         with _alive_lock:
             _alive.add(self)
@@ -129,139 +134,32 @@ class Worker:
     # Parts and frames.
 
     def attach(self, part: Any) -> None:
-        """Let a higher layer hang its state here, one object per type."""
-        self._parts[type(part)] = part
+        """Let a higher layer store an object here, one of each type."""
+        self.parts[type(part)] = part
 
     def part(self, kind: type[P]) -> P:
         """The attached object of that type."""
-        found: P = self._parts[kind]
+        found: P = self.parts[kind]
         return found
 
-    def on_frame(self, kind: int, handler: FrameHandler) -> None:
-        """Route frames of ``kind`` to ``handler``."""
-        self._handlers[kind] = handler
-
-    def guard_frames(self, guarded: Callable[[int, FrameHandler], FrameHandler]) -> None:
-        """Put something before the handlers of all kinds, by kind."""
-        self._handlers = {kind: guarded(kind, handler) for kind, handler in self._handlers.items()}
-
-    def on_gone(self, handler: Callable[[Channel], Task | None]) -> None:
-        """Call ``handler`` at once with each channel that is gone, before tasks which came through it and wait have
-        begun. It must not block; what it returns is run later.
-        """
-        self._on_gone.append(handler)
-
-    def on_lost(self, handler: Callable[[Channel, str], None]) -> None:
-        """Call ``handler`` with each channel that is gone, and why. On a crew thread; it may block."""
-        self._on_lost.append(handler)
-
-    def on_close(self, handler: Callable[[], None]) -> None:
-        """Call ``handler`` when the worker is closed. The last one registered is first: layers end from the top."""
-        self._on_close.append(handler)
+    def on_frame(self, kind: int, handler: FrameHandler, *, check: FrameCheck | None) -> None:
+        """Route frames of ``kind`` to ``handler``; ``check``: see ``FrameReceiver.register``."""
+        self.receiver.register(kind, handler, check=check)
 
     def start(self) -> None:
         """Begin to listen."""
         self.thread_pool.start()
-
-    def _deliver(self, event: Event) -> list[Task]:
-        if isinstance(event, Lost):
-            return self.accept(event)
-        try:
-            return self.accept(event)
-        finally:
-            event.channel.release()
-
-    def accept(self, event: Event) -> list[Task]:
-        """Act on an event while its channel is held; return what is left to run."""
-        if isinstance(event, Lost):
-            later = [handler(event.channel) for handler in self._on_gone]
-            return [functools.partial(self._lose, event), *(task for task in later if task is not None)]
-        channel, tasks = event.channel, []
-        for frame in event.frames:
-            try:  # as in ``route``: most frames come through here
-                task = self._handlers.get(frame.kind, _refuse)(channel, frame)
-            except Exception as error:
-                _give_up(channel, error)
-            else:
-                if task is not None:
-                    tasks.append(task)
-        return tasks
-
-    def take_in(self, event: Event) -> None:
-        """The same, for a thread that waits for something else; what is left is for the crew."""
-        try:
-            for task in self.accept(event):
-                self.thread_pool.submit(task)
-        except BaseException:  # an interrupt of the user's: all have to know of the loss
-            if isinstance(event, Lost):
-                self.see_to(event)
-            raise  # else its channel is mended by who holds it
-
-    def see_to(self, loss: Lost) -> None:
-        """Act on a loss, and return when all have heard of it; nothing happens to those who had."""
-        for task in self.accept(loss):
-            task()
-
-    def _lose(self, event: Lost) -> None:
-        for handler in self._on_lost:
-            handler(event.channel, event.reason)
-
-    def route(self, channel: Channel, frame: Frame) -> Task | None:
-        """Hand a frame to its part; close the channel if nobody wants it."""
-        try:
-            return self._handlers.get(frame.kind, _refuse)(channel, frame)
-        except Exception as error:
-            _give_up(channel, error)
-            return None
-
-    def attend(
-        self, channels: Collection[Channel], one_shot: OneShotEvent, timeout: float | None, inbox: Collection[Task]
-    ) -> bool:
-        """Read channels that the calling thread holds until the gate opens or something is in the inbox; False if the
-        time is over before. Lets go of the channels; who calls it mends them if this is interrupted.
-        """
-        held = list(channels)
-        deadline = None if timeout is None else self.runtime.now() + timeout
-        bell = self._bells.pop() if self._bells else self.endpoint.bell(self._luck)
-        in_time = True
-        try:
-            bell.expect()
-            one_shot.bell = bell.ring
-            while not one_shot.opened and not inbox:
-                left = None if deadline is None else deadline - self.runtime.now()
-                if left is not None and left <= 0:
-                    in_time = False
-                    break
-                for channel in bell.listen(held, left, look=self.endpoint.quiet):
-                    event = channel.take()
-                    if event is None:
-                        continue
-                    self.take_in(event)
-                    if isinstance(event, Lost):
-                        held.remove(channel)
-                        bell.know(held)
-            for channel in held:
-                channel.release()
-        except BaseException:  # an interrupt of the user's: the bell may be out of order
-            one_shot.bell = None
-            bell.close()
-            raise
-        one_shot.bell = None
-        self._bells.append(bell)
-        return in_time
 
     def run(self, function: Callable[..., P], *args: Any) -> P:
         """Call ``function`` with this worker current, in a fresh copy of its context variables."""
         return self.context.copy().run(function, *args)
 
     def blocking(self) -> contextlib.AbstractContextManager[None]:
-        """To be inside of while the calling thread waits for others; what it was going to send is sent before."""
-        self.endpoint.flush()
-        waiting, observer = self.thread_pool.blocking(), self.observer
-        return waiting if observer is None else observer.waiting(waiting)
+        """A context for code in which the calling thread waits; see ``ThreadPool.blocking``."""
+        return self.thread_pool.blocking(self.observer)
 
     def abandon(self) -> bool:
-        """Count as closed from now on, and free nothing. False if it was closed before."""
+        """Count as closed from now on, and free nothing. Return False if the worker was closed before."""
         global _closed_last, _default
         with _alive_lock:
             if self.closed:
@@ -279,17 +177,15 @@ class Worker:
 
     @interrupts.unwavering
     def close(self, timeout: float = 5.0) -> None:
-        """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
+        """Stop listening and free everything; idempotent. Wait for running handlers for at most ``timeout`` seconds."""
         if not self.abandon():
             return
-        for handler in reversed(self._on_close):
-            handler()
+        self.on_close.notify()
         stuck = self.thread_pool.close(timeout)
         if stuck:
-            log.warning("%s closed while handlers still ran on %s", self.name, ", ".join(stuck))
+            log.warning("worker '%s' closed while handlers still ran on %s", self.name, ", ".join(stuck))
         self.endpoint.close()
-        while self._bells:
-            self._bells.pop().close()
+        self.receiver.close()
 
     # Which worker is current.
 
@@ -307,43 +203,6 @@ class Worker:
         _entered.set(tuple(outer))
 
 
-def _refuse(channel: Channel, frame: Frame) -> Task | None:
-    raise ProtocolError(f"no part of this worker takes frames of kind {frame.kind}")
-
-
-def _give_up(channel: Channel, error: Exception) -> None:
-    if isinstance(error, ProtocolError):
-        log.warning("closing the channel to %s: %s", channel.peer, error)
-    else:  # ours to fix, but no reason to lose the frames that came with it
-        log.error("closing the channel to %s", channel.peer, exc_info=error)
-    channel.close()
-
-
-class _Loopback(Channel):
-    """A worker's channel to itself: values are copied as on any other."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.peer = "itself"
-        self._worker = weakref.ref(worker)
-        self._recycler = Recycler()
-
-    def send(self, frame: Frame, *, timeout: float | None = None) -> None:
-        worker = self._worker()
-        if worker is not None:
-            worker.thread_pool.submit(functools.partial(self._arrive, worker, frame.copied(self._recycler)))
-
-    def _arrive(self, worker: Worker, frame: Frame) -> None:
-        task = worker.route(self, frame)
-        if task is not None:
-            task()
-
-    def release(self) -> None:
-        """Nothing is ever held."""
-
-    def close(self) -> None:
-        """Never closes."""
-
-
 @graph_break
 def current_worker() -> Worker:
     """The worker that module-level functions act on.
@@ -357,18 +216,18 @@ def current_worker() -> Worker:
     if interrupts.deferred is not None:
         interrupts.check_at_entry()
     worker = _current.get()
-    if worker is None and carried is not None:
-        worker = carried()
+    if worker is None and find_outside_context is not None:
+        worker = find_outside_context()
     if worker is not None:
         if worker.closed:
             raise NotInitializedError(f"worker '{worker.name}' was shut down", worker=worker.name)
         return worker
     if getsignal(SIGINT) is default_int_handler:
-        interrupts.defer()  # a thread of the crew has a current worker, so this is a program's
-    return _only or _look_around()
+        interrupts.defer()  # threads of the pool have a current worker, so this thread is the program's
+    return _only or _find_alive()
 
 
-def _look_around() -> Worker:
+def _find_alive() -> Worker:
     with _alive_lock:
         alive = list(_alive)
         closed = _closed_last
@@ -391,7 +250,7 @@ def _look_around() -> Worker:
 
 
 def _forget_all() -> None:
-    """In a forked child the workers are the parent's, see ``runtime`` [Note: forks]."""
+    """In a forked child the workers belong to the parent, see ``runtime`` [Note: forks]."""
     global _alive_lock, _default
     _alive_lock = threading.Lock()
     _default = None
@@ -401,7 +260,7 @@ def _forget_all() -> None:
     _alive.clear()
     _find_only()
     _current.set(None)
-    serving.set(False)
+    in_handler.set(False)
 
 
 os.register_at_fork(after_in_child=_forget_all)
@@ -414,24 +273,24 @@ def running_workers() -> list[Worker]:
 
 
 def observer_here() -> Observer | None:
-    """Who looks on at what the current worker does, if anybody."""
+    """The observer of the current worker, if a profile is open there."""
     worker = _current.get() or _only
     return None if worker is None else worker.observer
 
 
 def name_here() -> str:
-    """That of the current worker; empty where there is none."""
+    """The name of the current worker; empty if there is none."""
     worker = _current.get() or _only
     return "" if worker is None else worker.name
 
 
 def runtime_here() -> Runtime:
-    """That of the current worker; where there is none, the real thing."""
+    """The runtime of the current worker; if there is none, the real one (not the simulation's)."""
     worker = _current.get() or _only
     return _REAL if worker is None else worker.runtime
 
 
 def blocking() -> contextlib.AbstractContextManager[None]:
-    """To be inside of while this thread waits: the current worker, if any, is told."""
+    """A context for code in which this thread waits: the current worker, if there is one, is told."""
     worker = _current.get() or _only
     return contextlib.nullcontext() if worker is None or worker.closed else worker.blocking()

@@ -126,7 +126,7 @@ def _value(put: Entered[T] | None) -> T | None:
 
 def install() -> None:
     """Carry what is current into scripts and look there too. This stays: what was scripted has to go on working."""
-    if workers.carried is None:
+    if workers.find_outside_context is None:
         torch_compiler.wrap_calls(call)
-        workers.carried = _worker
+        workers.find_outside_context = _worker
         recording.carried = _scope

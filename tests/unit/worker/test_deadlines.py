@@ -1,4 +1,4 @@
-"""Limits by a clock of the test's own: no time passes here."""
+"""Scopes with a clock of the test's own: no time passes here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Handler(CancelScope):
         self.until = until
 
 
-def test_the_sooner_of_two_limits_holds_and_is_blamed() -> None:
+def test_the_sooner_of_two_deadlines_holds_and_is_blamed() -> None:
     clock = Clock()
     outer = Handler(clock, 110.0)
     shorter, longer = Block("block", 3, clock, outer), Block("block", 30, clock, outer)
@@ -52,15 +52,15 @@ def test_cancelling_reaches_what_lies_inside() -> None:
     assert woken[-1] == "late"
 
 
-def within(limit: CancelScope, function: object) -> object:
+def within(scope: CancelScope, function: object) -> object:
     def run() -> object:
-        deadlines.current.set(limit)
+        deadlines.current.set(scope)
         return function()  # type: ignore[operator]
 
     return contextvars.Context().run(run)
 
 
-def test_waits_end_with_their_limit() -> None:
+def test_waits_end_with_their_deadline() -> None:
     clock = Clock()
     late, unwanted = Handler(clock, clock.time), Handler(clock)
     with pytest.raises(bh.CallTimeoutError) as caught:
@@ -77,7 +77,7 @@ def test_waits_end_with_their_limit() -> None:
     assert not within(Handler(clock), lambda: deadlines.wait(OneShotEvent(), 0, "nothing came"))
 
 
-def test_a_block_without_a_limit_is_free_of_those_around() -> None:
+def test_a_block_without_a_deadline_ignores_those_around() -> None:
     outer = Handler(Clock(), 0.0)
     outer.cancel()
 

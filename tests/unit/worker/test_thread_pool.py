@@ -1,7 +1,7 @@
-"""The crew runs no more than it may, always listens, and ends when told, whatever its tasks do.
+"""The pool runs no more than it may, always listens, and ends when told, whatever its tasks do.
 
 Time stands still unless a test moves it, so nothing here depends on how fast the machine is: ``Stage.settle`` waits
-until every thread of the crew either polls or is held by the test.
+until every thread of the pool either polls or is held by the test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backhaul._transport.inproc import InprocEndpoint
 from backhaul._wire.frames import Frame
 from backhaul._worker.thread_pool import Task, ThreadPool
 
-ETERNITY = 1e6  # longer than any patience of the crew
+ETERNITY = 1e6  # longer than any time for which the pool polls
 FAILSAFE = 30.0  # seconds after which a test that waits gives up
 
 
@@ -121,9 +121,9 @@ class StagedEndpoint(Endpoint):
 class Job:
     """A task that holds its thread until the test lets it go on; if it ``blocks``, three times: before, in, after."""
 
-    def __init__(self, show: Show, *, blocks: bool = False) -> None:
-        self.show = show
-        self.stage = show.stage
+    def __init__(self, staged: StagedPool, *, blocks: bool = False) -> None:
+        self.staged = staged
+        self.stage = staged.stage
         self.blocks = blocks
         self.started = self.blocking = self.done = False
         self.inside: list[bool] = []
@@ -133,7 +133,7 @@ class Job:
         self._mark(started=True)
         self._hold()
         if self.blocks:
-            with self.show.thread_pool.blocking():
+            with self.staged.thread_pool.blocking():
                 self._mark(blocking=True)
                 self._hold()
             self._mark(blocking=False)
@@ -141,7 +141,7 @@ class Job:
         self._mark(done=True)
 
     def _mark(self, **flags: bool) -> None:
-        self.inside.append(self.show.thread_pool.inside)
+        self.inside.append(self.staged.thread_pool.inside)
         with self.stage.changed:
             vars(self).update(flags)
             self.stage.changed.notify_all()
@@ -166,14 +166,14 @@ class Job:
             self.stage.changed.notify_all()
 
 
-class Show:
-    """A crew on a stage."""
+class StagedPool:
+    """A pool with a staged runtime and endpoint."""
 
     def __init__(self, limit: int) -> None:
         self.stage = Stage()
         self.endpoint = StagedEndpoint(self.stage)
         self.delivered: list[Any] = []
-        self.thread_pool = ThreadPool(self.stage, self.endpoint, self.deliver, limit=limit, name="crew")
+        self.thread_pool = ThreadPool(self.stage, self.endpoint, self.deliver, limit=limit, name="pool")
         self.wait_for = self.stage.wait_for
         self.thread_pool.start()
         self.settle()
@@ -218,112 +218,112 @@ class Show:
 
 
 @pytest.fixture
-def stage_for() -> Iterator[Callable[[int], Show]]:
-    """Makes shows, each with a crew of the limit given; ends them."""
-    shows: list[Show] = []
+def pool_for() -> Iterator[Callable[[int], StagedPool]]:
+    """Makes pools, each with a pool of the limit given; ends them."""
+    made: list[StagedPool] = []
 
-    def make(limit: int) -> Show:
-        shows.append(Show(limit))
-        return shows[-1]
+    def make(limit: int) -> StagedPool:
+        made.append(StagedPool(limit))
+        return made[-1]
 
     yield make
-    for show in shows:
-        show.end()
+    for staged in made:
+        staged.end()
 
 
-def finish(show: Show, *jobs: Job) -> None:
+def finish(staged: StagedPool, *jobs: Job) -> None:
     for job in jobs:
         while not job.done:
             job.go_on()
-            show.settle()
+            staged.settle()
 
 
 class TestLimit:
-    def test_tasks_run(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        job = Job(show)
-        show.submit(job)
+    def test_tasks_run(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        job = Job(staged)
+        staged.submit(job)
         assert job.started
-        finish(show, job)
+        finish(staged, job)
         assert job.done
 
     @pytest.mark.parametrize("limit", [1, 2, 5])
-    def test_no_more_run_at_once_than_allowed(self, stage_for: Callable[[int], Show], limit: int) -> None:
-        show = stage_for(limit)
-        jobs = [Job(show) for _ in range(limit + 3)]
-        show.submit(*jobs)
-        show.fill()
+    def test_no_more_run_at_once_than_allowed(self, pool_for: Callable[[int], StagedPool], limit: int) -> None:
+        staged = pool_for(limit)
+        jobs = [Job(staged) for _ in range(limit + 3)]
+        staged.submit(*jobs)
+        staged.fill()
         assert [job.started for job in jobs] == [True] * limit + [False] * 3
 
-    def test_a_place_that_is_free_is_taken_by_the_next_in_line(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(2)
-        jobs = [Job(show) for _ in range(5)]
-        show.submit(*jobs)
-        show.fill()
+    def test_a_place_that_is_free_is_taken_by_the_next_in_line(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(2)
+        jobs = [Job(staged) for _ in range(5)]
+        staged.submit(*jobs)
+        staged.fill()
         for index in range(3):
-            finish(show, jobs[index])
-            show.fill()
+            finish(staged, jobs[index])
+            staged.fill()
             assert [job.started for job in jobs] == [True] * (index + 3) + [False] * (2 - index)
-        finish(show, *jobs[3:])
+        finish(staged, *jobs[3:])
         assert all(job.done for job in jobs)
 
-    def test_tasks_of_events_count_too(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(2)
-        jobs = [Job(show) for _ in range(4)]
-        show.endpoint.emit(jobs[:3])
-        show.settle()
-        show.submit(jobs[3])
-        show.fill()
+    def test_tasks_of_events_count_too(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(2)
+        jobs = [Job(staged) for _ in range(4)]
+        staged.endpoint.emit(jobs[:3])
+        staged.settle()
+        staged.submit(jobs[3])
+        staged.fill()
         assert [job.started for job in jobs] == [True, True, False, False]
-        finish(show, jobs[1])
-        show.fill()
+        finish(staged, jobs[1])
+        staged.fill()
         assert [job.started for job in jobs] == [True, True, True, False]
-        finish(show, *jobs)
+        finish(staged, *jobs)
 
     def test_a_task_that_fails_frees_its_place(
-        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+        self, pool_for: Callable[[int], StagedPool], caplog: pytest.LogCaptureFixture
     ) -> None:
-        show = stage_for(1)
+        staged = pool_for(1)
 
         def fail() -> None:
             raise SystemExit("a task must not end its thread")
 
         with caplog.at_level(logging.CRITICAL, "backhaul"):
-            show.submit(fail, fail, fail)
-        job = Job(show)
-        show.submit(job)
+            staged.submit(fail, fail, fail)
+        job = Job(staged)
+        staged.submit(job)
         assert job.started
-        finish(show, job)
+        finish(staged, job)
 
     def test_a_task_is_run_whatever_fails_before_it(
-        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+        self, pool_for: Callable[[int], StagedPool], caplog: pytest.LogCaptureFixture
     ) -> None:
-        show = stage_for(1)
+        staged = pool_for(1)
 
         def fail() -> None:
             raise OSError("no stream")
 
-        show.thread_pool.prepare = fail
-        job = Job(show)
+        staged.thread_pool.prepare = fail
+        job = Job(staged)
         with caplog.at_level(logging.CRITICAL, "backhaul"):
-            show.submit(job)
-            finish(show, job)
+            staged.submit(job)
+            finish(staged, job)
         assert job.done
 
 
 class TestCompany:
-    def test_short_tasks_have_one_thread(self, stage_for: Callable[[int], Show]) -> None:
+    def test_short_tasks_have_one_thread(self, pool_for: Callable[[int], StagedPool]) -> None:
         """As long as they end, nobody joins."""
-        show = stage_for(8)
-        jobs = [Job(show) for _ in range(6)]
-        show.submit(*jobs)
+        staged = pool_for(8)
+        jobs = [Job(staged) for _ in range(6)]
+        staged.submit(*jobs)
         for index, job in enumerate(jobs):
             assert [other.started for other in jobs] == [True] * (index + 1) + [False] * (5 - index)
-            show.advance(0.0005)
-            finish(show, job)
+            staged.advance(0.0005)
+            finish(staged, job)
 
-    def test_long_tasks_have_many(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(8)
+    def test_long_tasks_have_many(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(8)
 
         def work() -> None:
             start = time.thread_time()
@@ -331,382 +331,384 @@ class TestCompany:
                 pass
 
         for _ in range(12):
-            show.submit(work)
-        jobs = [Job(show) for _ in range(8)]
-        show.submit(*jobs)
+            staged.submit(work)
+        jobs = [Job(staged) for _ in range(8)]
+        staged.submit(*jobs)
         assert all(job.started for job in jobs)
-        finish(show, *jobs)
+        finish(staged, *jobs)
 
 
 class TestBlocking:
-    def test_frees_a_place_and_takes_one_again(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        blocker, second, third = Job(show, blocks=True), Job(show), Job(show)
-        show.submit(blocker, second, third)
+    def test_frees_a_place_and_takes_one_again(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        blocker, second, third = Job(staged, blocks=True), Job(staged), Job(staged)
+        staged.submit(blocker, second, third)
         assert not second.started
         blocker.go_on()
-        show.settle()
+        staged.settle()
         assert blocker.blocking
         assert second.started
         assert not third.started
         blocker.go_on()  # blocks no more: it runs beside the second, and the third must wait for both
-        show.settle()
-        finish(show, second)
+        staged.settle()
+        finish(staged, second)
         assert not third.started
-        finish(show, blocker)
+        finish(staged, blocker)
         assert third.started
-        finish(show, third)
+        finish(staged, third)
 
-    def test_any_number_may_block(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        jobs = [Job(show, blocks=True) for _ in range(10)]
-        show.submit(*jobs)
+    def test_any_number_may_block(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        jobs = [Job(staged, blocks=True) for _ in range(10)]
+        staged.submit(*jobs)
         for job in jobs:
             assert job.started
             job.go_on()
-            show.settle()
+            staged.settle()
         assert all(job.blocking for job in jobs)
-        assert show.stage.listening >= 1
-        finish(show, *jobs)
+        assert staged.stage.listening >= 1
+        finish(staged, *jobs)
         assert all(job.done for job in jobs)
 
-    def test_twice_is_once(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        job = Job(show, blocks=True)
-        others = [Job(show) for _ in range(2)]
+    def test_twice_is_once(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        job = Job(staged, blocks=True)
+        others = [Job(staged) for _ in range(2)]
 
         def nested() -> None:
-            with show.thread_pool.blocking():
+            with staged.thread_pool.blocking():
                 job()
 
-        show.submit(nested, *others)
+        staged.submit(nested, *others)
         assert job.started
         assert [other.started for other in others] == [True, False]
         job.go_on()
-        show.settle()
+        staged.settle()
         assert [other.started for other in others] == [True, False]
         job.go_on()
-        show.settle()
-        finish(show, job)
+        staged.settle()
+        finish(staged, job)
         assert [other.started for other in others] == [True, False]
-        finish(show, *others)
+        finish(staged, *others)
 
-    def test_is_left_by_an_exception_too(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
+    def test_is_left_by_an_exception_too(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
 
         def fail_while_blocking() -> None:
-            with contextlib.suppress(ValueError), show.thread_pool.blocking():
+            with contextlib.suppress(ValueError), staged.thread_pool.blocking():
                 raise ValueError
 
-        jobs = [Job(show), Job(show)]
-        show.submit(fail_while_blocking)
-        show.submit(*jobs)
+        jobs = [Job(staged), Job(staged)]
+        staged.submit(fail_while_blocking)
+        staged.submit(*jobs)
         assert [job.started for job in jobs] == [True, False]
-        finish(show, *jobs)
+        finish(staged, *jobs)
 
-    def test_means_nothing_to_other_threads(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        jobs = [Job(show), Job(show)]
-        with show.thread_pool.blocking():
-            assert not show.thread_pool.inside
-            show.submit(*jobs)
+    def test_means_nothing_to_other_threads(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        jobs = [Job(staged), Job(staged)]
+        with staged.thread_pool.blocking():
+            assert not staged.thread_pool.inside
+            staged.submit(*jobs)
             assert [job.started for job in jobs] == [True, False]
-        finish(show, *jobs)
+        finish(staged, *jobs)
 
-    def test_inside_is_known_to_the_task(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        job = Job(show, blocks=True)
-        show.submit(job)
-        finish(show, job)
+    def test_inside_is_known_to_the_task(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        job = Job(staged, blocks=True)
+        staged.submit(job)
+        finish(staged, job)
         assert job.inside == [True, False, True, True]
-        assert not show.thread_pool.inside
+        assert not staged.thread_pool.inside
 
 
 class TestOverdue:
-    def test_a_task_that_has_waited_long_runs_beyond_the_limit(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        first, second = Job(show), Job(show)
-        show.submit(first, second)
+    def test_a_task_that_has_waited_long_runs_beyond_the_limit(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        first, second = Job(staged), Job(staged)
+        staged.submit(first, second)
         assert not second.started
-        show.advance(1)
+        staged.advance(1)
         assert second.started
-        finish(show, first, second)
+        finish(staged, first, second)
 
-    def test_not_while_others_end(self, stage_for: Callable[[int], Show]) -> None:
+    def test_not_while_others_end(self, pool_for: Callable[[int], StagedPool]) -> None:
         """A task may wait for long because there are many: that is no reason to run them all at once."""
-        show = stage_for(2)
-        jobs = [Job(show) for _ in range(9)]
-        show.submit(*jobs)
-        show.fill()
+        staged = pool_for(2)
+        jobs = [Job(staged) for _ in range(9)]
+        staged.submit(*jobs)
+        staged.fill()
         for job in jobs[:6]:
-            show.advance(0.03)
+            staged.advance(0.03)
             assert sum(job.started and not job.done for job in jobs) == 2
-            finish(show, job)
-        show.fill()
-        finish(show, *jobs)
+            finish(staged, job)
+        staged.fill()
+        finish(staged, *jobs)
 
-    def test_all_that_are_overdue_run(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        jobs = [Job(show) for _ in range(10)]
-        show.submit(*jobs)
+    def test_all_that_are_overdue_run(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        jobs = [Job(staged) for _ in range(10)]
+        staged.submit(*jobs)
         assert sum(job.started for job in jobs) == 1
-        show.advance(1)
+        staged.advance(1)
         assert all(job.started for job in jobs)
-        assert show.stage.listening >= 1
-        finish(show, *jobs)
+        assert staged.stage.listening >= 1
+        finish(staged, *jobs)
 
 
 class TestListening:
     @pytest.mark.parametrize("limit", [1, 3])
-    def test_one_thread_polls_however_many_run(self, stage_for: Callable[[int], Show], limit: int) -> None:
-        show = stage_for(limit)
-        jobs = [Job(show, blocks=True) for _ in range(8)]
+    def test_one_thread_polls_however_many_run(self, pool_for: Callable[[int], StagedPool], limit: int) -> None:
+        staged = pool_for(limit)
+        jobs = [Job(staged, blocks=True) for _ in range(8)]
         for job in jobs:
-            show.submit(job)
-            assert show.stage.listening >= 1
+            staged.submit(job)
+            assert staged.stage.listening >= 1
         for job in jobs:
             job.go_on()
-            show.settle()
-            assert show.stage.listening >= 1
-        seen = len(show.delivered)
-        show.endpoint.emit([])
-        show.wait_for(lambda: len(show.delivered) == seen + 1)
-        finish(show, *jobs)
-        assert show.stage.listening >= 1
+            staged.settle()
+            assert staged.stage.listening >= 1
+        seen = len(staged.delivered)
+        staged.endpoint.emit([])
+        staged.wait_for(lambda: len(staged.delivered) == seen + 1)
+        finish(staged, *jobs)
+        assert staged.stage.listening >= 1
 
-    def test_events_are_delivered_once_and_in_order(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
+    def test_events_are_delivered_once_and_in_order(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
         ran: list[int] = []
         for number in range(50):
-            show.endpoint.emit([lambda number=number: ran.append(number)])
-        show.wait_for(lambda: not show.endpoint.events)
-        show.settle()
-        assert len(show.delivered) == 50
+            staged.endpoint.emit([lambda number=number: ran.append(number)])
+        staged.wait_for(lambda: not staged.endpoint.events)
+        staged.settle()
+        assert len(staged.delivered) == 50
         assert sorted(ran) == list(range(50))
 
-    def test_the_tasks_of_one_event_run_side_by_side(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(4)
-        early = [Job(show) for _ in range(4)]
-        show.submit(*early)
-        show.fill()
-        finish(show, *early)
-        assert show.stage.listening > 1  # so that there are threads to be woken, and none has to be added
-        jobs = [Job(show) for _ in range(4)]
-        show.endpoint.emit(jobs)
-        show.settle()
-        show.fill()
+    def test_the_tasks_of_one_event_run_side_by_side(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(4)
+        early = [Job(staged) for _ in range(4)]
+        staged.submit(*early)
+        staged.fill()
+        finish(staged, *early)
+        assert staged.stage.listening > 1  # so that there are threads to be woken, and none has to be added
+        jobs = [Job(staged) for _ in range(4)]
+        staged.endpoint.emit(jobs)
+        staged.settle()
+        staged.fill()
         assert all(job.started for job in jobs)
-        finish(show, *jobs)
+        finish(staged, *jobs)
 
     def test_a_delivery_that_fails_is_not_the_end(
-        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+        self, pool_for: Callable[[int], StagedPool], caplog: pytest.LogCaptureFixture
     ) -> None:
-        show = stage_for(1)
+        staged = pool_for(1)
         with caplog.at_level(logging.CRITICAL, "backhaul"):
-            show.endpoint.emit(ValueError("bad event"))
-            show.settle()
-        job = Job(show)
-        show.submit(job)
+            staged.endpoint.emit(ValueError("bad event"))
+            staged.settle()
+        job = Job(staged)
+        staged.submit(job)
         assert job.started
-        finish(show, job)
+        finish(staged, job)
 
-    def test_idle_threads_end_but_not_all(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(20)
-        jobs = [Job(show) for _ in range(10)]
-        show.submit(*jobs)
-        show.fill()
-        busy = show.stage.alive
+    def test_idle_threads_end_but_not_all(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(20)
+        jobs = [Job(staged) for _ in range(10)]
+        staged.submit(*jobs)
+        staged.fill()
+        busy = staged.stage.alive
         assert busy > 10
-        finish(show, *jobs)
+        finish(staged, *jobs)
         for _ in range(busy):
-            show.advance(100)
-        assert 1 <= show.stage.alive < 5
-        assert show.stage.listening == show.stage.alive
-        job = Job(show)
-        show.submit(job)
+            staged.advance(100)
+        assert 1 <= staged.stage.alive < 5
+        assert staged.stage.listening == staged.stage.alive
+        job = Job(staged)
+        staged.submit(job)
         assert job.started
-        finish(show, job)
+        finish(staged, job)
 
     def test_goes_on_with_the_threads_it_has(
-        self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture
+        self, pool_for: Callable[[int], StagedPool], caplog: pytest.LogCaptureFixture
     ) -> None:
-        show = stage_for(5)
-        show.stage.refuse_threads = True
-        first, second = Job(show), Job(show)
+        staged = pool_for(5)
+        staged.stage.refuse_threads = True
+        first, second = Job(staged), Job(staged)
         with caplog.at_level(logging.CRITICAL, "backhaul"):
-            show.thread_pool.submit(first)
-            show.thread_pool.submit(second)
-            show.wait_for(lambda: first.started)
+            staged.thread_pool.submit(first)
+            staged.thread_pool.submit(second)
+            staged.wait_for(lambda: first.started)
         first.go_on()
-        show.wait_for(lambda: second.started)
-        show.stage.refuse_threads = False
+        staged.wait_for(lambda: second.started)
+        staged.stage.refuse_threads = False
         second.go_on()
-        show.wait_for(lambda: second.done)
-        show.settle()
-        last = Job(show)
-        show.submit(last)
+        staged.wait_for(lambda: second.done)
+        staged.settle()
+        last = Job(staged)
+        staged.submit(last)
         assert last.started
-        assert show.stage.listening >= 1
-        finish(show, last)
+        assert staged.stage.listening >= 1
+        finish(staged, last)
 
 
 class TestAlarms:
-    def test_ring_when_their_time_has_come(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
+    def test_ring_when_their_time_has_come(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
         rung: list[str] = []
-        start = show.stage.now()
-        show.thread_pool.call_at(start + 20, lambda: rung.append("second"))
-        show.thread_pool.call_at(start + 10, lambda: rung.append("first"))
-        show.thread_pool.call_at(start + 30, lambda: rung.append("third"))
-        show.settle()
+        start = staged.stage.now()
+        staged.thread_pool.call_at(start + 20, lambda: rung.append("second"))
+        staged.thread_pool.call_at(start + 10, lambda: rung.append("first"))
+        staged.thread_pool.call_at(start + 30, lambda: rung.append("third"))
+        staged.settle()
         assert rung == []
-        show.advance(9.5)
+        staged.advance(9.5)
         assert rung == []
-        show.advance(1)
+        staged.advance(1)
         assert rung == ["first"]
-        show.advance(100)
+        staged.advance(100)
         assert len(rung) == 3
         assert rung == ["first", "second", "third"]
 
-    def test_of_the_past_ring_at_once(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
+    def test_of_the_past_ring_at_once(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
         rung: list[str] = []
-        for when in (0.0, float("-inf"), show.stage.now()):
-            show.thread_pool.call_at(when, lambda when=when: rung.append(when))
-        show.wait_for(lambda: len(rung) == 3)
+        for when in (0.0, float("-inf"), staged.stage.now()):
+            staged.thread_pool.call_at(when, lambda when=when: rung.append(when))
+        staged.wait_for(lambda: len(rung) == 3)
 
-    def test_of_the_same_moment_ring_in_turn(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
+    def test_of_the_same_moment_ring_in_turn(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
         rung: list[int] = []
-        when = show.stage.now() + 1
+        when = staged.stage.now() + 1
         for number in range(20):
-            show.thread_pool.call_at(when, lambda number=number: rung.append(number))
-        show.advance(2)
-        show.wait_for(lambda: len(rung) == 20)
+            staged.thread_pool.call_at(when, lambda number=number: rung.append(number))
+        staged.advance(2)
+        staged.wait_for(lambda: len(rung) == 20)
         assert rung == list(range(20))
 
-    def test_ring_while_all_places_are_taken(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        job = Job(show)
-        show.submit(job)
+    def test_ring_while_all_places_are_taken(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        job = Job(staged)
+        staged.submit(job)
         rung: list[int] = []
-        show.thread_pool.call_at(show.stage.now() + 1, lambda: rung.append(1))
-        show.advance(2)
-        show.wait_for(lambda: rung == [1])
-        show.settle()
+        staged.thread_pool.call_at(staged.stage.now() + 1, lambda: rung.append(1))
+        staged.advance(2)
+        staged.wait_for(lambda: rung == [1])
+        staged.settle()
         assert not job.done
-        finish(show, job)
+        finish(staged, job)
 
-    def test_ring_in_time_whoever_gets_busy(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(8)
-        warm_up = [Job(show) for _ in range(3)]
-        show.submit(*warm_up)
-        finish(show, *warm_up)
+    def test_ring_in_time_whoever_gets_busy(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(8)
+        warm_up = [Job(staged) for _ in range(3)]
+        staged.submit(*warm_up)
+        finish(staged, *warm_up)
         rung: list[int] = []
-        when = show.stage.now() + 1
-        show.thread_pool.call_at(when, lambda: rung.append(1))
+        when = staged.stage.now() + 1
+        staged.thread_pool.call_at(when, lambda: rung.append(1))
         jobs = []
         for _ in range(6):
-            show.settle()
-            with show.stage.changed:
-                assert min(show.stage.deadlines.values()) <= when, "nobody would wake up for the alarm"
-            jobs.append(Job(show))
-            show.submit(jobs[-1])
-        show.advance(1)
-        show.wait_for(lambda: rung == [1])
-        finish(show, *jobs)
+            staged.settle()
+            with staged.stage.changed:
+                assert min(staged.stage.deadlines.values()) <= when, "nobody would wake up for the alarm"
+            jobs.append(Job(staged))
+            staged.submit(jobs[-1])
+        staged.advance(1)
+        staged.wait_for(lambda: rung == [1])
+        finish(staged, *jobs)
 
-    def test_ahead_wake_nobody_for_each_task(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(8)
-        warm_up = [Job(show) for _ in range(3)]
-        show.submit(*warm_up)
-        finish(show, *warm_up)
-        show.thread_pool.call_at(show.stage.now() + 1, lambda: None)
-        show.settle()
+    def test_ahead_wake_nobody_for_each_task(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(8)
+        warm_up = [Job(staged) for _ in range(3)]
+        staged.submit(*warm_up)
+        finish(staged, *warm_up)
+        staged.thread_pool.call_at(staged.stage.now() + 1, lambda: None)
+        staged.settle()
         woken = []
         for _ in range(4):
-            job = Job(show)
-            show.endpoint.emit([job])
-            show.wait_for(lambda job=job: job.started)  # type: ignore[misc]
-            show.settle()
-            finish(show, job)
-            woken.append(show.endpoint.woken)
+            job = Job(staged)
+            staged.endpoint.emit([job])
+            staged.wait_for(lambda job=job: job.started)  # type: ignore[misc]
+            staged.settle()
+            finish(staged, job)
+            woken.append(staged.endpoint.woken)
         assert len(set(woken)) == 1, "after the first, two threads know of the alarm"
 
-    def test_that_fail_do_no_harm(self, stage_for: Callable[[int], Show], caplog: pytest.LogCaptureFixture) -> None:
-        show = stage_for(1)
+    def test_that_fail_do_no_harm(
+        self, pool_for: Callable[[int], StagedPool], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        staged = pool_for(1)
         rung: list[int] = []
 
         def fail() -> None:
             raise ValueError("an alarm")
 
         with caplog.at_level(logging.CRITICAL, "backhaul"):
-            show.thread_pool.call_at(0, fail)
-            show.thread_pool.call_at(0, lambda: rung.append(1))
-            show.wait_for(lambda: rung == [1])
+            staged.thread_pool.call_at(0, fail)
+            staged.thread_pool.call_at(0, lambda: rung.append(1))
+            staged.wait_for(lambda: rung == [1])
 
-    def test_may_submit_and_set_more(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        job = Job(show)
-        show.thread_pool.call_at(0, lambda: show.thread_pool.call_at(0, lambda: show.thread_pool.submit(job)))
-        show.wait_for(lambda: job.started)
-        show.settle()
-        finish(show, job)
+    def test_may_submit_and_set_more(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        job = Job(staged)
+        staged.thread_pool.call_at(0, lambda: staged.thread_pool.call_at(0, lambda: staged.thread_pool.submit(job)))
+        staged.wait_for(lambda: job.started)
+        staged.settle()
+        finish(staged, job)
 
 
 class TestClose:
-    def test_ends_all_threads(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(4)
-        jobs = [Job(show) for _ in range(6)]
-        show.submit(*jobs)
-        finish(show, *jobs)
-        assert show.thread_pool.close(ETERNITY) == []
-        show.wait_for(lambda: show.stage.alive == 0)
+    def test_ends_all_threads(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(4)
+        jobs = [Job(staged) for _ in range(6)]
+        staged.submit(*jobs)
+        finish(staged, *jobs)
+        assert staged.thread_pool.close(ETERNITY) == []
+        staged.wait_for(lambda: staged.stage.alive == 0)
 
-    def test_lets_running_tasks_end_but_starts_no_more(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        running, waiting = Job(show), Job(show)
+    def test_lets_running_tasks_end_but_starts_no_more(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        running, waiting = Job(staged), Job(staged)
         rung: list[int] = []
-        show.submit(running, waiting)
-        show.thread_pool.call_at(show.stage.now() + 1, lambda: rung.append(1))
+        staged.submit(running, waiting)
+        staged.thread_pool.call_at(staged.stage.now() + 1, lambda: rung.append(1))
         left: list[list[str]] = []
-        closer = threading.Thread(target=lambda: left.append(show.thread_pool.close(ETERNITY)))
+        closer = threading.Thread(target=lambda: left.append(staged.thread_pool.close(ETERNITY)))
         closer.start()
         try:
-            show.wait_for(lambda: show.stage.alive == 1)  # all but the one that runs have ended
-            show.stage.advance(10)
+            staged.wait_for(lambda: staged.stage.alive == 1)  # all but the one that runs have ended
+            staged.stage.advance(10)
             running.go_on()
         finally:
-            show.end()
+            staged.end()
             closer.join()
         assert left == [[]]
         assert running.done
         assert not waiting.started
         assert rung == []
 
-    def test_names_the_threads_that_did_not_end(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(2)
+    def test_names_the_threads_that_did_not_end(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(2)
         names: list[str] = []
-        stuck = Job(show)
-        show.submit(lambda: (names.append(threading.current_thread().name), stuck()))
-        assert names[0] in show.thread_pool.close(0)
-        show.end()
+        stuck = Job(staged)
+        staged.submit(lambda: (names.append(threading.current_thread().name), stuck()))
+        assert names[0] in staged.thread_pool.close(0)
+        staged.end()
         assert stuck.done
 
-    def test_may_be_called_by_a_task(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(3)
+    def test_may_be_called_by_a_task(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(3)
         results: list[list[str]] = []
-        show.thread_pool.submit(lambda: results.append(show.thread_pool.close(ETERNITY)))
-        show.wait_for(lambda: show.stage.alive == 0)
+        staged.thread_pool.submit(lambda: results.append(staged.thread_pool.close(ETERNITY)))
+        staged.wait_for(lambda: staged.stage.alive == 0)
         assert results == [[]]
 
-    def test_may_be_called_again_and_before_anything_ran(self, stage_for: Callable[[int], Show]) -> None:
-        show = stage_for(1)
-        assert show.thread_pool.close(ETERNITY) == []
-        assert show.thread_pool.close(0) == []
-        job = Job(show)
-        show.thread_pool.submit(job)
-        show.thread_pool.call_at(0, job)
+    def test_may_be_called_again_and_before_anything_ran(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        assert staged.thread_pool.close(ETERNITY) == []
+        assert staged.thread_pool.close(0) == []
+        job = Job(staged)
+        staged.thread_pool.submit(job)
+        staged.thread_pool.call_at(0, job)
         assert not job.started
 
 
@@ -732,18 +734,18 @@ def test_over_a_real_transport() -> None:
             finished.set()
         return ()
 
-    crews = [
+    pools = [
         ThreadPool(Runtime(), far, serve, limit=1, name="far"),
         ThreadPool(Runtime(), near, collect, limit=1, name="near"),
     ]
-    for thread_pool in crews:
+    for thread_pool in pools:
         thread_pool.start()
     channel = near.connect(far.addresses[0], timeout=5)
     for number in range(100):
         channel.send(Frame(3, number, b"%d," % number))
     assert finished.wait(FAILSAFE)
     assert sorted(answers) == sorted(b"%d,%d," % (number, number) for number in range(100))
-    for thread_pool in crews:
+    for thread_pool in pools:
         assert thread_pool.close(FAILSAFE) == []
     for endpoint in (near, far):
         endpoint.close()

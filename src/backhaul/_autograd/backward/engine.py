@@ -36,7 +36,7 @@ from backhaul._autograd.messages import (
 )
 from backhaul._autograd.plan.planner import Planner, orders_for
 from backhaul._autograd.torch_engine import anomaly
-from backhaul._autograd.untrusted import recorder_for
+from backhaul._autograd.untrusted import check_abort, check_gradients, check_release, check_report, recorder_for
 from backhaul._devices.cuda import process
 from backhaul._devices.links import DeviceLink
 from backhaul._rpc.calls.pending import fault_frame
@@ -88,11 +88,11 @@ class Engine:
         self.drives: dict[tuple[int, int], PassDriver] = {}
         self._outbox = GradientOutbox(node.worker, node.client.peers, self.container)
         recorder = recorder_for(node, self.container)
-        node.client.interceptors.append(recorder)
-        node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradients)
-        node.worker.on_frame(AutogradKind.REPORT, self._on_report)
-        node.worker.on_frame(AutogradKind.ABORT, self._on_abort)
-        node.worker.on_frame(AutogradKind.RELEASE, self._on_release)
+        node.client.interceptors.add(recorder, from_untrusted=True)
+        node.worker.on_frame(AutogradKind.GRADIENT, self._on_gradients, check=check_gradients)
+        node.worker.on_frame(AutogradKind.REPORT, self._on_report, check=check_report)
+        node.worker.on_frame(AutogradKind.ABORT, self._on_abort, check=check_abort)
+        node.worker.on_frame(AutogradKind.RELEASE, self._on_release, check=check_release)
         self._planner = Planner(self)
         self._losses = PeerFailures(self, node.peers)
         self.recovery = Recovery(self)
@@ -192,7 +192,7 @@ class Engine:
             with self.worker.blocking(), _NOT_WOKEN if limit is None else limit.waking(drive.one_shot.open):
                 over = self._attend(drive, run.deadline)
             if limit is not None and limit.root.cancelled:
-                raise limit.unwanted(f"backward of context {drive.spec.context} was not done")
+                raise limit.cancelled_error(f"backward of context {drive.spec.context} was not done")
             if not over:
                 raise self._too_late(drive, timeout, cut_by)
         if self.worker.device_context is not None:
@@ -212,11 +212,11 @@ class Engine:
                 if not held:
                     return drive.one_shot.wait(left)
                 drive.attendant = threading.get_ident()
-                in_time = self.worker.attend(held, drive.one_shot, left, drive.inbox)
+                in_time = self.worker.receiver.attend(held, drive.one_shot, left, drive.inbox)
                 drive.attendant = 0
             except BaseException as error:
                 drive.attendant = 0
-                self.client.recover_after_interrupt(error, drive, *channels)
+                self.worker.receiver.recover_after_interrupt(error, drive, *channels)
                 raise
             while drive.inbox:
                 drive.inbox.popleft()()

@@ -84,31 +84,31 @@ class LostCalls:
         finally:
             deadlines.current.reset(token)
 
-    def rescue_later(self, pending: Pending, error: PeerLostError, future: Future[Any]) -> bool:
+    def recover_later(self, pending: Pending, error: PeerLostError, future: Future[Any]) -> bool:
         """As ``recover_call``, on another thread: completes ``future``. False if the request was not kept."""
         if _entry(pending) is None or self._worker.closed:
             return False
-        outer, now = pending.limit, self._worker.runtime.now
+        outer, now = pending.scope, self._worker.runtime.now
         left = FOREVER if outer is None else outer.until - now()
         own = Block(pending.label if outer is None else outer.label, left, now, None)  # can be cancelled by itself
 
         def cancel(why: str = "") -> Any:
             if not self._tasks.claim(future):
                 return False
-            self._client.count_cancel()
+            self._client.cancellation.add_to_count(1)
             own.cancelled = True  # before the calls inside are cancelled, so that no new call begins
-            self._client.cancel_within(frozenset([own]))
+            self._client.cancellation.cancel_within(frozenset([own]))
             own.cancel()
             future.set_exception(waited_for_replacement(pending.cancelled(why), error))
             return True
 
         def forget() -> None:
-            self._client.recoveries.pop(pending.number, None)
+            self._client.cancellation.recoveries.pop(pending.number, None)
             if outer is not None:
                 outer.forget(waker)
 
         self._tasks.announce(future)
-        self._client.recoveries[pending.number] = cancel
+        self._client.cancellation.recoveries[pending.number] = cancel
         if outer is not None:
             waker = outer.wake_with(functools.partial(cancel, _because(outer)))
         self._tasks.start(future, functools.partial(self.recover_call, pending, error), own, forget)

@@ -17,6 +17,7 @@ from backhaul._autograd.backward.driver import PassDriver
 from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.ids import split
 from backhaul._autograd.messages import AutogradKind, Know, Release, Report
+from backhaul._autograd.untrusted import check_know
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
@@ -37,7 +38,7 @@ class PeerFailures:
         self._worker = engine.worker
         self._container = engine.container
         self._peers = peers
-        engine.worker.on_frame(AutogradKind.KNOW, self._on_know)
+        engine.worker.on_frame(AutogradKind.KNOW, self._on_know, check=check_know)
         peers.on_lost(self._on_lost)
         peers.on_change(self._on_change)
 

@@ -53,7 +53,7 @@ class Recovery:
         """This worker has made a context with replay."""
         peers = self._client.peers
         context.replay = ReplayLog(peers.epoch, replay, [peer.info.name for peer in peers])
-        self._client.guard = self._lost_calls
+        self._client.keep_requests(self._lost_calls)
 
     def keep_requests(self, context: Context, epoch: int) -> None:
         """Keep what this worker sends from now on in a context that another worker made with replay, when the cluster
@@ -63,7 +63,7 @@ class Recovery:
             with context.lock:
                 if context.replay is None and not context.released:
                     context.replay = ReplayLog(epoch)
-            self._client.guard = self._lost_calls
+            self._client.keep_requests(self._lost_calls)
 
     def recover_at_maker(self, context: int, lost: int, incarnation: str) -> bool:
         """Let the maker of a context recover a worker; see ``recover``."""

@@ -28,16 +28,12 @@ class RecoveryTasks:
 
     def announce(self, future: Future[Any]) -> None:
         """Register a future that ``start`` will complete. A shutdown waits for it from now on."""
-        self._client.begin()
+        self._client.idleness.begin()
         self._client.paused.add(future)
 
     def claim(self, future: Future[Any]) -> bool:
         """Whether the caller may complete the future; False if another thread has completed it."""
-        try:
-            self._client.paused.remove(future)
-        except KeyError:
-            return False
-        return True
+        return self._client.paused.remove(future)
 
     def start(
         self,
@@ -63,7 +59,7 @@ class RecoveryTasks:
             finally:
                 if at_end is not None:
                     at_end()
-                self._client.end()
+                self._client.idleness.end()
 
         self._worker.thread_pool.submit(functools.partial(self._worker.run, run))
 

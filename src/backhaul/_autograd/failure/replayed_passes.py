@@ -145,7 +145,7 @@ class ReplayedPasses:
         """The error of a pass that timed out or was cancelled while it waited for a recovery or another pass."""
         label = _label(context)
         if limit.root.cancelled:
-            return waited_for_replacement(limit.unwanted(f"{label} was not done"), error)
+            return waited_for_replacement(limit.cancelled_error(f"{label} was not done"), error)
         cut_by = None if limit.label == label else limit.label
         when = f"within {timeout:g} s" if cut_by is None else f"when the deadline of {cut_by} was over"
         name = self._worker.name

@@ -1,1 +1,1 @@
-"""Calls: the caller side, the serving side, retries and cancellation."""
+"""Calls: making them, serving them, cancelling them and making them again."""

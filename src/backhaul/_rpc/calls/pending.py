@@ -1,16 +1,16 @@
-"""A call under way, as its caller sees it: what it waits for, and how its reply becomes a value."""
+"""A call under way, as its caller sees it: what it waits for, its errors, and how its reply becomes a value."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.futures import Future
-from backhaul._rpc.interceptors import Interceptor
+from backhaul._rpc.interceptors import Interceptor, Interceptors
 from backhaul._rpc.security.rate_limits import over_bounds
 from backhaul._runtime import interrupts
 from backhaul._runtime.observer import CallTrace
@@ -20,7 +20,7 @@ from backhaul._wire.codec import Encoded, load, tensors_of
 from backhaul._wire.device_link import Lease, decline
 from backhaul._wire.faults import decode_fault
 from backhaul._wire.frames import Frame
-from backhaul._wire.messages import Fault, Kind, Payload, Reply, pack, unpack
+from backhaul._wire.messages import MALFORMED, Fault, Kind, Payload, Reply, decode_reply, malformed, pack, unpack
 from backhaul._wire.tensors.subclasses import may_require_grad
 from backhaul._worker.deadlines import FOREVER, CancelScope
 from backhaul._worker.worker import Worker
@@ -35,22 +35,22 @@ from backhaul.errors import (
 )
 
 Outcome = Frame | BackhaulError
-"""Of a call: the reply, or why there is none."""
+"""The outcome of a call: the reply, or the error that says why there is none."""
 
 
 class Pending:
-    """A call under way. Whoever takes it off the table gives it its outcome, once."""
+    """A call under way. The thread that removes it from ``PendingCalls`` gives it its outcome, once."""
 
-    # What most calls leave as it is stands here and not in each of them.
+    # Defaults that most calls do not change are attributes of the class: making a call then costs less.
     number = 0
     deadline = FOREVER
     channel: Channel | None = None
-    kept: Sequence[tuple[Interceptor, Any]] = ()  # by those who kept something
+    kept: Sequence[tuple[Interceptor, Any]] = ()  # values that interceptors keep for the reply
     notes: Mapping[str, bytes] = {}
     trace: CallTrace | None = None
-    limit: CancelScope | None = None  # of the handler or block that made the call
-    cut = False  # the time is the limit's, not the call's own
-    lease: Lease | None = None  # slots of device memory that the request takes with it
+    scope: CancelScope | None = None  # of the handler or block that made the call
+    cut = False  # whether the deadline is that of ``scope``, not the call's own
+    lease: Lease | None = None  # slots of device memory that belong to the request
 
     def __init__(self, peer: Peer, timeout: float, label: str) -> None:
         self.peer = peer
@@ -61,8 +61,8 @@ class Pending:
         """The error of a call whose deadline has passed."""
         name, suspicion = self.peer.info.name, self.peer.suspicion
         doubt = f"; that worker is suspected to be lost: {suspicion}" if suspicion else ""
-        cut_by = self.limit.label if self.cut and self.limit is not None else None
-        of_another = "" if cut_by is None else f", which is what was left until the deadline of {cut_by}"
+        cut_by = self.scope.label if self.cut and self.scope is not None else None
+        of_another = "" if cut_by is None else f", the time that was left until the deadline of {cut_by}"
         return CallTimeoutError(
             f"{self.label} on worker '{name}' gave no reply within {self.timeout:.4g} s{of_another}{doubt}",
             worker=name,
@@ -92,14 +92,14 @@ class Pending:
             function=self.label,
         )
 
-    def read(self, outcome: Outcome, worker: Worker, interceptors: Iterable[Interceptor]) -> Any:
-        """The value of an outcome, or raise what it says."""
+    def read(self, outcome: Outcome, worker: Worker, interceptors: Interceptors) -> Any:
+        """The value of an outcome; raises the error if the outcome is one."""
         if self.trace is not None:
             return self._read_observed(outcome, worker, interceptors)
         if not isinstance(outcome, Frame):
-            tell_failed(self.peer, interceptors, self.notes)
-            # Not itself: it would refer to the frames that it goes through, and they to it and to this call. What the
-            # caller holds, a reference to a value say, would stay until the next collection.
+            interceptors.tell_failed(self.peer, self.notes)
+            # A copy: the error would refer to the frames that it passes, and these to the error and to this call. Then
+            # objects of the caller, such as a remote reference, would live until the next garbage collection.
             raise copy.copy(outcome) from outcome.__cause__
         if outcome.kind == Kind.FAULT:
             if self.peer.link is not None:
@@ -108,7 +108,7 @@ class Pending:
         notes: Mapping[str, bytes] = {}
         payload: Payload | None = None
         try:
-            reply = unpack(outcome.body, Reply)
+            reply = decode_reply(outcome.body)
             payload, notes, buffers = reply.payload, reply.notes, outcome.buffers
             if self.peer.link is None:
                 tensors = tensors_of(payload, buffers)
@@ -117,16 +117,17 @@ class Pending:
             for interceptor, kept in self.kept:
                 tensors = interceptor.reply_in(self.peer, kept, notes.get(interceptor.key), tensors)
             if not self.kept and may_require_grad(tensors):
-                for interceptor in interceptors:
+                for interceptor in interceptors.of_calls:
                     tensors = interceptor.reply_in(self.peer, None, notes.get(interceptor.key), tensors)
             (value,) = load(payload, buffers, tensors, worker)
             return value
         except BaseException as error:
             if self.peer.link is not None and payload is not None:
                 decline(payload, self.peer.link.answer(self.channel))
-            discard(self.peer, interceptors, notes)
+            interceptors.discard(self.peer, notes)
             if isinstance(error, LimitError) or interrupts.from_signal(error):
                 raise
+            error = malformed(Reply, error) if payload is None and isinstance(error, MALFORMED) else error
             raise SerializationError(
                 f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
                 f"{type(error).__name__}: {error}",
@@ -134,7 +135,7 @@ class Pending:
                 path="result",
             ) from error
 
-    def _read_observed(self, outcome: Outcome, worker: Worker, interceptors: Iterable[Interceptor]) -> Any:
+    def _read_observed(self, outcome: Outcome, worker: Worker, interceptors: Interceptors) -> Any:
         trace, self.trace = self.trace, None
         assert trace is not None
         trace.opened()
@@ -148,21 +149,21 @@ class Pending:
 
 
 class SyncCall(Pending):
-    """A thread waits for the outcome and reads it itself: at the channel, or at the gate once it has made one."""
+    """A thread waits for the outcome: it reads the channel itself, or waits at ``one_shot`` once it has set that."""
 
     one_shot: OneShotEvent | None = None
     outcome: Outcome | None = None
 
     def settle(self, outcome: Outcome) -> None:
         """Take the outcome."""
-        # In this order; who waits sets the gate and then looks for the outcome. So one of them sees the other.
+        # In this order: the waiting thread sets ``one_shot`` and then reads ``outcome``, so one of them sees the other.
         self.outcome = outcome
         if self.one_shot is not None:
             self.one_shot.open()
 
 
 class AsyncCall(Pending):
-    """A future waits; its callbacks are the user's, so it is completed in a task."""
+    """A future waits for the outcome. It is completed in a task, because its callbacks are the user's code."""
 
     def __init__(self, peer: Peer, timeout: float, label: str) -> None:
         self.peer = peer
@@ -171,27 +172,11 @@ class AsyncCall(Pending):
         self.future: Future[Any] = Future()
 
 
-def discard(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str, bytes]) -> None:
-    """Tell those who put notes on a message that it is not going to be used."""
-    for interceptor in interceptors if notes else ():
-        note = notes.get(interceptor.key)
-        if note is not None:
-            interceptor.discard(peer, note)
-
-
-def tell_failed(peer: Peer, interceptors: Iterable[Interceptor], notes: Mapping[str, bytes]) -> None:
-    """Tell those who put notes on a request that it has failed, but may have arrived."""
-    for interceptor in interceptors if notes else ():
-        note = notes.get(interceptor.key)
-        if note is not None:
-            interceptor.failed(peer, note)
-
-
-SMALL = 1 << 15  # bytes of a frame that any worker accepts
+SMALL_BYTES = 1 << 15  # every worker accepts frames of this size
 
 
 class Labelled(Protocol):
-    """What has a name for people, which may have to be made."""
+    """Something with a label for people. Making the label may take time."""
 
     @property
     def label(self) -> str: ...
@@ -215,7 +200,7 @@ def check_size(frame: Frame, peer: Peer, what: str, call: Labelled | None = None
         raise error
 
 
-_TEXT = 1 << 12  # characters of an exception's text that are sent to a worker that does not take all of it
+_MAX_TEXT = 1 << 12  # characters of an exception's text, if the receiver does not take all of it
 
 
 def fault_frame(
@@ -227,12 +212,14 @@ def fault_frame(
     number: int = 0,
     inside: Callable[[Fault], msgspec.Struct] = lambda fault: fault,
 ) -> Frame:
-    """A frame that tells ``peer`` of an exception; ``inside`` makes its message. What the peer would refuse is left
-    out, so that it learns of the exception in any case: first the exception itself, then most of its text.
+    """A frame that tells ``peer`` of an exception; ``inside`` makes its message.
+
+    The peer must learn of the exception in any case. So parts that it would refuse are left out: first the exception
+    object, then most of its text.
     """
     buffers, keep = ((), None) if encoded is None else (encoded.buffers, encoded.keep)
     frame = Frame(kind, number, pack(inside(fault)), buffers, keep)
-    for most in (None, _TEXT):
+    for most in (None, _MAX_TEXT):
         if _fits(peer, frame):
             break
         less = Fault(fault.worker, fault.type_name, fault.message[:most], fault.traceback[:most])

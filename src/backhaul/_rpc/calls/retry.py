@@ -1,4 +1,4 @@
-"""Calls that are made again when they fail: when (``Retry``, pure), and who does it (``Attempts``)."""
+"""Calls that are made again when they fail. ``Retry`` decides when, without I/O; ``Attempts`` makes the calls."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ log = logging.getLogger("backhaul")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """How often a call is made again if its worker is lost, and how long to pause before. Only for functions that may
-    run twice: whether a failed attempt ran is not known.
+    """How often a call is made again if its worker is lost, and how long the pauses are. Only for functions that may
+    run twice: the caller does not know whether a failed attempt ran.
 
-    All attempts together, with the pauses, have the time of the call (its ``timeout``, and what is left to the handler
-    or block around it); no attempt begins that could not. Arguments are sent anew each time, so they must not be
-    changed before the call is over, and each time the worker is looked up anew.
+    All attempts and pauses together must end within the time of the call (its ``timeout``, and the time that is left to
+    the handler or block around it). No attempt begins after that. Each attempt sends the arguments again, so they must
+    not be changed before the call is over. Each attempt looks up the worker again.
 
     Attributes:
-        attempts: How often the call is made at most, the first time counted.
+        attempts: The largest number of attempts, including the first.
         backoff: Seconds before the second attempt.
         factor: How much longer each pause is than the one before.
-        longest: Seconds that no pause exceeds.
-        jitter: Which part of each pause is random, 0 to 1: a pause of 1 s with 0.5 takes between 0.5 and 1 s, so
-            that workers which failed together do not come back together.
-        timeout: Seconds for each attempt; None: all that are left.
+        longest: The longest pause, in seconds.
+        jitter: Which part of each pause is random, 0 to 1. A pause of 1 s with 0.5 takes between 0.5 and 1 s, so
+            workers that failed together do not try again together.
+        timeout: Seconds for each attempt; None: all the time that is left.
         on: The errors after which to try again: ``PeerLostError``, ``CallTimeoutError`` (which needs ``timeout``), or
             classes derived from them.
 
@@ -74,14 +74,16 @@ class Retry:
             if not (isinstance(kind, type) and issubclass(kind, (PeerLostError, CallTimeoutError))):
                 raise TypeError(f"on must be a tuple of PeerLostError and CallTimeoutError, got {self.on!r}")
             if issubclass(kind, CallTimeoutError) and self.timeout is None:
-                raise ValueError("to try again after CallTimeoutError, an attempt needs a timeout of its own")
+                raise ValueError(
+                    "to try again after CallTimeoutError, set the timeout of an attempt: Retry(timeout=...)"
+                )
 
     def pause(self, attempt: int, chance: float = 1.0) -> float:
-        """Seconds between an attempt, numbered from 1, that has failed and the next.
+        """Seconds between an attempt that has failed and the next attempt.
 
         Args:
-            attempt: Which has failed.
-            chance: Between 0 and 1: where in its random part the pause ends.
+            attempt: The number of the attempt that has failed, from 1.
+            chance: A random number between 0 and 1: where in its random part the pause ends.
         """
         try:
             full = min(self.backoff * self.factor ** (attempt - 1), self.longest)
@@ -90,15 +92,15 @@ class Retry:
         return full * (1 - self.jitter * (1 - chance))
 
     def next(self, attempt: int, error: BaseException, left: float, chance: float = 1.0) -> float | None:
-        """How long to pause before the next attempt; None: there is none.
+        """Seconds to pause before the next attempt; None: there is no next attempt.
 
         Args:
-            attempt: Which has failed, from 1.
-            error: With what.
-            left: Seconds that are left to all.
+            attempt: The number of the attempt that has failed, from 1.
+            error: The error of that attempt.
+            left: Seconds that are left to all attempts.
             chance: As for ``pause``.
         """
-        # A worker that is gone from the cluster may come back under its name; one that never was will not.
+        # A worker that has left the cluster may come back under its name. A name that was never known will not.
         expected = isinstance(error, self.on) or (attempt > 1 and isinstance(error, UnknownWorkerError))
         if not expected or attempt >= self.attempts:
             return None
@@ -110,17 +112,17 @@ class Attempts:
     """One call with all its attempts.
 
     Args:
-        agent: Makes them.
-        retry: Says when.
-        to: Whom to call.
-        function: What to call.
-        args: With what.
-        kwargs: And with what by name.
-        timeout: Of all together; None: the worker's default.
-        options: More, for each attempt: see ``CallClient.call``.
+        client: Makes the calls.
+        retry: Decides when to try again.
+        to: The worker to call.
+        function: The function to call.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        timeout: Seconds for all attempts together; None: the worker's default.
+        options: Other arguments of ``CallClient.call``, for each attempt.
     """
 
-    def __init__(  # noqa: PLR0917 (those of rpc_sync)
+    def __init__(  # noqa: PLR0917 (the arguments of rpc_sync)
         self,
         client: CallClient,
         retry: Retry,
@@ -136,29 +138,29 @@ class Attempts:
         total = client.timeout if timeout is None else timeout
         if total < 0:
             raise ValueError(f"timeout must not be negative, got {total}; 0 means none")
-        self._agent = client
+        self._client = client
         self._retry = retry
         self._to = getattr(to, "name", to)
         self._label = options.get("label") or (label_of(function) if callable(function) else "the call")
         self._call = (to, function, args, kwargs, retry.timeout or 0.0)
         self._options = options
-        self._number = 0  # of the attempt that was last made
+        self._number = 0  # the number of the last attempt
         now = client.worker.runtime.now
-        self._limit = Block(f"all attempts at {self._label}", total or FOREVER, now, deadlines.current.get())
+        self._scope = Block(f"all attempts at {self._label}", total or FOREVER, now, deadlines.current.get())
 
     def run(self) -> Any:
-        """Make the call, as often as it takes, and wait."""
-        token = deadlines.current.set(self._limit)
+        """Make the call, again if needed, and wait for its value."""
+        token = deadlines.current.set(self._scope)
         try:
             pause = 0.0
             while True:
                 try:
                     if pause:
-                        with self._agent.worker.blocking():
-                            one_shot = self._agent.worker.runtime.one_shot()
-                            deadlines.wait(one_shot, pause, f"{self._label} was to be tried again")
+                        with self._client.worker.blocking():
+                            one_shot = self._client.worker.runtime.one_shot()
+                            deadlines.wait(one_shot, pause, f"{self._label} was not tried again")
                     self._number += 1
-                    return self._agent.call(*self._call, **self._options)
+                    return self._client.call(*self._call, **self._options)
                 except BackhaulError as error:
                     again = self._next(error)
                     if again is None:
@@ -168,20 +170,20 @@ class Attempts:
             deadlines.current.reset(token)
 
     def start(self) -> Future[Any]:
-        """Make the call; returns the future of whichever attempt is the last."""
+        """Make the call; return a future that gets the outcome of the last attempt."""
         made: Future[Any] = Future()
         made._cancel = functools.partial(self._cancel, made)
         self._context = contextvars.copy_context()
-        self._context.run(deadlines.current.set, self._limit)
-        self._records = torch.is_grad_enabled()  # a thread's own, so it has to be carried
+        self._context.run(deadlines.current.set, self._scope)
+        self._records = torch.is_grad_enabled()  # belongs to the thread; later attempts run on others
         self._under_way: Future[Any] | None = None
-        self._watch(made, self._context.run(self._attempt))  # what is wrong with the call itself raises here
+        self._watch(made, self._context.run(self._attempt))  # raises if the call itself is wrong
         return made
 
     def _attempt(self) -> Future[Any]:
         self._number += 1
         with torch.set_grad_enabled(self._records):
-            self._under_way = future = self._agent.call_async(*self._call, **self._options)
+            self._under_way = future = self._client.call_async(*self._call, **self._options)
         return future
 
     def _watch(self, made: Future[Any], future: Future[Any]) -> None:
@@ -198,27 +200,19 @@ class Attempts:
 
     def _fail(self, made: Future[Any], error: BaseException) -> None:
         if made.done():
-            return  # it was cancelled
+            return  # the future was cancelled
         pause = self._next(error)
         if pause is None:
             made.set_exception(error)
             return
-        worker = self._agent.worker
-        self._agent.begin()  # a shutdown waits for it
-        self._agent.paused.add(made)
+        worker = self._client.worker
+        self._client.idleness.begin()  # a shutdown waits for the next attempt
+        self._client.paused.add(made)
         again = functools.partial(self._context.copy().run, self._again, made)
         worker.thread_pool.call_at(worker.runtime.now() + pause, functools.partial(worker.thread_pool.submit, again))
 
-    def _resume(self, made: Future[Any]) -> bool:
-        """The pause is over; False if that was known already."""
-        try:
-            self._agent.paused.remove(made)
-        except KeyError:
-            return False
-        return True
-
     def _again(self, made: Future[Any]) -> None:
-        if not self._resume(made):
+        if not self._client.paused.remove(made):
             return
         try:
             if not made.done():
@@ -226,7 +220,7 @@ class Attempts:
         except BaseException as error:
             self._fail(made, error)
         finally:
-            self._agent.end()
+            self._client.idleness.end()
 
     def _cancel(self, made: Future[Any]) -> bool:
         under_way = self._under_way
@@ -237,19 +231,19 @@ class Attempts:
         try:
             text = f"{self._label} on worker '{self._to}' was cancelled before it was tried again"
             made.set_exception(CallCancelledError(text, function=self._label))
-        except RuntimeError:  # it was done just now
+        except RuntimeError:  # another thread has completed it just now
             return False
-        if self._resume(made):
-            self._agent.end()
+        if self._client.paused.remove(made):
+            self._client.idleness.end()
         return True
 
     def _next(self, error: BaseException) -> float | None:
-        """Whether to try again, and when; says so."""
-        limit, number = self._limit, self._number
-        left = 0.0 if limit.root.cancelled else limit.until - limit.now()
+        """Seconds until the next attempt; None: there is none. Logs the decision."""
+        scope, number = self._scope, self._number
+        left = 0.0 if scope.root.cancelled else scope.until - scope.now()
         pause = self._retry.next(number, error, left, random.random())
         if pause is not None:
-            self._agent.count_retry()
+            self._client.paused.count_retry()
             log.warning(
                 "%s on worker '%s' failed (attempt %d of %d), trying again in %.2g s: %s",
                 *(self._label, self._to, number, self._retry.attempts, pause, error),
@@ -260,7 +254,7 @@ class Attempts:
 
 
 def start(client: CallClient, *call: Any, **options: Any) -> Future[Any]:
-    """An asynchronous call; the last of ``call`` says how often it may be made, or None."""
+    """Start an asynchronous call. The last element of ``call`` is a ``Retry``, or None."""
     *rest, retry = call
     if retry is None:
         return client.call_async(*rest, **options)

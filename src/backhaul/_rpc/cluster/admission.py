@@ -20,6 +20,7 @@ from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Departure, Hello, Kind, unpack
+from backhaul._worker.frame_receiver import before_hello
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
 from backhaul.errors import AuthenticationError
@@ -57,7 +58,7 @@ class Admission:
         self._certificates = peers.connections.certificates
         self._expected: collections.OrderedDict[str, _Expected] = collections.OrderedDict()  # by incarnation
         self.investigate: Investigation = lambda record: None
-        worker.on_frame(Kind.HELLO, self._on_hello)
+        worker.on_frame(Kind.HELLO, self._on_hello, check=before_hello)
 
     @property
     def trusts_any_member(self) -> bool:

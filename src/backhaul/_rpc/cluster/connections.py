@@ -16,6 +16,8 @@ from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Departure, Hello, Kind, Refuse, pack, unpack
+from backhaul._worker.frame_receiver import before_hello
+from backhaul._worker.listeners import Listeners
 from backhaul._worker.worker import Worker
 from backhaul.errors import AuthenticationError, PeerLostError
 
@@ -23,9 +25,6 @@ if TYPE_CHECKING:
     from backhaul._rpc.cluster.peers import Peer
 
 log = logging.getLogger("backhaul")
-
-LossListener = Callable[["Peer", Channel, str], None]
-ChannelListener = Callable[[Channel], None]
 
 
 class Members(Protocol):
@@ -62,11 +61,11 @@ class Connections:
         self._by_channel: dict[Channel, Peer] = {}
         self._refusals: dict[Channel, str] = {}  # the reason that a peer gave before it closed the channel
         self._closed_bytes = 0  # bytes sent over channels that are gone
-        self._loss_listeners: list[LossListener] = []
-        self._channel_listeners: list[ChannelListener] = []
+        self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
+        self.on_channel: Listeners[[Channel], None] = Listeners()  # a new channel to a worker; must not block
         self.of = self._by_channel.get
-        worker.on_frame(Kind.REFUSE, self._on_refuse)
-        worker.on_lost(self._on_lost)
+        worker.on_frame(Kind.REFUSE, self._on_refuse, check=before_hello)
+        worker.receiver.on_lost(self._on_lost)
 
     # Opening.
 
@@ -166,8 +165,7 @@ class Connections:
 
     def _announce(self, channel: Channel, peer: Peer) -> None:
         self._members.regain(peer)
-        for listener in self._channel_listeners:
-            listener(channel)
+        self.on_channel.notify(channel)
 
     def channels(self) -> list[tuple[Channel, Peer]]:
         """All channels to other workers whose peer is known, with the peer."""
@@ -179,10 +177,6 @@ class Connections:
         """How many bytes went to other workers, over all channels that ever existed."""
         with self._lock:
             return self._closed_bytes + sum(channel.bytes_sent for channel in self._by_channel)
-
-    def on_channel(self, listener: ChannelListener) -> None:
-        """Call ``listener`` with each new channel to a worker. It must not block."""
-        self._channel_listeners.append(listener)
 
     def close(self) -> None:
         """Close all channels. That wakes the threads that read or write them."""
@@ -209,10 +203,6 @@ class Connections:
                 self._refusals[channel] = f"refused: {reason}"
         channel.abort(f"refused: {reason}")  # the other end may have closed it already
 
-    def on_lost(self, listener: LossListener) -> None:
-        """Call ``listener`` when a channel to a known worker is gone, in the order of registration."""
-        self._loss_listeners.append(listener)
-
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
@@ -227,8 +217,7 @@ class Connections:
             self._members.lose(peer, reason)
         if peer.gone:
             reason = f"worker '{peer.info.name}' {peer.gone}"
-        for listener in self._loss_listeners:
-            listener(peer, channel, reason)
+        self.on_lost.notify(peer, channel, reason)
         if peer.link is not None:
             peer.link.lost(channel)
 

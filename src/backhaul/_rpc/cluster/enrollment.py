@@ -21,6 +21,7 @@ from backhaul._rpc.security.policy import internal
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Join, Kind, Refuse, Welcome, pack, unpack
+from backhaul._worker.frame_receiver import before_hello
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import ProtocolError
@@ -46,7 +47,7 @@ class Enrollment:
         self._lock = threading.Lock()  # guards _asking
         self._asking: set[Channel] = set()  # over which joiners ask; each has one question under way
         worker.attach(self)
-        worker.on_frame(Kind.JOIN, self._on_join)
+        worker.on_frame(Kind.JOIN, self._on_join, check=before_hello)
 
     def _on_join(self, channel: Channel, frame: Frame) -> Task | None:
         record = unpack(unpack(frame.body, Join).record, WorkerRecord)

@@ -16,6 +16,7 @@ from backhaul._runtime.runtime import Lock
 from backhaul._transport.base import Channel
 from backhaul._types import WorkerInfo
 from backhaul._wire.messages import Departure
+from backhaul._worker.listeners import Listeners
 from backhaul._worker.worker import Worker
 from backhaul.errors import UnknownWorkerError
 
@@ -103,10 +104,6 @@ class Peer:
             self.incoming = other
 
 
-ChangeListener = Callable[[str, Peer, str], None]
-"""Hears what happened to a worker: ``joined``, ``left``, ``lost`` or ``replaced``, and why."""
-
-
 # Over the limit because the rooms above find members, their channels and their events in this one place.
 class Peers:
     """The members of the cluster as one worker knows them. Thread-safe.
@@ -131,8 +128,10 @@ class Peers:
         self.table = MembershipTable(own)
         self.changing = worker.runtime.lock()
         self._lock = threading.Lock()  # guards _by_id, _by_name, plain and linked
-        self._change_listeners: list[ChangeListener] = []
-        self._regained_listeners: list[Callable[[Peer], None]] = []
+        # What happened to a member (``joined``, ``left``, ``lost`` or ``replaced``), the member, and why. Listeners are
+        # called before the change has any other effect. They must not block.
+        self.on_change: Listeners[[str, Peer, str], None] = Listeners()
+        self.on_regained: Listeners[[Peer], None] = Listeners()  # a lost member can be reached again; must not block
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.plain: set[int] = set()
@@ -217,18 +216,6 @@ class Peers:
 
     # Members come and go.
 
-    def on_change(self, listener: ChangeListener) -> None:
-        """Call ``listener`` when members come and go, before that has any other effect. It must not block."""
-        self._change_listeners.append(listener)
-
-    def on_regained(self, listener: Callable[[Peer], None]) -> None:
-        """Call ``listener`` with each member that was lost and can be reached again. It must not block."""
-        self._regained_listeners.append(listener)
-
-    def _tell_change(self, what: str, peer: Peer, reason: str) -> None:
-        for listener in self._change_listeners:
-            listener(what, peer, reason)
-
     def admit(self, record: WorkerRecord) -> str:
         """Add a worker; returns the reason if it cannot be added. A worker whose place it takes is gone."""
         with self.changing:
@@ -247,7 +234,7 @@ class Peers:
         # In this order: nothing that belongs to the new worker has begun when the calls to the old one end.
         for old in replaced:
             why = f"worker '{old.info.name}' {old.gone}"
-            self._tell_change("replaced", old, why)
+            self.on_change.notify("replaced", old, why)
             for channel in old.channels:
                 channel.abort(why)
         peer = Peer(record, self.own.record, self._worker)
@@ -260,7 +247,7 @@ class Peers:
                 self.plain.add(record.id)
             if peer.link is not None:
                 self.linked[record.id] = peer
-        self._tell_change("joined", peer, "")
+        self.on_change.notify("joined", peer, "")
         return ""
 
     def dismiss(self, peer: Peer, proof: str = "") -> None:
@@ -287,7 +274,7 @@ class Peers:
             with self._lock:
                 peer.gone = "has left the cluster"
                 self._remove(peer)
-            self._tell_change("left", peer, f"worker '{peer.info.name}' has left the cluster")
+            self.on_change.notify("left", peer, f"worker '{peer.info.name}' has left the cluster")
 
     def _remove(self, peer: Peer) -> None:
         """Take a worker off the tables, except where another has taken its place."""
@@ -304,13 +291,12 @@ class Peers:
         with self.changing:
             if not peer.lost and not peer.gone and peer is not self.own:
                 peer.lost = reason
-                self._tell_change("lost", peer, reason)
+                self.on_change.notify("lost", peer, reason)
 
     def regain(self, peer: Peer) -> None:
         """A member can be reached. If it was lost, listeners hear that it is back."""
         with self.changing:
             if peer.lost and not peer.gone and peer.channels:
                 peer.lost = ""
-                self._tell_change("joined", peer, "it is there again")
-                for listener in self._regained_listeners:
-                    listener(peer)
+                self.on_change.notify("joined", peer, "it is there again")
+                self.on_regained.notify(peer)

@@ -15,6 +15,7 @@ from backhaul._rpc.liveness.failure_detector import FailureDetector, LivenessRep
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
+from backhaul._worker.frame_receiver import fields_only
 from backhaul._worker.worker import Worker
 
 log = logging.getLogger("backhaul")
@@ -42,7 +43,7 @@ class Heartbeats:
         self.bytes_sent = 0
         self._lock = threading.Lock()  # guards _polling, and keeps it in step with the channels there are
         self._polling = False
-        worker.on_frame(Kind.BEAT, lambda channel, frame: None)
+        worker.on_frame(Kind.BEAT, lambda channel, frame: None, check=fields_only)
         if self._interval:
             peers.connections.on_channel(self._watch)
 

@@ -10,61 +10,31 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from backhaul._rpc.calls.client import PROFILE, CallClient
-from backhaul._rpc.calls.server import NO_NOTES, CallServer, ServedCall
+from backhaul._rpc.calls.client import CallClient
+from backhaul._rpc.calls.served_call import ServedCall
+from backhaul._rpc.calls.server import NO_NOTES, CallServer
 from backhaul._rpc.cluster.peers import Peer
+from backhaul._rpc.security.frame_checks import excess_notes, excess_tensors, strict_payload
 from backhaul._rpc.security.policy import Policy, find_internal
-from backhaul._rpc.security.rate_limits import PeerUsage, RateLimits, beyond, over_limits
+from backhaul._rpc.security.rate_limits import PeerUsage, RateLimits, over_limits
 from backhaul._transport.base import Channel
 from backhaul._wire.device_link import decline
 from backhaul._wire.frames import Frame
-from backhaul._wire.memory import Buffer
-from backhaul._wire.messages import Fault, Hello, Join, Kind, Payload, Reply, Request, unpack
-from backhaul._wire.strict import check_payload, tensor_count
+from backhaul._wire.messages import Hello, Join, Kind, Request, unpack
+from backhaul._worker.frame_receiver import FrameCheck, FrameHandler, before_hello
 from backhaul._worker.thread_pool import Task
-from backhaul._worker.worker import FrameHandler, Worker
+from backhaul._worker.worker import Worker
 from backhaul.errors import BackhaulError, LimitError, PermissionDeniedError, ProtocolError
 
 log = logging.getLogger("backhaul")
 
-_PATIENCE = 10.0  # seconds that a reply waits for a peer to read on, before it is put aside
+_SEND_SECONDS = 10.0  # seconds that a reply waits for a peer to read on, before it is put aside
 _MAX_ASIDE = 16 << 20  # bytes that are put aside so for one channel
-
-Check = Callable[[Worker, Peer, Frame], bool]
-"""Looks at a frame of a peer that is not trusted. False: leave it; ``ProtocolError``: close its channel."""
-
-checks: dict[int, Check] = {}
-"""By kind of frame; layers above add their own."""
-
-notes = {"autograd", PROFILE}
-"""Notes that may be on calls. Those of references may not: they make this worker speak for the peer."""
-
-
-def strict_payload(worker: Worker, payload: Payload, buffers: Sequence[Buffer]) -> None:
-    """Raise ``ProtocolError`` unless the payload is in a plain form."""
-    check_payload(payload, buffers, worker.options.max_frame_bytes)
-
-
-def _check_fault(worker: Worker, peer: Peer, frame: Frame) -> bool:
-    payload = unpack(frame.body, Fault).payload
-    if payload is not None:
-        strict_payload(worker, payload, frame.buffers)
-    return True
-
-
-def _taken(worker: Worker, peer: Peer, frame: Frame) -> bool:
-    return True  # it has nothing but what its type says
-
-
-checks[Kind.FAULT] = _check_fault
-for _kind in (Kind.CANCEL, Kind.BEAT, Kind.READY, Kind.COUNT, Kind.TALLY, Kind.LEAVE):
-    checks[_kind] = _taken
-
 
 _inner: dict[int, Callable[[Frame], bytes]] = {
     Kind.HELLO: lambda frame: unpack(frame.body, Hello).record,
@@ -81,55 +51,29 @@ def _count(worker: Worker, frame: Frame) -> LimitError | None:
     return error
 
 
-def _check_notes(worker: Worker, found: dict[str, bytes]) -> LimitError | None:
-    """Why the notes on a call are not read: they have too many values."""
-    if not found.keys() <= notes:
-        raise ProtocolError(f"notes on a call that this worker does not take: {', '.join(found.keys() - notes)}")
-    errors = (over_limits(worker.name, worker.options, note, "a note on the call") for note in found.values())
-    return next((error for error in errors if error is not None), None)
+def guard_frames(worker: Worker, client: CallClient) -> None:
+    """Let no frame of a peer through unchecked. Called after all parts have registered their handlers."""
 
-
-def guard_frames(worker: Worker, client: CallClient, quotas: RateLimits) -> None:
-    """Let no frame of a peer through unchecked."""
-
-    def check_reply(worker: Worker, peer: Peer, frame: Frame) -> bool:
-        reply = unpack(frame.body, Reply)
-        too_many = _check_notes(worker, reply.notes) or _too_many_tensors(worker, quotas, reply.payload, "the result")
-        if too_many is not None:
-            raise too_many
-        strict_payload(worker, reply.payload, frame.buffers)
-        return True
-
-    def pass_on(check: Check | None, handler: FrameHandler, channel: Channel, frame: Frame) -> Task | None:
+    def guard(handler: FrameHandler, check: FrameCheck | None, channel: Channel, frame: Frame) -> Task | None:
         if channel is worker.loopback:
             return handler(channel, frame)
         peer = client.peers.of(channel)
         if frame.kind != Kind.REQUEST and (too_many := _count(worker, frame)) is not None:
             if peer is not None and frame.kind in (Kind.REPLY, Kind.FAULT):
-                return client.refuse(channel, frame.number, too_many)
+                return client.pending.refuse(channel, frame.number, too_many)
             raise ProtocolError(str(too_many))
-        if frame.kind in (Kind.HELLO, Kind.REFUSE, Kind.JOIN):
+        if check is before_hello:
             if frame.kind != Kind.REFUSE and peer is not None:
                 raise ProtocolError(f"'{peer.info.name}' says again who it is")
             return handler(channel, frame)
-        if peer is None or (check is None and frame.kind != Kind.REQUEST):
+        if peer is None or check is None:
             raise ProtocolError(f"a frame of kind {frame.kind}, which is not taken here, or not before a hello")
         try:
-            return handler(channel, frame) if check is None or check(worker, peer, frame) else None
+            return handler(channel, frame) if check(worker, peer, frame) else None
         except LimitError as error:
-            return client.refuse(channel, frame.number, error)
+            return client.pending.refuse(channel, frame.number, error)
 
-    def guarded(kind: int, handler: FrameHandler) -> FrameHandler:
-        return functools.partial(pass_on, check_reply if kind == Kind.REPLY else checks.get(kind), handler)
-
-    worker.guard_frames(guarded)
-
-
-def _too_many_tensors(worker: Worker, quotas: RateLimits, payload: Payload, what: str) -> LimitError | None:
-    count, limit = tensor_count(payload), quotas.tensors
-    if limit is None or count <= limit:
-        return None
-    return beyond(worker.name, "tensors in one message", "max_tensors", limit, f"{what} has {count} tensors")
+    worker.receiver.guard(guard)
 
 
 class UntrustedServer(CallServer):
@@ -137,27 +81,31 @@ class UntrustedServer(CallServer):
 
     def __init__(self, worker: Worker, client: CallClient) -> None:
         super().__init__(worker, client)
-        self._patience = _PATIENCE
+        self._send_timeout = _SEND_SECONDS
         self._quotas = RateLimits.of(worker.options)
         self._ledger = PeerUsage(worker.name, self._quotas)
         self._policy = None if worker.options.trusted else Policy(worker.name, worker.options.allow)
         worker.counters["num_calls_in_flight"] = lambda: self._ledger.calls
 
     def _on_request(self, channel: Channel, frame: Frame) -> Task:
-        peer = self._agent.peers.of(channel)
+        peer = self._client.peers.of(channel)
         if peer is None or channel is self._worker.loopback:
             return super()._on_request(channel, frame)
-        if self._policy is not None and (channel, frame.number) in self._agent.under_way:
+        if self._policy is not None and (channel, frame.number) in self._requests:
             raise ProtocolError(f"another call of number {frame.number}, which is under way")
         too_many = over_limits(self._worker.name, self._worker.options, frame.body, "the call")
         if too_many is not None:
             return self._turn_down(peer, channel, frame, too_many)
         request = unpack(frame.body, Request)
-        error: BackhaulError | None = _too_many_tensors(self._worker, self._quotas, request.payload, "the call")
+        error: BackhaulError | None = excess_tensors(self._worker, self._quotas, request.payload, "the call")
         if self._policy is not None:
             if not request.function:
                 raise ProtocolError("a function by value, which this worker does not take (trusted=False)")
-            error = error or _check_notes(self._worker, request.notes) or self._count_inner(request)
+            error = (
+                error
+                or excess_notes(self._worker, self._client.interceptors, request.notes)
+                or self._count_inner(request)
+            )
             if not request.left >= 0:
                 raise ProtocolError(f"a call to end within {request.left} s")
             if error is None:  # what it asks for is bounded, so it may be looked at
@@ -173,9 +121,7 @@ class UntrustedServer(CallServer):
         except (LimitError, PermissionDeniedError) as refused:
             return self._turn_down(peer, channel, frame, refused)
         task = super()._on_request(channel, frame)
-        accepted = self._agent.under_way[channel, frame.number]
-        assert isinstance(accepted, ServedCall)
-        accepted.charge = frame.nbytes
+        self._requests[channel, frame.number].charge = frame.nbytes
         return task
 
     def _count_inner(self, request: Request) -> LimitError | None:
@@ -188,7 +134,7 @@ class UntrustedServer(CallServer):
 
     def _turn_down(self, peer: Peer, channel: Channel, frame: Frame, error: BackhaulError) -> Task:
         answer = ServedCall(peer, channel, frame.number, self._worker.runtime.now)
-        self._agent.under_way[channel, frame.number] = answer
+        self._requests[channel, frame.number] = answer
         if peer.link is not None and not peer.plain:  # those who do not trust each other share no device memory
             decline(unpack(frame.body, Request).payload, peer.link.answer(channel))
         return functools.partial(self._refuse, answer, error)

@@ -19,6 +19,7 @@ from backhaul._rpc.shutdown.termination import AllowExit, RequestTallies, Termin
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import CallTally, Count, Kind, pack, unpack
+from backhaul._worker.frame_receiver import fields_only
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
 from backhaul.errors import AuthenticationError, PeerLostError, ShutdownTimeoutError
@@ -51,10 +52,10 @@ class GracefulShutdown:
         self._may_exit = worker.runtime.one_shot()
         self._alone = worker.runtime.one_shot()  # on the leader: all others have exited
         self._unanswered: set[int] = set()  # members that did not answer, and did not refuse either
-        worker.on_frame(Kind.READY, self._on_ready)
-        worker.on_frame(Kind.COUNT, self._on_count)
-        worker.on_frame(Kind.TALLY, self._on_tally)
-        worker.on_frame(Kind.LEAVE, self._on_leave)
+        worker.on_frame(Kind.READY, self._on_ready, check=fields_only)
+        worker.on_frame(Kind.COUNT, self._on_count, check=fields_only)
+        worker.on_frame(Kind.TALLY, self._on_tally, check=fields_only)
+        worker.on_frame(Kind.LEAVE, self._on_leave, check=fields_only)
         client.peers.on_lost(self._on_lost)
         client.peers.on_change(self._on_change)
 
@@ -207,7 +208,7 @@ class GracefulShutdown:
             with contextlib.suppress(ChannelClosedError):  # if the leader is still there, it asks again
                 channel.send(Frame(Kind.TALLY, 0, pack(tally)), timeout=0)
 
-        return functools.partial(self._client.when_idle, answer)
+        return functools.partial(self._client.idleness.when_idle, answer)
 
     def _on_leave(self, channel: Channel, frame: Frame) -> None:
         if self._is_leader(channel):

@@ -92,7 +92,7 @@ class SocketEndpoint(Endpoint):
         self._channels: dict[int, SocketChannel] = {}
         self._newcomers: dict[int, PendingConnection] = {}
         self._listeners: list[socket.socket] = []
-        self._unflushed: set[SocketChannel] = set()
+        self.unflushed: set[SocketChannel] = set()
         self._closed = False
         self._deaf: list[socket.socket] = []  # listeners that could not accept, left alone for a while
         self._deaf_until = 0.0
@@ -181,9 +181,9 @@ class SocketEndpoint(Endpoint):
         return None
 
     def flush(self) -> None:
-        while self._unflushed:
+        while self.unflushed:
             with contextlib.suppress(KeyError):  # another thread took it
-                self._unflushed.pop().flush()
+                self.unflushed.pop().flush()
 
     def wake(self) -> None:
         self.wakes += 1  # for those who look without sleeping; a lost count does no harm
@@ -197,7 +197,7 @@ class SocketEndpoint(Endpoint):
                 self._timer.start(_SOON)
 
     def flush_soon(self, channel: SocketChannel) -> None:
-        self._unflushed.add(channel)
+        self.unflushed.add(channel)
         self.wake_soon()
 
     @property

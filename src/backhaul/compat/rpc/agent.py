@@ -84,7 +84,7 @@ class TensorPipeAgent(RpcAgent):
         if self.worker.closed:
             return
         idle = self.worker.runtime.one_shot()
-        self.node.client.when_idle(idle.open)
+        self.node.client.idleness.when_idle(idle.open)
         with self.worker.blocking():
             idle.wait(timeout)
 

@@ -83,7 +83,7 @@ def leave(agent: TensorPipeAgent) -> None:
     """Stop being a member, once what this worker has begun is over."""
     own = int(agent.worker.info.id)
     idle = agent.worker.runtime.one_shot()
-    agent.node.client.when_idle(idle.open)
+    agent.node.client.idleness.when_idle(idle.open)
     with agent.worker.blocking():
         idle.wait()
     with _turn(agent.store, agent.worker.name), errors.rewording():

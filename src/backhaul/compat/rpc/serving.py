@@ -12,7 +12,7 @@ import torch
 from torch.jit._builtins import _find_builtin
 
 from backhaul._rpc import arguments
-from backhaul._rpc.calls.server import ASYNC_MARK, async_execution
+from backhaul._rpc.calls.async_results import ASYNC_MARK, async_execution
 from backhaul._wire.callables import SCRIPT, name_of, resolve
 from backhaul.compat.rpc import agent, internal, profiling
 from backhaul.compat.rpc.containers import share

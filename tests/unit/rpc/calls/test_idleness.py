@@ -1,4 +1,4 @@
-"""Those who wait until a worker is idle."""
+"""Callbacks that wait until a worker is idle."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from backhaul._rpc.node import Node
 
 
 @pytest.fixture
-def agent() -> Iterator[CallClient]:
+def client() -> Iterator[CallClient]:
     with bh.cluster(2) as workers:
         yield workers[0].part(Node).client
 
 
-def test_all_who_wait_are_told(agent: CallClient) -> None:
+def test_all_who_wait_are_told(client: CallClient) -> None:
     """A shutdown and another wave of it, say: nothing happens later that would tell the second."""
     told: list[int] = []
-    agent.begin()
-    agent.when_idle(lambda: told.append(1))
-    agent.when_idle(lambda: told.append(2))
+    client.idleness.begin()
+    client.idleness.when_idle(lambda: told.append(1))
+    client.idleness.when_idle(lambda: told.append(2))
     assert not told
-    agent.end()
+    client.idleness.end()
     assert told == [1, 2]
 
 
-def test_one_who_makes_it_busy_keeps_the_others_waiting(agent: CallClient) -> None:
+def test_one_who_makes_it_busy_keeps_the_others_waiting(client: CallClient) -> None:
     told: list[int] = []
-    agent.begin()
-    agent.when_idle(agent.begin)
-    agent.when_idle(lambda: told.append(2))
-    agent.end()
+    client.idleness.begin()
+    client.idleness.when_idle(client.idleness.begin)
+    client.idleness.when_idle(lambda: told.append(2))
+    client.idleness.end()
     assert not told
-    agent.end()
+    client.idleness.end()
     assert told == [2]
     assert bh.rpc_sync("worker1", operator.add, args=(1, 2)) == 3

@@ -1,0 +1,135 @@
+"""Makes the frame of a request: the function's name, the arguments, and the notes of interceptors. Sends nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from backhaul._devices.links import DeviceLink
+from backhaul._rpc.arguments import keywords as keyword_arguments
+from backhaul._rpc.arguments import positional
+from backhaul._rpc.calls.pending import SMALL_BYTES, Pending, check_size
+from backhaul._rpc.interceptors import PROFILE, Interceptors
+from backhaul._rpc.security.policy import name_for
+from backhaul._wire.callables import Named
+from backhaul._wire.codec import Encoded, encode
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import Kind, Request, pack
+from backhaul.errors import FrameTooLargeError, LimitError, SerializationError
+
+
+class RequestEncoder:
+    """Encodes the requests of one worker. Thread-safe.
+
+    Attributes:
+        keeps_requests: Whether requests are kept for replay. A kept request may go out again over another channel, so
+            it must not use slots of device memory, which belong to one channel.
+    """
+
+    def __init__(self, interceptors: Interceptors, now: Callable[[], float]) -> None:
+        self._interceptors = interceptors
+        self._now = now
+        self.keeps_requests = False
+
+    def encode(
+        self,
+        pending: Pending,
+        function: Callable[..., Any] | str,
+        known: Named | None,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Frame:
+        """The frame of a call's request. Notes and values to keep are set on ``pending``.
+
+        Args:
+            pending: The call.
+            function: The function to call.
+            known: The function's name, if it can be imported.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+        """
+        peer = pending.peer
+        values = args if type(args) is tuple else positional(args)
+        named = None if kwargs is None else keyword_arguments(kwargs)
+        count, keywords = len(values), bool(named)
+        if named:
+            values = (named, *values)
+        if known is not None and not peer.plain and (peer.main_shared or not known.in_main):
+            name, names = known.name, _value_names(False, keywords, count)
+        else:
+            found = known.name if known is not None and (peer.main_shared or not known.in_main) else None
+            name = name_for(peer, function, found) or ""
+            names = _value_names(not name, keywords, count)
+            values = values if name else (function, *values)
+        try:
+            encoded = (
+                encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain)
+                if peer.link is None
+                else self._encode_linked(pending, peer.link, values, names)
+            )
+        except SerializationError as error:
+            raise SerializationError(
+                f"call to {pending.label}: {error}; nothing was sent", path=error.path, device=error.device
+            ) from error.__cause__
+        notes: dict[str, bytes] = {}
+        for interceptor in self._interceptors.of_calls:
+            note, kept = interceptor.request_out(peer, encoded)
+            if note is not None:
+                notes[interceptor.key] = note
+            if kept is not None:
+                pending.kept = (*pending.kept, (interceptor, kept))
+        if encoded.parcels or pending.trace is not None:
+            self._add_rare_notes(pending, encoded, notes)
+        if notes:
+            pending.notes = notes
+        left = pending.timeout
+        if pending.cut:
+            left = max(pending.deadline - self._now(), 0.001)
+        body, buffers = pack(Request(name, encoded.payload, keywords, notes, left)), encoded.buffers
+        frame = Frame(Kind.REQUEST, pending.number, body, buffers, encoded.keep)
+        size = len(body) + sum(map(len, buffers)) if buffers else len(body)
+        if size > SMALL_BYTES or peer.plain or peer.record.bounds is not None:
+            try:
+                check_size(frame, peer, "call to", pending)
+            except (FrameTooLargeError, LimitError):
+                self._interceptors.discard(peer, notes)
+                raise
+        return frame
+
+    def _add_rare_notes(self, pending: Pending, encoded: Encoded, notes: dict[str, bytes]) -> None:
+        if encoded.parcels:
+            for carrier in self._interceptors.of_parcels:
+                notes[carrier.key] = carrier.note_parcels(pending.peer, encoded)
+        if pending.trace is not None:
+            notes[PROFILE] = pending.trace.encoded()
+
+    def _encode_linked(
+        self, pending: Pending, link: DeviceLink, values: Sequence[Any], names: Sequence[str]
+    ) -> Encoded:
+        """As ``encode`` of the codec, for a peer that takes tensors on devices."""
+        peer = pending.peer
+        way = link.request(None if self.keeps_requests else peer.channel)
+        encoded = encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain, link=way)
+        pending.lease = encoded.lease
+        link.depart()
+        return encoded
+
+
+class _ValueNames(Sequence[str]):
+    """The names of a request's values in errors. They are made on demand, since errors are rare."""
+
+    def __init__(self, function: bool, keywords: bool, positional: int) -> None:
+        self._head = ["function"] * function + ["kwargs"] * keywords
+        self._positional = positional
+
+    def __len__(self) -> int:
+        return len(self._head) + self._positional
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        return self._head[index] if index < len(self._head) else f"args[{index - len(self._head)}]"
+
+
+_value_names = functools.lru_cache(64)(_ValueNames)
