@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import backhaul as bh
-from backhaul._autograd.backward import engine
+from backhaul._autograd.backward import receiver
 
 Function = tuple[str, str]
 """Its file and its name."""
@@ -153,7 +153,7 @@ def show(found: list[Counts], repeat: int, top: int) -> None:
             print(f"  {count / repeat:8.1f} opcodes {calls.get((file, name), 0) / repeat:6.2f} calls  {where}: {name}")
 
 
-engine._LONG = 60.0  # counting makes everything slow; no gradient is to be taken for a long one for that
+receiver.SHARE_OUT_SECONDS = 60.0  # counting makes everything slow; gradients stay on their thread nevertheless
 threading.settrace(_trace)
 sys.settrace(_trace)
 

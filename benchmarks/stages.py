@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import backhaul as bh
-from backhaul._autograd.backward import engine, leaves, local_pass, outbox
+from backhaul._autograd.backward import context_release, engine, leaves, outbox, pass_ledger, ready_groups, receiver
 from backhaul._rpc import futures
 from backhaul._rpc.calls import client, pending, server
 from backhaul._transport.sockets import channel, endpoint
@@ -44,12 +44,12 @@ STAGES: list[tuple[type, str]] = [
     (endpoint.SocketEndpoint, "wake"),
     (thread_pool.ThreadPool, "submit"),
     (engine.Engine, "backward"),
-    (engine.Engine, "_take_gradients"),
-    (engine.Engine, "run_of"),
+    (receiver.GradientReceiver, "_take_gradients"),
+    (receiver.GradientReceiver, "local_pass_of"),
     (outbox.GradientOutbox, "put"),
-    (engine.Engine, "_account"),
-    (engine.Engine, "release"),
-    (local_pass.LocalPass, "arrive"),
+    (pass_ledger.PassLedger, "account"),
+    (context_release.ContextRelease, "release"),
+    (ready_groups.ReadyGroups, "arrive"),
     (leaves.Leaves, "compute"),
 ]
 

@@ -14,7 +14,7 @@ import torch
 from backhaul._autograd.container import Container, split
 from backhaul._autograd.forward.recording import UNRECORDED, ForwardRecorder
 from backhaul._autograd.messages import Abort, AutogradKind, AutogradNote, Gradients, Know, Release, Report
-from backhaul._autograd.plan.termination import Summary
+from backhaul._autograd.plan.plan import Summary
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.node import Node
 from backhaul._rpc.security.rate_limits import beyond

@@ -1,13 +1,12 @@
-"""Gradients on their way out: encodes them, and sends those that go to one worker together as far as they are small."""
+"""Gradients on their way out: encodes them, and sends small ones that go to one worker together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from backhaul._autograd.backward.driver import loss_of
 from backhaul._autograd.backward.groups import Fired
-from backhaul._autograd.backward.local_pass import LocalPass
+from backhaul._autograd.backward.pass_errors import peer_lost
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import Grads, Recv
 from backhaul._autograd.forward.recording import record_send
@@ -25,9 +24,12 @@ from backhaul._wire.messages import pack
 from backhaul._worker.worker import Worker
 from backhaul.errors import ContextError, PeerLostError
 
-TOGETHER = 16  # gradients that go together at most: who gets them should not have to wait for all
-_SMALL = 1 << 15  # bytes of them; with what describes them they are less than any worker accepts
-_DESCRIBED = 64  # bytes that describe a buffer, about
+if TYPE_CHECKING:
+    from backhaul._autograd.backward.local_pass import LocalPass
+
+TOGETHER = 16  # at most so many gradients go together: the receiver should not have to wait for all
+_MAX_PARCEL_BYTES = 1 << 15  # of gradients that go together; with their descriptions less than any worker accepts
+_DESCRIPTION_BYTES = 64  # about what the description of a buffer takes
 
 
 class _Parcel:
@@ -36,7 +38,7 @@ class _Parcel:
     __slots__ = ("buffers", "gradients", "keep", "leases", "nbytes")
 
     def __init__(self) -> None:
-        self.leases: list[Lease] = []  # slots of device memory that they take with them
+        self.leases: list[Lease] = []  # the slots of device memory that hold them
         self.gradients: list[Gradient] = []
         self.buffers: list[Buffer] = []
         self.keep: list[Any] = []
@@ -44,7 +46,7 @@ class _Parcel:
 
 
 Parcels = dict[int, _Parcel]
-"""By the worker they go to."""
+"""Gradients to send, by the worker they go to."""
 
 
 class GradientOutbox:
@@ -52,13 +54,12 @@ class GradientOutbox:
 
     def __init__(self, worker: Worker, peers: Peers, container: Container) -> None:
         self._worker = worker
-        self._id = worker.info.id
         self._peers = peers
         self._container = container
 
     def put(self, run: LocalPass, fired: Sequence[Fired], parcels: Parcels) -> None:
-        """Let gradients go where their messages came from: at once if they are large, else with ``ship``. What they
-        come of has departed. Raises ``PeerLostError``, or what encoding raised.
+        """Send gradients to the senders of their messages: at once if they are large, else with ``ship``. The caller
+        has called ``StreamOrder.depart``. Raises ``PeerLostError``, or what encoding raised.
         """
         if run.spec.profiles and (observer := self._worker.observer) is not None:
             self._send_observed(run, fired, observer)
@@ -66,11 +67,11 @@ class GradientOutbox:
         for recv, grads in fired:
             to = recv.sender
             encoded, note = self._encode(run, recv, grads)
-            nbytes = _DESCRIBED + len(encoded.payload.pickle)
+            nbytes = _DESCRIPTION_BYTES + len(encoded.payload.pickle)
             for buffer in encoded.buffers:
-                nbytes += _DESCRIBED + len(buffer)
+                nbytes += _DESCRIPTION_BYTES + len(buffer)
             parcel = parcels.get(to)
-            if parcel is None or parcel.nbytes + nbytes > _SMALL:
+            if parcel is None or parcel.nbytes + nbytes > _MAX_PARCEL_BYTES:
                 if parcel is not None:
                     self._send(run, to, parcel)
                 parcel = parcels[to] = _Parcel()
@@ -80,12 +81,12 @@ class GradientOutbox:
             parcel.keep.append(encoded.keep)
             if encoded.lease is not None:
                 parcel.leases.append(encoded.lease)
-            if parcel.nbytes > _SMALL or len(parcel.gradients) >= TOGETHER:
+            if parcel.nbytes > _MAX_PARCEL_BYTES or len(parcel.gradients) >= TOGETHER:
                 del parcels[to]
                 self._send(run, to, parcel)
 
     def ship(self, run: LocalPass, parcels: Parcels) -> None:
-        """Send what has been put there."""
+        """Send all parcels."""
         for to, parcel in parcels.items():
             self._send(run, to, parcel)
 
@@ -98,7 +99,7 @@ class GradientOutbox:
         self.ship(run, parcels)
 
     def _send_observed(self, run: LocalPass, fired: Sequence[Fired], observer: Observer) -> None:
-        """One by one: a profile shows each."""
+        """Send gradients one by one: a profile shows each."""
         spec = run.spec
         for recv, grads in fired:
             observer.prepare(spec.profiles, recv.sender)
@@ -115,9 +116,12 @@ class GradientOutbox:
 
     def _encode(self, run: LocalPass, recv: Recv, grads: Grads) -> tuple[Encoded, AutogradNote | None]:
         if run.failed:
-            raise ContextError("the pass was aborted", context=run.spec.context)
+            raise ContextError(
+                f"pass {run.spec.number} of context {run.spec.context} was aborted; its driver raises the reason",
+                context=run.spec.context,
+            )
         if recv.message in run.context.orphans:
-            raise loss_of(run.spec, *run.context.orphans[recv.message], (recv.message,))
+            raise peer_lost(run.spec, *run.context.orphans[recv.message], (recv.message,))
         link = self._link_for(recv) if self._peers.linked else None
         names, plain = ["a gradient"] * len(grads), recv.sender in self._peers.plain
         encoded = encode(grads, names=names, plain=plain, link=link)
@@ -135,7 +139,7 @@ class GradientOutbox:
         )
 
     def _link_for(self, recv: Recv) -> ChannelLink | None:
-        """What takes gradients of devices back the way that their message came."""
+        """The link that takes gradients in device memory back the way that their message came."""
         peer = self._peers.linked.get(recv.sender)
         if peer is None or peer.link is None:
             return None
@@ -143,12 +147,7 @@ class GradientOutbox:
 
     def _frame(self, run: LocalPass, to: int, parcel: _Parcel) -> Frame:
         run.sent_to.add(to)
-        driver = run.spec.driver
-        tally = None
-        if driver != self._id:
-            tally = run.journal.take_along(to == driver, few=to in self._peers.plain)
-            if tally is not None:
-                run.entrusted.setdefault(to, []).append(tally)
+        tally = run.take_along(to, few=to in self._peers.plain)
         message = Gradients(run.spec, parcel.gradients, tally)
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)
 
@@ -165,14 +164,14 @@ class GradientOutbox:
                     hand_over(lease, channel)
                 peer.link.tell()
             left = None if run.deadline is None else max(run.deadline - self._worker.runtime.now(), 0.0)
-            if run.journal.is_last(channel):
+            if run.is_last(channel):
                 channel.send(frame, timeout=left)
             else:
                 channel.send_soon(frame, timeout=left)
         except (ChannelClosedError, PeerLostError) as error:
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
             messages = [gradient.message for gradient in parcel.gradients]
-            raise loss_of(run.spec, peer.info.name, reason, messages) from error
+            raise peer_lost(run.spec, peer.info.name, reason, messages) from error
 
 
 def key_of(spec: PassSpec, message: int) -> GradientKey:

@@ -12,8 +12,6 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
-from backhaul._autograd.backward.driver import PassDriver
-from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.container import split
 from backhaul._autograd.messages import AutogradKind, Know, Release, Report
 from backhaul._rpc.cluster.peers import Peer, Peers
@@ -23,7 +21,9 @@ from backhaul._wire.messages import pack, unpack
 from backhaul._worker.thread_pool import Task
 
 if TYPE_CHECKING:
+    from backhaul._autograd.backward.driver import PassDriver
     from backhaul._autograd.backward.engine import Engine
+    from backhaul._autograd.backward.local_pass import LocalPass
 
 log = logging.getLogger("backhaul")
 
@@ -45,9 +45,7 @@ class PeerFailures:
         did; what it sent meanwhile has not come.
         """
         lost = reporter if report.lost == self._engine.id else report.lost
-        loss = drive.lose(lost, self._engine.name_of(lost), report.reason, report.tally)
-        if loss is not None:
-            drive.end(loss)
+        drive.lose(lost, self._engine.name_of(lost), report.reason, report.tally)
 
     def _on_change(self, what: str, peer: Peer, reason: str) -> None:
         """A worker that is gone for good takes its part of the graph with it, though another may get its id."""
@@ -67,10 +65,8 @@ class PeerFailures:
 
     def _lose(self, peer: Peer, reason: str) -> None:
         lost = peer.record.id
-        for drive in list(self._engine.drives.values()):
-            loss = drive.lose(lost, peer.info.name, reason, drive.run.told(lost))
-            if loss is not None:
-                drive.end(loss)
+        for drive in list(self._engine.drivers.values()):
+            drive.lose(lost, peer.info.name, reason)
 
     def _spread(self, lost: int, reason: str) -> None:
         """Let others know who may not have noticed."""

@@ -460,7 +460,7 @@ class Recovery:
     def await_idle(self, run: LocalPass) -> None:
         """Wait until nothing of a pass that has failed runs here: it would still add to gradients."""
         with self._worker.blocking():
-            while run.journal.at_hand:
+            while run.busy:
                 self._worker.runtime.one_shot().wait(_MOMENT)
 
     # Passes.

@@ -24,7 +24,8 @@ from typing import NewType
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from backhaul._autograd.torch_engine.run import BoundaryNode, Node, leaf_edge
+from backhaul._autograd.torch_engine.boundary import BoundaryNode
+from backhaul._autograd.torch_engine.run import Node, leaf_edge
 from backhaul._wire.tensors.subclasses import TensorList, mark_refused, may_require_grad
 
 MessageId = NewType("MessageId", int)

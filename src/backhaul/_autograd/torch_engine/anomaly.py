@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from backhaul._autograd.torch_engine.run import Node, own_hook
+from backhaul._autograd.torch_engine.hooks import own_hook
+from backhaul._autograd.torch_engine.run import Node
 
 OFF, ON, CHECK_NAN = 0, 1, 2
 """Levels: off, on with ``check_nan=False``, on."""
