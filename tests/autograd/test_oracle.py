@@ -18,7 +18,7 @@ import torch
 from hypothesis import strategies as st
 
 import backhaul as bh
-from backhaul._autograd.backward import group_run, leaves, outbox, ready_groups, receiver
+from backhaul._autograd.backward import early_sends, leaves, outbox, ready_groups, receiver
 from backhaul._autograd.backward.receiver import GradientReceiver
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward import functions
@@ -124,7 +124,7 @@ def test_fast_mode(workers: int, first: int) -> None:
 @pytest.mark.parametrize("order", [1, 2])
 def test_gradients_that_are_sent_as_soon_as_they_are_there(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
     """As in large groups."""
-    monkeypatch.setattr(group_run, "SEND_EARLY_NODES", -1)
+    monkeypatch.setattr(early_sends, "SEND_EARLY_NODES", -1)
     sweep(range(9200, 9260 - 20 * order), workers=3, order=order)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import threading
 
 from backhaul._autograd.backward import pass_errors
 from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.backward.messenger import PassMessenger
-from backhaul._autograd.backward.outbox import Parcels
 from backhaul._autograd.backward.pass_graph import PassGraph
 from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.backward.receiver import told_by
@@ -20,7 +18,6 @@ from backhaul._rpc.calls.client import CallClient
 from backhaul._runtime.runtime import Lock
 from backhaul._worker import deadlines
 from backhaul._worker.deadlines import FOREVER
-from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
 from backhaul.errors import BackwardTimeoutError, PeerLostError
 
@@ -50,27 +47,18 @@ class PassDriver:
         self._worker = worker
         self._client = client
         self._messenger = messenger
-        self._attendant = 0  # the thread that reads channels for the pass while it waits
-        self._inbox: collections.deque[Task] = collections.deque()  # tasks for that thread
 
     def run(self, seeds: Grads, timeout: float) -> None:
         """Run the pass over all workers; return when it is over, raise if it failed."""
         observer = self._worker.observer
         if observer is None or not self.spec.profiles:
-            self._run_roots(seeds)
+            self.share.start(seeds)
             self._run_until_balanced(timeout)
             return
         with observer.drive(self.spec.profiles, self.spec.context, self.spec.number):
             with self.share.observed(ROOTS):
-                self._run_roots(seeds)
+                self.share.start(seeds)
             self._run_until_balanced(timeout)
-
-    def _run_roots(self, seeds: Grads) -> None:
-        """Run the groups that the roots make ready, and send what they produce."""
-        parcels: Parcels = {}
-        self.share.begin()
-        self.share.enter(ROOTS, seeds, parcels)
-        self.share.send(ROOTS, parcels)
 
     def _run_until_balanced(self, timeout: float) -> None:
         """Run ready groups and send what they produce, until the ledger balances or the pass fails."""
@@ -80,8 +68,8 @@ class PassDriver:
         if not over.opened:
             with self._worker.blocking(), _NOT_WOKEN if scope is None else scope.waking(over.open):
                 while not over.opened and self._await_gradients():
-                    while self._inbox:
-                        self._inbox.popleft()()
+                    while share.inbox:
+                        share.inbox.popleft()()
             if scope is not None and scope.root.cancelled:
                 raise scope.unwanted(f"backward of context {self.spec.context} was not done")
             if not over.opened:
@@ -97,28 +85,21 @@ class PassDriver:
         This thread reads the channels to the workers that gradients went to, and handles gradients of the pass that
         arrive there. That saves hand-offs between threads.
         """
-        deadline = self.share.deadline
-        left = None if deadline is None else deadline - self._worker.runtime.now()
-        channels = dict.fromkeys(c for to in list(self.share.sent_to) for c in self._messenger.channels_of(to))
+        share, over = self.share, self.ledger.over
+        left = None if share.deadline is None else share.deadline - self._worker.runtime.now()
+        channels = dict.fromkeys(c for to in list(share.sent_to) for c in self._messenger.channels_of(to))
         try:
             held = [channel for channel in channels if channel.acquire(self)]
             if not held:
-                return self.ledger.over.wait(left)
-            self._attendant = threading.get_ident()
-            in_time = self._worker.attend(held, self.ledger.over, left, self._inbox)
-            self._attendant = 0
+                return over.wait(left)
+            share.attendant = threading.get_ident()
+            in_time = self._worker.attend(held, over, left, share.inbox)
+            share.attendant = 0
         except BaseException as error:
-            self._attendant = 0
+            share.attendant = 0
             self._client.recover_after_interrupt(error, self, *channels)
             raise
-        return in_time or bool(self._inbox)
-
-    def hand_over(self, task: Task) -> bool:
-        """Leave a task to the thread of this pass, if the calling thread is the one; False if not."""
-        if self._attendant != threading.get_ident():
-            return False
-        self._inbox.append(task)
-        return True
+        return in_time or bool(share.inbox)
 
     def _too_late(self, timeout: float, cut_by: str | None) -> BackwardTimeoutError:
         self._ask_around()

@@ -71,7 +71,7 @@ class Leaves:
         self._spec = spec
         self._inputs = inputs
         self._runs_node: dict[int, bool] = {}  # by id of the leaf, which the graph keeps alive
-        self._reducers = reducers.possible
+        self._reducers = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._adds_only = not (spec.into_grad or spec.restricted)  # a leaf without hooks only gets its gradient added
 
     def join(self, leaf: torch.Tensor) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -12,18 +13,18 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from backhaul._autograd.backward import pass_errors
-from backhaul._autograd.backward.group_run import ForeignGraph
 from backhaul._autograd.backward.messenger import PassMessenger
 from backhaul._autograd.backward.outbox import GradientOutbox, Parcels, key_of
 from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.backward.ready_groups import Outcome, ReadyGroups
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import Grads, MessageId, Recv
+from backhaul._autograd.forward.functions import ROOTS, Grads, MessageId, Recv
 from backhaul._autograd.messages import PassSpec, PassTally, Report
 from backhaul._autograd.plan.plan import Orders
 from backhaul._autograd.plan.planner import OrdersSource
 from backhaul._transport.base import Channel
 from backhaul._wire.frames import Frame
+from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
 
 RequestOrders = Callable[[PassSpec, Callable[[OrdersSource], None]], None]
@@ -70,13 +71,15 @@ class ReportBuffer:
             if tally.produced:
                 self._produced.update(tally.produced)
 
-    def is_last(self, channel: Channel) -> bool:
-        """Whether the task that sends into ``channel`` is the only one. If not, ``end`` returns the channel."""
-        if self._tasks == 1:
-            return True
+    @property
+    def last(self) -> bool:
+        """Whether only one task is left. Its frames are sent at once; those of other tasks may wait for ``end``."""
+        return self._tasks == 1
+
+    def flush_later(self, channel: Channel) -> None:
+        """A frame waits in ``channel``: let ``end`` return the channel."""
         with self._lock:
             self._channels.add(channel)
-        return False
 
     def take_along(self, to_driver: bool, *, few: bool = False) -> PassTally | None:
         """What gradients that are sent now take with them, if the task that sends them is the only one. ``few``: the
@@ -111,6 +114,7 @@ class ReportBuffer:
 # Over the limit of attributes because it also keeps what has to be told again after the loss of a channel.
 class LocalPass:
     """Thread-safe. For every task: ``begin``, then ``enter`` for each source whose gradients arrived, then ``send``.
+    ``run`` does the last two for one source.
 
     Args:
         worker: This worker.
@@ -131,6 +135,8 @@ class LocalPass:
         complaint: The frame that told the driver of a failure here.
         sent_to: Workers that gradients went to.
         lost: Those of them that are lost, and why.
+        attendant: At the driver: the thread that reads channels for the pass while it waits; 0: no thread does.
+        inbox: Tasks for that thread.
         busy: Whether tasks of the pass run or wait here.
     """
 
@@ -138,6 +144,7 @@ class LocalPass:
     failed = False
     aborted = False
     complaint: Frame | None = None
+    attendant = 0
 
     def __init__(
         self,
@@ -157,6 +164,7 @@ class LocalPass:
         self.groups = ReadyGroups(spec, context, roots, inputs)
         self.sent_to: set[int] = set()
         self.lost: dict[int, str] = {}
+        self.inbox: collections.deque[Task] = collections.deque()
         self._worker = worker
         self._outbox = outbox
         self._messenger = messenger
@@ -166,17 +174,29 @@ class LocalPass:
         self._told: dict[int, list[PassTally]] = {}  # what each worker was told: the driver, or one that passes it on
         self._fired: dict[int, int] = {}  # messages that unfinished groups answered -> worker that the answer went to
 
-    def begin(self, tally: PassTally | None = None) -> None:
-        """Gradients of the pass have arrived, and a task will run for them: ``send`` must follow. ``tally`` came with
-        them: groups have run on other workers, and the driver has to know.
+    def start(self, seeds: Grads) -> None:
+        """At the driver: run the groups that the roots make ready, and send what they produce."""
+        self._reports.begin()
+        self.run(ROOTS, seeds)
+
+    def begin(self, tally: PassTally | None = None) -> bool:
+        """Gradients of the pass have arrived, and a task will run for them: ``run`` or ``send`` must follow. ``tally``
+        came with them: groups have run on other workers, and the driver has to know. Returns whether the calling thread
+        is the ``attendant``, and should leave the task in the ``inbox``.
         """
         self._reports.begin()
-        if tally is None:
-            return
-        if self._ledger is not None:
-            self._ledger.account(tally)
-        else:
-            self._reports.add(tally)
+        if tally is not None:
+            if self._ledger is not None:
+                self._ledger.account(tally)
+            else:
+                self._reports.add(tally)
+        return self.attendant == threading.get_ident()
+
+    def run(self, source: MessageId, grads: Grads) -> None:
+        """The whole task for one source: run the groups that are ready now, and send what they produce."""
+        parcels: Parcels = {}
+        self.enter(source, grads, parcels)
+        self.send(source, parcels)
 
     @property
     def busy(self) -> bool:
@@ -236,17 +256,21 @@ class LocalPass:
                 self.fail(source, error)
             self.send(source, parcels)
 
-    def is_last(self, channel: Channel) -> bool:
-        """See ``ReportBuffer``."""
-        return self._reports.is_last(channel)
-
-    def take_along(self, to: int, *, few: bool) -> PassTally | None:
-        """The tally that gradients to worker ``to`` take with them; see ``ReportBuffer``."""
-        driver = self.spec.driver
-        tally = self._reports.take_along(to == driver, few=few) if self._ledger is None else None
+    def depart(self, to: int, *, few: bool) -> tuple[PassTally | None, bool]:
+        """Gradients are about to go to worker ``to``. Returns the tally that they take with them, and whether they are
+        sent at once; if not, ``flush_later`` must follow. See ``ReportBuffer``.
+        """
+        self.sent_to.add(to)
+        if self._ledger is not None:
+            return None, self._reports.last
+        last, tally = self._reports.last, self._reports.take_along(to == self.spec.driver, few=few)
         if tally is not None:
             self._told.setdefault(to, []).append(tally)
-        return tally
+        return tally, last
+
+    def flush_later(self, channel: Channel) -> None:
+        """See ``ReportBuffer``."""
+        self._reports.flush_later(channel)
 
     def _report(self, tally: PassTally) -> None:
         spec = self.spec
@@ -273,7 +297,7 @@ class LocalPass:
 
     def fail(self, source: MessageId, error: BaseException) -> None:
         """The pass has failed here: compute nothing more for it, and tell the driver."""
-        if isinstance(error, ForeignGraph):
+        if isinstance(error, pass_errors.ForeignGraph):
             error = self._messenger.foreign_graph(self.context, error)
         if self.failed:
             return

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from backhaul._autograd.backward import pass_errors
-from backhaul._autograd.backward.group_run import ForeignGraph
 from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import NO_CONTEXT, MessageId
@@ -127,7 +126,7 @@ class PassMessenger:
             driver, AutogradKind.REPORT, fault, encoded, inside=lambda fault: Report(spec, message=source, fault=fault)
         )
 
-    def foreign_graph(self, context: Context, found: ForeignGraph) -> ForeignGraphError:
+    def foreign_graph(self, context: Context, found: pass_errors.ForeignGraph) -> ForeignGraphError:
         """The error for a gradient that would have to leave its context."""
         origin = found.recv.context
         released = origin != NO_CONTEXT and self._container.find(origin) is None

@@ -13,7 +13,7 @@ from backhaul._autograd.forward.recording import record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
 from backhaul._devices.links import ChannelLink, hand_over
 from backhaul._rpc.calls.pending import check_size
-from backhaul._rpc.cluster.peers import Peers
+from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._runtime.observer import GradientKey, Observer
 from backhaul._transport.base import ChannelClosedError
 from backhaul._wire.codec import Encoded, encode
@@ -110,9 +110,9 @@ class GradientOutbox:
             parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
             if encoded.lease is not None:
                 parcel.leases.append(encoded.lease)
-            frame = self._frame(run, recv.sender, parcel)
+            frame, now = self._frame(run, recv.sender, parcel)
             observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
-            self._send(run, recv.sender, parcel, frame)
+            self._send_frame(run, self._peers.find(recv.sender), parcel, frame, now=now)
 
     def _encode(self, run: LocalPass, recv: Recv, grads: Grads) -> tuple[Encoded, AutogradNote | None]:
         if run.failed:
@@ -145,16 +145,18 @@ class GradientOutbox:
             return None
         return peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
 
-    def _frame(self, run: LocalPass, to: int, parcel: _Parcel) -> Frame:
-        run.sent_to.add(to)
-        tally = run.take_along(to, few=to in self._peers.plain)
+    def _frame(self, run: LocalPass, to: int, parcel: _Parcel) -> tuple[Frame, bool]:
+        """The frame of a parcel, and whether it is sent at once."""
+        tally, now = run.depart(to, few=to in self._peers.plain)
         message = Gradients(run.spec, parcel.gradients, tally)
-        return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)
+        return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep), now
 
-    def _send(self, run: LocalPass, to: int, parcel: _Parcel, frame: Frame | None = None) -> None:
+    def _send(self, run: LocalPass, to: int, parcel: _Parcel) -> None:
         peer = self._peers.find(to)
-        if frame is None:
-            frame = self._frame(run, to, parcel)
+        frame, now = self._frame(run, to, parcel)
+        self._send_frame(run, peer, parcel, frame, now=now)
+
+    def _send_frame(self, run: LocalPass, peer: Peer, parcel: _Parcel, frame: Frame, *, now: bool) -> None:
         if peer.plain:
             check_size(frame, peer, "a message of gradients")
         try:
@@ -164,9 +166,10 @@ class GradientOutbox:
                     hand_over(lease, channel)
                 peer.link.tell()
             left = None if run.deadline is None else max(run.deadline - self._worker.runtime.now(), 0.0)
-            if run.is_last(channel):
+            if now:
                 channel.send(frame, timeout=left)
             else:
+                run.flush_later(channel)
                 channel.send_soon(frame, timeout=left)
         except (ChannelClosedError, PeerLostError) as error:
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
-from backhaul._autograd.backward.group_run import ForeignGraph
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import NO_CONTEXT, ROOTS, MessageId
+from backhaul._autograd.forward.functions import NO_CONTEXT, ROOTS, MessageId, Recv
 from backhaul._autograd.messages import PassSpec
 from backhaul.errors import (
     BackwardTimeoutError,
@@ -17,6 +16,22 @@ from backhaul.errors import (
     PeerLostError,
     SerializationError,
 )
+
+
+class ForeignGraph(Exception):
+    """A gradient has arrived at a recv node of another context.
+
+    Attributes:
+        recv: The message behind that node.
+        source: The source whose graph leads there.
+        place: Which of its tensors leads there: of the roots, or of the message that was sent.
+    """
+
+    def __init__(self, recv: Recv, source: MessageId, place: int) -> None:
+        super().__init__(recv, source, place)
+        self.recv = recv
+        self.source = source
+        self.place = place
 
 
 def place_of(spec: PassSpec, source: int, worker: str) -> str:

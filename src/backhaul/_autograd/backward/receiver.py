@@ -125,7 +125,6 @@ class GradientReceiver:
                 self._decline(channel, message.gradients)
                 return None  # the pass is over
             share = self.local_pass_of(context, spec)
-        share.begin(message.tally)
         arrived = 0
         if spec.profiles and (observer := self._worker.observer) is not None:
             arrived = observer.now()
@@ -138,10 +137,9 @@ class GradientReceiver:
             frame.buffers,
             arrived,
         )
-        if spec.driver == self._id:
-            driver = self._drivers.get((spec.context, spec.number))
-            if driver is not None and driver.hand_over(task):
-                return None
+        if share.begin(message.tally):
+            share.inbox.append(task)
+            return None
         return task
 
     def _take_gradients(
@@ -161,10 +159,11 @@ class GradientReceiver:
                 self._take_gradients(share, channel, gradients, buffers, 0)
             return
         parcels: Parcels = {}
-        if len(gradients) == 1:
-            self._take(share, channel, first, buffers, parcels)
-        else:
+        if len(gradients) > 1:
             self._take_each(share, channel, gradients, buffers, parcels)
+        elif (grads := self._decode(share, channel, first, buffers)) is not None:
+            share.run(first.message, grads)
+            return
         share.send(first.message, parcels)
 
     def _take_each(
@@ -186,7 +185,9 @@ class GradientReceiver:
         for number, gradient in enumerate(gradients):
             own = buffers[used : used + gradient.buffers]
             used += gradient.buffers
-            self._take(share, channel, gradient, own, parcels)
+            grads = self._decode(share, channel, gradient, own)
+            if grads is not None:
+                share.enter(gradient.message, grads, parcels)
             before, began = began, now()
             if began > before + SHARE_OUT_SECONDS:
                 self._share_out(share, channel, gradients[number + 1 :], buffers[used:])
@@ -206,13 +207,13 @@ class GradientReceiver:
                 functools.partial(run, self._take_gradients, share, channel, (gradient,), own, 0)
             )
 
-    def _take(
-        self, share: LocalPass, channel: Channel, gradient: Gradient, buffers: Sequence[Buffer], parcels: Parcels
-    ) -> None:
-        """Decode the gradients of one message, and give them to the local pass."""
+    def _decode(
+        self, share: LocalPass, channel: Channel, gradient: Gradient, buffers: Sequence[Buffer]
+    ) -> Grads | None:
+        """The gradients of one message; None if the pass has failed, or fails because nobody can decode them."""
         if share.failed:
             self._decline(channel, (gradient,))
-            return
+            return None
         source, payload, note = gradient.message, gradient.payload, gradient.note
         try:
             if self._worker.device_context is None:
@@ -239,8 +240,8 @@ class GradientReceiver:
                 peer = self._peers.of(channel)
                 sender = None if peer is None else peer.info.name
                 share.fail(source, pass_errors.undecodable(self._worker.name, sender, source, error))
-            return
-        share.enter(source, grads, parcels)
+            return None
+        return grads
 
     def _link_of(self, channel: Channel) -> DeviceLink | None:
         peer = self._peers.of(channel)

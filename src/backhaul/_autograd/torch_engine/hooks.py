@@ -57,21 +57,17 @@ class NodeHooks:
 
 node_hooks = NodeHooks()
 
-_own_handles = 0  # handles that we have made, as long as nobody else has made one
+own_handles = 0
+"""Hook handles that we have made, as long as nobody else has made one. If ``RemovableHandle.next_id`` is larger, the
+program has registered a hook of some kind. Multi-grad hooks, which ask for the ``GraphTask``, may be among them.
+"""
 
 
 def count_own_handle() -> None:
     """Call this before we make a handle that does not count as a hook of the program."""
-    global _own_handles
-    if RemovableHandle.next_id == _own_handles:
-        _own_handles += 1
-
-
-def hooks_possible() -> bool:
-    """Whether the program may have registered any hook at all. Multi-grad hooks, which ask for the ``GraphTask``, may
-    be among them.
-    """
-    return bool(RemovableHandle.next_id > _own_handles or node_hooks.possible)
+    global own_handles
+    if RemovableHandle.next_id == own_handles:
+        own_handles += 1
 
 
 def pass_hooks(node: Node, grad: torch.Tensor | None) -> torch.Tensor | None:

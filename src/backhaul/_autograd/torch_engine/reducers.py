@@ -24,15 +24,10 @@ class Reducers:
         """Search once more at the next question: modules may have been made that ``on_submodule`` did not see."""
         self._searched = False
 
-    @property
-    def possible(self) -> bool:
-        """Whether DDP modules can exist in this process."""
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
-
     def module_of(self, leaf: torch.Tensor) -> int | None:
         """The id of the DDP module that reduces ``leaf``; None if no module does."""
-        if not self.possible:
-            return None
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None  # there are no DDP modules
         if not self._searched:
             self._searched = True
             for thing in gc.get_objects():
