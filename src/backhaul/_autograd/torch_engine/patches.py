@@ -37,7 +37,8 @@ def install() -> None:
 def uninstall() -> None:
     """Leave torch as ``install`` found it, except where other code has replaced our function since."""
     global _seen_handles
-    _seen_handles = RemovableHandle.next_id
+    if _undo:
+        _seen_handles = RemovableHandle.next_id
     while _undo:
         _undo.pop()()
 
