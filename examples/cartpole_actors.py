@@ -1,7 +1,7 @@
-"""Learns to balance a pole: observers play, one agent chooses all their actions in one batch and learns (REINFORCE).
+"""Learns to balance poles: observers play, and one agent chooses all their actions in one batch and learns (REINFORCE).
 
-``Agent.select`` is marked with ``async_execution``: it returns a future and frees its thread. When the last observer's
-states have come, the policy runs once for all of them, and every observer gets its actions.
+``Agent.select`` is marked with ``async_execution``: it returns a future and frees its thread. When the states of the
+last observer have arrived, the policy runs once for all observers, and every observer gets its actions.
 
     python examples/cartpole_actors.py
     python examples/cartpole_actors.py --observers 4 --poles 8 --iterations 60
@@ -19,15 +19,15 @@ from torch import nn
 
 import backhaul as bh
 
-LONGEST = 200  # steps of an episode
+MAX_STEPS = 200  # of an episode
 GAMMA = 0.98
 
 
 class CartPoles:
-    """Carts on rails, each with a pole on it that must not fall. All move at once."""
+    """Carts on rails. Each cart has a pole that must not fall. All carts move at once."""
 
     def __init__(self, count: int, draw: torch.Generator) -> None:
-        self.states = torch.rand(count, 4, generator=draw) * 0.1 - 0.05  # place, speed, angle, turning speed
+        self.states = torch.rand(count, 4, generator=draw) * 0.1 - 0.05  # position, speed, angle, angular speed
         self.up = torch.ones(count, dtype=torch.bool)
 
     def push(self, right: torch.Tensor) -> None:
@@ -42,33 +42,33 @@ class CartPoles:
         self.states = torch.stack(
             [place + tick * speed, speed + tick * moving, angle + tick * turn, turn + tick * turning], dim=1
         )
-        # Who has fallen stays down.
+        # A pole that has fallen stays down.
         self.up &= (self.states[:, 0].abs() <= 2.4) & (self.states[:, 2].abs() <= 0.2095)
 
 
 def play(agent: bh.RRef[Agent], observer: int, poles: int, seed: int) -> None:
-    """What an observer does: one episode on each of its poles, actions from the agent."""
+    """Play one episode on each pole of an observer. The agent chooses the actions."""
     game = CartPoles(poles, torch.Generator().manual_seed(seed))
     lasted = []
-    while game.up.any() and len(lasted) < LONGEST:
+    while game.up.any() and len(lasted) < MAX_STEPS:
         lasted.append(game.up.float())
         game.push(agent.rpc_sync().select(observer, game.states))
     agent.rpc_sync().finish(observer, torch.stack(lasted))
 
 
 class Agent:
-    """The policy. Its methods are called by all observers at the same time."""
+    """The policy. All observers call its methods at the same time."""
 
     def __init__(self, observers: int) -> None:
         torch.manual_seed(0)
         self.policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-2)
         self.observers = observers
-        self.lock = threading.Lock()  # guards what follows
+        self.lock = threading.Lock()  # guards all attributes below
         self.begin()
 
     def begin(self) -> None:
-        """Forget the episodes so far."""
+        """Discard the recorded episodes."""
         self.playing = set(range(self.observers))
         self.waiting: dict[int, tuple[torch.Tensor, bh.Future[torch.Tensor]]] = {}
         self.said: dict[int, list[torch.Tensor]] = {observer: [] for observer in self.playing}  # log probabilities
@@ -76,7 +76,7 @@ class Agent:
 
     @bh.async_execution
     def select(self, observer: int, states: torch.Tensor) -> bh.Future[torch.Tensor]:
-        """An action for each state, when the states of all who play have come."""
+        """Return one action for each state, once the states of all playing observers have arrived."""
         actions: bh.Future[torch.Tensor] = bh.Future()
         with self.lock:
             self.waiting[observer] = states, actions
@@ -84,14 +84,14 @@ class Agent:
         return actions
 
     def finish(self, observer: int, lasted: torch.Tensor) -> None:
-        """An observer's episodes are over: at each step, which poles stood."""
+        """End the episodes of an observer. ``lasted`` says for each step which poles were up."""
         with self.lock:
             self.playing.discard(observer)
             self.lasted[observer] = lasted
         self.answer_if_complete()
 
     def answer_if_complete(self) -> None:
-        """Choose for all who wait, unless somebody is still to come."""
+        """Choose the actions of all waiting observers, unless another observer still plays and does not wait yet."""
         with self.lock:
             if not self.waiting or len(self.waiting) < len(self.playing):
                 return
@@ -105,15 +105,15 @@ class Agent:
             future.set_result(part)
 
     def learn(self) -> float:
-        """Make what led to long episodes more likely; returns how long they were on average."""
+        """Make actions that led to long episodes more likely. Returns the average length of an episode."""
         pairs = [(torch.stack(self.said[observer]), lasted) for observer, lasted in self.lasted.items()]
         said, lasted = (
-            torch.cat([nn.functional.pad(part, (0, 0, 0, LONGEST - len(part))) for part in parts], dim=1)
+            torch.cat([nn.functional.pad(part, (0, 0, 0, MAX_STEPS - len(part))) for part in parts], dim=1)
             for parts in zip(*pairs, strict=True)
         )
         to_come = torch.zeros_like(lasted)
         later = torch.zeros(lasted.shape[1])
-        for step in reversed(range(LONGEST)):
+        for step in reversed(range(MAX_STEPS)):
             later = lasted[step] * (1 + GAMMA * later)
             to_come[step] = later
         better = (to_come - to_come.sum() / lasted.sum()) * lasted
@@ -125,7 +125,7 @@ class Agent:
 
 
 def drive(poles: int, iterations: int, enough: float) -> dict[str, Any] | None:
-    """Runs in every worker: the agent starts the observers, again and again."""
+    """Runs on every worker. The agent starts the observers in each iteration; the observers only serve."""
     torch.set_num_threads(1)
     if bh.get_worker_info().name != "agent":
         return None
@@ -155,11 +155,11 @@ def drive(poles: int, iterations: int, enough: float) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Start agent and observers, print what came out."""
+    """Start the agent and the observers, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--observers", type=int, default=3, help="how many (default 3)")
+    parser.add_argument("--observers", type=int, default=3, help="number of observers (default 3)")
     parser.add_argument("--poles", type=int, default=8, help="poles of each observer (default 8)")
-    parser.add_argument("--iterations", type=int, default=200, help="at most so many (default 200)")
+    parser.add_argument("--iterations", type=int, default=200, help="maximum number of iterations (default 200)")
     parser.add_argument("--enough", type=float, default=195, help="average return to stop at (default 195: solved)")
     options = parser.parse_args()
     if min(options.observers, options.poles, options.iterations) < 1:
@@ -167,7 +167,7 @@ def main() -> None:
     names = ["agent", *(f"observer{number}" for number in range(options.observers))]
     result = bh.launch(drive, names, args=(options.poles, options.iterations, options.enough))[0]
     last = result["returns"][-5:]
-    print(f"{result['seconds']:.0f} s; average return of the last episodes: {sum(last) / len(last):.0f} of {LONGEST}")
+    print(f"{result['seconds']:.0f} s; average return of the last episodes: {sum(last) / len(last):.0f} of {MAX_STEPS}")
 
 
 if __name__ == "__main__":

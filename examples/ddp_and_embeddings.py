@@ -1,8 +1,8 @@
-"""Trainers that keep their dense layers alike with DDP, and share one embedding table on a worker of its own.
+"""Trainers synchronize their dense layers with DDP and share one embedding table on a separate worker.
 
-Within a pass, gradients of the dense layers are averaged between the trainers by DDP (gloo), while those of the table
-travel to the worker that has it. The table steps when the gradients of all trainers have come, so the whole is the same
-as one process that trains on all their batches; which is checked.
+During a pass, DDP (gloo) averages the gradients of the dense layers between the trainers. The gradients of the table
+travel to the worker that holds it. The table makes a step when the gradients of all trainers have arrived. The result
+equals that of one process that trains on the batches of all trainers; the example checks this.
 
     python examples/ddp_and_embeddings.py
     python examples/ddp_and_embeddings.py --trainers 3 --steps 20
@@ -28,27 +28,27 @@ WORDS, WIDTH, BAG, BATCH, RATE = 200, 16, 8, 32, 0.5
 
 
 def make_batch(step: int, trainer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bags of words, and whether most of a bag's are of the first half of the alphabet."""
+    """Make bags of words. The label says whether most words of a bag are in the first half of the vocabulary."""
     draw = torch.Generator().manual_seed(1000 * step + trainer)
     bags = torch.randint(WORDS, (BATCH, BAG), generator=draw)
     return bags, ((bags < WORDS // 2).sum(1) > BAG // 2).float()
 
 
 def make_dense() -> nn.Module:
-    """The layers that every trainer has."""
+    """Make the layers that every trainer has."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 1), nn.Flatten(0))
 
 
 class Embeddings(nn.Module):
-    """The table that all trainers use, and its steps."""
+    """The table that all trainers use, and its optimizer steps."""
 
     def __init__(self, trainers: int) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.table = nn.EmbeddingBag(WORDS, WIDTH)
         self.trainers = trainers
-        self.lock = threading.Lock()  # guards what follows
+        self.lock = threading.Lock()  # guards all attributes below
         self.grads: list[torch.Tensor] = []
         self.stepped: bh.Future[None] = bh.Future()
 
@@ -57,7 +57,7 @@ class Embeddings(nn.Module):
 
     @bh.async_execution
     def step(self, context: int) -> bh.Future[None]:
-        """Take the gradient of a trainer's context; what is returned is done when all have come and were applied."""
+        """Take the gradient of one trainer. The future is done when the gradients of all trainers were applied."""
         grad = bh.get_gradients(context)[self.table.weight]
         with self.lock:
             self.grads.append(grad)
@@ -75,7 +75,7 @@ class Embeddings(nn.Module):
 
 
 def train(embeddings: bh.nn.RemoteModule, steps: int, trainer: int, trainers: int, meet: str) -> dict[str, Any]:
-    """Train together with the others; returns losses and dense weights."""
+    """Train together with the other trainers. Returns losses and dense weights."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=trainer, world_size=trainers)
     try:
         dense = DistributedDataParallel(make_dense())
@@ -87,7 +87,7 @@ def train(embeddings: bh.nn.RemoteModule, steps: int, trainer: int, trainers: in
                 loss = nn.functional.binary_cross_entropy_with_logits(dense(embeddings(bags)), labels)
                 ctx.backward(loss)
                 for parameter in dense.parameters():
-                    parameter.grad = ctx.grads[parameter]  # averaged already
+                    parameter.grad = ctx.grads[parameter]  # DDP has averaged it
                 optimizer.step()
                 embeddings.get_module_rref().rpc_sync().step(ctx.id)
             losses.append(loss.item())
@@ -96,11 +96,11 @@ def train(embeddings: bh.nn.RemoteModule, steps: int, trainer: int, trainers: in
         torch.distributed.destroy_process_group()
 
 
-# On the worker of the table, which drives.
+# On the worker that holds the table. It is the driver.
 
 
 def train_alone(steps: int, trainers: int) -> list[torch.Tensor]:
-    """The same in one process, on the batches of all; returns all weights."""
+    """Train in one process on the batches of all trainers. Returns all weights."""
     embeddings, dense = Embeddings(1), make_dense()
     optimizer = torch.optim.SGD([*embeddings.parameters(), *dense.parameters()], lr=RATE)
     for step in range(steps):
@@ -113,7 +113,7 @@ def train_alone(steps: int, trainers: int) -> list[torch.Tensor]:
 
 
 def drive(steps: int) -> dict[str, Any] | None:
-    """Runs in every worker: that of the table starts the trainers."""
+    """Runs on every worker. The worker that holds the table starts the trainers."""
     torch.set_num_threads(1)
     if bh.get_worker_info().name != "table":
         return None
@@ -137,9 +137,9 @@ def drive(steps: int) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Start the workers, train, print what came out."""
+    """Start the workers, train, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--trainers", type=int, default=2, help="how many (default 2)")
+    parser.add_argument("--trainers", type=int, default=2, help="number of trainers (default 2)")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
     options = parser.parse_args()
     if options.trainers < 1 or options.steps < 1:

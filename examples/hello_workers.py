@@ -1,4 +1,4 @@
-"""Three local workers that call each other with tensors, and what travelled.
+"""Three local workers call each other with tensors, and the driver prints what traveled.
 
 python examples/hello_workers.py
 python examples/hello_workers.py --workers 5 --size 2048
@@ -20,24 +20,24 @@ weights: dict[str, torch.Tensor] = {}
 
 
 def hold(name: str, value: torch.Tensor) -> str:
-    """Keep a tensor on the worker this runs on."""
+    """Keep a tensor on the worker that runs this function."""
     weights[name] = value
     return f"{bh.get_worker_info().name} holds {name} {tuple(value.shape)}"
 
 
 def apply(name: str, x: torch.Tensor, *, then: str | None = None) -> torch.Tensor:
-    """Multiply by a held tensor; pass the result on to the next worker if there is one."""
+    """Multiply by a held tensor. Pass the result on to the worker ``then``, if given."""
     y = x @ weights[name]
     return y if then is None else bh.rpc_sync(then, apply, args=(name, y))
 
 
 def fail() -> None:
-    """What a remote error looks like."""
+    """Raise an error, to show what a remote error looks like."""
     raise ValueError("this went wrong on purpose")
 
 
 def run(size: int) -> list[tuple[str, ...]] | None:
-    """Runs in every worker; the first drives, the others serve."""
+    """Runs on every worker. The first worker makes the calls, the others serve."""
     me = bh.get_worker_info()
     if me.id != 0:
         return None
@@ -76,16 +76,16 @@ def run(size: int) -> list[tuple[str, ...]] | None:
 
 
 def describe(value: Any) -> str:
-    """A value for the table."""
+    """Format a value for the table."""
     if isinstance(value, torch.Tensor):
         return f"{'x'.join(map(str, value.shape))} {value.dtype}, {value.nbytes / 1024:.0f} KiB".replace("torch.", "")
     return "nothing" if value is None else repr(value) if isinstance(value, Exception) else str(value)
 
 
 def main() -> None:
-    """Start the workers, print what travelled."""
+    """Start the workers, and print what traveled."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workers", type=int, default=3, help="how many, at least 2 (default 3)")
+    parser.add_argument("--workers", type=int, default=3, help="number of workers, at least 2 (default 3)")
     parser.add_argument("--size", type=int, default=512, help="side of the matrices, at least 100 (default 512)")
     options = parser.parse_args()
     if options.workers < 2 or options.size < 100:
@@ -94,7 +94,7 @@ def main() -> None:
     start = time.perf_counter()
     with console.status(f"starting {options.workers} workers"):
         lines = bh.launch(run, options.workers, args=(options.size,))[0]
-    table = Table(title=f"What travelled between {options.workers} local workers")
+    table = Table(title=f"What traveled between {options.workers} local workers")
     for column in ("call", "sent", "came back", "time"):
         table.add_column(column, justify="right" if column == "time" else "left")
     for line in lines:

@@ -1,8 +1,9 @@
-"""A parameter server and trainers that all train its one model at once, each in contexts of its own.
+"""Several trainers train the one model of a parameter server at once, each trainer in its own contexts.
 
-Nobody waits for anybody: a trainer's gradients may come when others have changed the weights since its forward. So the
-server never changes weights in place, which would break the graphs of those still under way ("modified by an inplace
-operation"): a step puts new tensors in the place of the old, and whoever has used the old goes back through the old.
+No trainer waits for another. When the gradients of a trainer arrive, other trainers may have changed the weights since
+its forward. So the server never changes weights in place: that would break the graphs of passes that still run
+("modified by an inplace operation"). A step replaces the weights by new tensors. A pass that used the old tensors goes
+back through the old tensors.
 
     python examples/parameter_server.py
     python examples/parameter_server.py --trainers 2 --steps 50
@@ -27,11 +28,11 @@ INPUTS, CLASSES, BATCH = 2, 3, 64
 SIZES = [INPUTS, 64, 64, CLASSES]
 
 
-# The model: a function of its weights, so that many can run it at once, each on weights of its own.
+# The model is a function of its weights. So many threads can run it at once, each on its own copy of the weights.
 
 
 def make_weights() -> list[torch.Tensor]:
-    """Weight and bias of each layer."""
+    """Make the weight and the bias of each layer."""
     draw = torch.Generator().manual_seed(0)
     made = []
     for before, after in itertools.pairwise(SIZES):
@@ -40,14 +41,14 @@ def make_weights() -> list[torch.Tensor]:
 
 
 def apply_model(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Layer after layer."""
+    """Run the layers one after the other."""
     for number in range(0, len(weights), 2):
         x = nn.functional.linear(x.tanh() if number else x, weights[number], weights[number + 1])
     return x
 
 
 def make_batch(draw: torch.Generator, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points on the arms of a spiral, and which arm each is on."""
+    """Make points on the arms of a spiral. The label of a point is its arm."""
     arm = torch.randint(CLASSES, (size,), generator=draw)
     radius = torch.rand(size, generator=draw)
     angle = 2 * torch.pi * (arm / CLASSES + 0.7 * radius) + 0.1 * torch.randn(size, generator=draw)
@@ -55,27 +56,28 @@ def make_batch(draw: torch.Generator, size: int) -> tuple[torch.Tensor, torch.Te
 
 
 class Server:
-    """One set of weights. Its methods are called by all trainers, at the same time.
+    """One set of weights. All trainers call its methods at the same time.
 
-    Steps have no momentum: with gradients that are some steps old it makes the weights swing.
+    Steps have no momentum: with gradients that are some steps old, momentum makes the weights oscillate.
     """
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
-        self.lock = threading.Lock()  # guards all that follows
+        self.lock = threading.Lock()  # guards all attributes below
         self.steps = 0
         self.weights = make_weights()
-        self.used: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by context: steps before it, weights of then
+        # By context: the steps made before its forward, and the weights that it used.
+        self.used: dict[int, tuple[int, list[torch.Tensor]]] = {}
 
     def forward(self, context: int, x: torch.Tensor) -> torch.Tensor:
-        """Run the model on the weights of now, in a context of the caller's."""
+        """Run the model on the present weights, in a context of the caller."""
         with self.lock:
             weights = [weight.detach().requires_grad_() for weight in self.weights]
             self.used[context] = self.steps, weights
         return apply_model(weights, x)
 
     def step(self, context: int) -> int:
-        """Apply the gradients of a context; returns how many steps others have made since its forward."""
+        """Apply the gradients of a context. Returns how many steps others have made since its forward."""
         grads = bh.get_gradients(context)
         with self.lock:
             before, weights = self.used.pop(context)
@@ -84,13 +86,13 @@ class Server:
             return self.steps - before - 1
 
     def accuracy(self) -> float:
-        """The share of fresh points that the model gets right."""
+        """Return the share of new points that the model classifies correctly."""
         x, arm = make_batch(torch.Generator().manual_seed(10**6), 1000)
         return (apply_model(self.weights, x).argmax(1) == arm).float().mean().item()
 
 
 def train(server: bh.RRef[Server], steps: int, seed: int) -> dict[str, Any]:
-    """What a trainer does: forward, backward, step, in one context each."""
+    """Train: each iteration makes forward, backward and step in one context."""
     draw = torch.Generator().manual_seed(seed)
     losses, behind = [], []
     for _ in range(steps):
@@ -104,7 +106,7 @@ def train(server: bh.RRef[Server], steps: int, seed: int) -> dict[str, Any]:
 
 
 def serve(steps: int) -> dict[str, Any] | None:
-    """Runs in every worker: the server starts the trainers, which have nothing else to do."""
+    """Runs on every worker. The server starts the trainers, which do nothing else."""
     torch.set_num_threads(1)
     if bh.get_worker_info().name != "server":
         return None
@@ -123,9 +125,9 @@ def serve(steps: int) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Start server and trainers, print what came out."""
+    """Start the server and the trainers, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--trainers", type=int, default=4, help="how many (default 4)")
+    parser.add_argument("--trainers", type=int, default=4, help="number of trainers (default 4)")
     parser.add_argument("--steps", type=int, default=300, help="steps of each trainer (default 300)")
     options = parser.parse_args()
     if options.trainers < 1 or options.steps < 1:

@@ -1,7 +1,8 @@
-"""A small residual network in two stages on two workers, its batches cut into micro-batches that fill the pipeline.
+"""A small residual network in two stages on two workers. Micro-batches keep both stages busy.
 
-The driver starts all micro-batches at once. The output of the first stage stays there: the driver passes on a reference
-to it, and the second stage fetches it straight from the first. One backward then runs through all of them.
+The driver starts all micro-batches at once. The output of the first stage stays on its worker. The driver passes a
+reference to the second stage, which fetches the output straight from the first stage. One backward pass then runs
+through all micro-batches.
 
     python examples/pipeline_resnet.py
     python examples/pipeline_resnet.py --steps 20 --splits 1 2 4 8
@@ -23,11 +24,11 @@ import backhaul as bh
 CHANNELS, CLASSES, SIDE, BATCH = 16, 4, 16, 32
 
 
-# The data: stripes of four directions under noise.
+# The data: noisy images of stripes in four directions.
 
 
 def make_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, and which way the stripes of each go."""
+    """Make images. The label of an image is the direction of its stripes."""
     draw = torch.Generator().manual_seed(seed)
     way = torch.randint(CLASSES, (BATCH,), generator=draw)
     angle = way * torch.pi / CLASSES
@@ -37,11 +38,11 @@ def make_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (images + 0.5 * torch.randn(BATCH, SIDE, SIDE, generator=draw))[:, None], way
 
 
-# The model. GroupNorm looks at one image at a time, so micro-batches change nothing.
+# The model. GroupNorm normalizes each image alone, so micro-batches do not change the result.
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions and a skip connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Block(nn.Module):
 
 
 def make_layers(stage: int) -> nn.Sequential:
-    """The layers of a stage; the same weights wherever they are made."""
+    """Make the layers of a stage. They have the same weights on every worker."""
     torch.manual_seed(stage)
     if stage == 1:
         return nn.Sequential(nn.Conv2d(1, CHANNELS, 3, 1, 1), Block(CHANNELS, CHANNELS, 1))
@@ -68,7 +69,7 @@ def make_layers(stage: int) -> nn.Sequential:
 
 
 class Stage(nn.Module):
-    """A part of the network, and the optimizer of its weights."""
+    """One stage of the network, and the optimizer of its weights."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -79,12 +80,12 @@ class Stage(nn.Module):
         return self.layers(x.to_here() if isinstance(x, bh.RRef) else x)
 
     def gradients(self, context: int) -> list[torch.Tensor]:
-        """The gradients that the context has for this stage."""
+        """Return the gradients that the context holds for this stage."""
         grads = bh.get_gradients(context)
         return [grads[parameter] for parameter in self.layers.parameters()]
 
     def step(self, context: int) -> None:
-        """Apply them."""
+        """Apply the gradients of the context."""
         for parameter, grad in zip(self.layers.parameters(), self.gradients(context), strict=True):
             parameter.grad = grad
         self.optimizer.step()
@@ -101,12 +102,12 @@ class Pipeline(nn.Module):
     def forward(self, x: torch.Tensor, splits: int) -> torch.Tensor:
         made = []
         for part in x.chunk(splits):
-            middle = self.first.get_module_rref().remote().forward(part)  # stays there
+            middle = self.first.get_module_rref().remote().forward(part)  # stays on the first stage's worker
             made.append(self.second.forward_async(middle))
         return torch.cat(bh.wait_all(made))
 
     def stages(self) -> list[bh.RRef[nn.Module]]:
-        """References to both."""
+        """Return references to both stages."""
         return [self.first.get_module_rref(), self.second.get_module_rref()]
 
 
@@ -114,7 +115,7 @@ class Pipeline(nn.Module):
 
 
 def train_step(model: Pipeline, seed: int, splits: int) -> float:
-    """Forward, backward and step; returns the loss."""
+    """Make forward, backward and step. Returns the loss."""
     images, way = make_batch(seed)
     with bh.context() as ctx:
         loss = nn.functional.cross_entropy(model(images, splits), way)
@@ -124,7 +125,7 @@ def train_step(model: Pipeline, seed: int, splits: int) -> float:
 
 
 def check(model: Pipeline, splits: int) -> float:
-    """The largest difference between a gradient of the pipeline and that of the whole batch in this process."""
+    """Return the largest difference between a gradient of the pipeline and the same gradient in this process."""
     images, way = make_batch(10**6)
     layers = [make_layers(1), make_layers(2)]
     nn.functional.cross_entropy(layers[1](layers[0](images)), way).backward()
@@ -136,7 +137,7 @@ def check(model: Pipeline, splits: int) -> float:
 
 
 def run(steps: int, splits: list[int]) -> dict[str, Any] | None:
-    """Runs in every worker: the driver drives, the stages serve."""
+    """Runs on every worker. The driver makes the calls, the stages serve."""
     torch.set_num_threads(1)
     if bh.get_worker_info().name != "driver":
         return None
@@ -152,7 +153,7 @@ def run(steps: int, splits: list[int]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Start the workers, train, print what came out."""
+    """Start the workers, train, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=30, help="training steps for each number of splits (default 30)")
     parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4], help="micro-batches (default 1 2 4)")

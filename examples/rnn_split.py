@@ -1,7 +1,7 @@
 """Trains an LSTM language model split in two: embedding and decoder on one worker, the LSTM on the driver.
 
-Both ends are ``bh.nn.RemoteModule``, so the model reads like one of a single process. Memory does not grow, however
-long it runs: what a step recorded is released everywhere when its context ends.
+Embedding and decoder are ``bh.nn.RemoteModule``, so the model reads like a local model. Memory does not grow over time:
+when the context of a step ends, all workers release what the step recorded.
 
     python examples/rnn_split.py
     python examples/rnn_split.py --steps 10000
@@ -30,7 +30,7 @@ WIDTH, HIDDEN, LENGTH, BATCH = 32, 64, 16, 16
 
 
 def make_text(words: int, seed: int = 0) -> list[str]:
-    """Nursery rhymes of a small grammar: each word follows from the two before it."""
+    """Make nursery rhymes of a small grammar. Each word follows from the two words before it."""
     draw = torch.Generator().manual_seed(seed)
     animals = {"cow": "moo", "duck": "quack", "sheep": "baa", "pig": "oink", "cat": "miaow"}
     said: list[str] = []
@@ -41,7 +41,7 @@ def make_text(words: int, seed: int = 0) -> list[str]:
 
 
 def batch(data: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and what follows them, time first."""
+    """Return inputs and targets. The first dimension is time."""
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=draw)
     windows = torch.stack([data[s : s + LENGTH + 1] for s in starts.tolist()], dim=1)
@@ -52,7 +52,7 @@ def batch(data: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Decoder(nn.Module):
-    """From what the LSTM makes of the text to the loss of what follows."""
+    """Computes the loss of the next words from the outputs of the LSTM."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens go to the worker of the tables and come back as vectors; vectors go there and come back as the loss."""
+    """Tokens go to the worker with the tables and come back as vectors. Outputs go there and come back as the loss."""
 
     def __init__(self, tables: str, words: int) -> None:
         super().__init__()
@@ -78,20 +78,20 @@ class Model(nn.Module):
         return self.decoder(hidden, targets), tuple(part.detach() for part in state)
 
     def all_parameters(self) -> list[bh.RRef]:
-        """References to all of them, wherever they are."""
+        """Return references to the parameters of both workers."""
         remote = self.embedding.remote_parameters() + self.decoder.remote_parameters()
         return remote + [bh.RRef(parameter) for parameter in self.parameters()]
 
 
 class Stepper:
-    """An optimizer for the parameters of one worker, which lives there."""
+    """An optimizer for the parameters of one worker. It lives on that worker."""
 
     def __init__(self, parameters: list[bh.RRef]) -> None:
         self.parameters = [rref.local_value() for rref in parameters]
         self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2)
 
     def step(self, context: int) -> None:
-        """Apply the gradients that the context has here."""
+        """Apply the gradients that the context holds on this worker."""
         grads = bh.get_gradients(context)
         for parameter in self.parameters:
             parameter.grad = grads.get(parameter)
@@ -99,7 +99,7 @@ class Stepper:
 
 
 def make_steppers(parameters: list[bh.RRef]) -> list[bh.RRef]:
-    """One for each worker that has some of them."""
+    """Make one ``Stepper`` on each worker that owns parameters."""
     owners = sorted({rref.owner_name() for rref in parameters})
     return [
         bh.remote(owner, Stepper, args=([rref for rref in parameters if rref.owner_name() == owner],))
@@ -111,18 +111,18 @@ def make_steppers(parameters: list[bh.RRef]) -> list[bh.RRef]:
 
 
 def memory() -> float:
-    """MiB that this process has in memory."""
+    """Return the resident memory of this process, in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def memory_everywhere() -> dict[str, float]:
-    """The same, by worker."""
+    """Return the resident memory of each worker, in MiB."""
     return {info.name: bh.rpc_sync(info, memory) for info in bh.get_worker_infos()}
 
 
 def train(steps: int) -> dict[str, Any] | None:
-    """Runs in every worker: the driver drives, the other serves."""
+    """Runs on every worker. The driver trains, the other worker serves."""
     torch.set_num_threads(1)
     if bh.get_worker_info().name != "driver":
         return None
@@ -132,7 +132,7 @@ def train(steps: int) -> dict[str, Any] | None:
     torch.manual_seed(0)
     model = Model("tables", len(numbers))
     steppers = make_steppers(model.all_parameters())
-    warm = min(2000, steps // 5)  # steps after which a process has taken what memory it needs
+    warm = min(2000, steps // 5)  # steps after which a process has allocated the memory that it needs
     state = None
     losses: list[float] = []
     before: dict[str, float] = {}
@@ -151,7 +151,7 @@ def train(steps: int) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Start both workers, train, print what came out."""
+    """Start both workers, train, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="training steps (default 300)")
     options = parser.parse_args()

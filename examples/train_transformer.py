@@ -1,13 +1,13 @@
 """Trains a small transformer language model split over workers, then checks its gradients against one process.
 
-The driver holds no weights: the embedding, the body (one part of it on each worker in the middle) and the head live
-on workers of their own. Every step is one context: tokens travel through the workers, ``backward`` runs back through
-all of them, and each worker steps its own optimizer.
+The driver holds no weights. The embedding, each block of the body and the head live on separate workers. Every step is
+one context: tokens travel through the workers, ``backward`` runs back through all of them, and each worker steps its
+own optimizer.
 
     make run
     make run ARGS="--workers 4 --steps 100"
     make run ARGS="--steps 20 --profile profile"    # and see profile/report.html
-    make run ARGS="--device cuda"                   # all parts on the GPU, each in a process of its own
+    make run ARGS="--device cuda"                   # all parts on the GPU, each in its own process
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import backhaul as bh
 CONTEXT, WIDTH, BATCH = 64, 64, 16
 
 
-# The text: sentences of a small grammar, so that there is something to learn.
+# The text: sentences of a small grammar, which the model can learn.
 
 
 def make_text(sentences: int, seed: int = 0) -> str:
-    """Sentences in which the verb follows from the subject and the object from the verb."""
+    """Make sentences in which the verb depends on the subject and the object on the verb."""
     draw = torch.Generator().manual_seed(seed)
 
     def pick(options: list[str]) -> str:
@@ -52,7 +52,7 @@ def make_text(sentences: int, seed: int = 0) -> str:
 
 
 class Corpus:
-    """Text as numbers, and batches of it."""
+    """A text as numbers, cut into batches."""
 
     def __init__(self, text: str, device: str) -> None:
         self.letters = sorted(set(text))
@@ -60,18 +60,18 @@ class Corpus:
         self.data = torch.tensor([numbers[letter] for letter in text], device=device)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and what follows them."""
+        """Return inputs and targets."""
         draw = torch.Generator().manual_seed(step)
         starts = torch.randint(len(self.data) - CONTEXT - 1, (BATCH,), generator=draw)
         windows = torch.stack([self.data[s : s + CONTEXT + 1] for s in starts.tolist()])
         return windows[:, :-1], windows[:, 1:]
 
 
-# The model, in parts. A part is built where it lives, from the same seed wherever that is.
+# The model, in parts. Each worker builds its own part. The seed of a part does not depend on the worker.
 
 
 class Embedding(nn.Module):
-    """Letters and places to vectors."""
+    """Turns letters and positions into vectors."""
 
     def __init__(self, letters: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two layers."""
+    """Attention and two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors to the loss."""
+    """Turns vectors into the loss."""
 
     def __init__(self, letters: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Head(nn.Module):
 
 
 def make_part(kind: str, letters: int, seed: int, device: str) -> nn.Module:
-    """Build a part; the same seed gives the same weights."""
+    """Build a part. The same seed gives the same weights."""
     torch.manual_seed(seed)
     if kind == "embedding":
         return Embedding(letters).to(device)
@@ -124,7 +124,7 @@ held: dict[str, Any] = {}
 
 
 def hold(kind: str, letters: int, seed: int, device: str) -> int:
-    """Build this worker's part and its optimizer; return how many weights it has."""
+    """Build this worker's part and its optimizer. Returns the number of weights."""
     held["part"] = make_part(kind, letters, seed, device)
     held["optimizer"] = torch.optim.AdamW(held["part"].parameters(), lr=3e-3)
     return sum(p.numel() for p in held["part"].parameters())
@@ -144,7 +144,7 @@ def step(context: int) -> None:
 
 
 def gradients(context: int) -> list[torch.Tensor | None]:
-    """The gradients of this worker's part."""
+    """Return the gradients of this worker's part."""
     grads = bh.get_gradients(context)
     return [grads.get(parameter) for parameter in held["part"].parameters()]
 
@@ -153,7 +153,7 @@ def gradients(context: int) -> list[torch.Tensor | None]:
 
 
 def through(parts: list[str], tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss, computed along the chain of workers."""
+    """Compute the loss along the chain of workers."""
     x = tokens
     for name in parts[:-1]:
         x = bh.rpc_sync(name, forward, args=(x,))
@@ -161,17 +161,17 @@ def through(parts: list[str], tokens: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def bytes_sent() -> int:
-    """Bytes that this worker has sent so far."""
+    """Return the number of bytes that this worker has sent so far."""
     return bh.get_debug_info()["bytes_sent"]
 
 
 def bytes_moved(workers: list[str]) -> int:
-    """Bytes that all workers have sent so far."""
+    """Return the number of bytes that all workers have sent so far."""
     return sum(bh.wait_all([bh.rpc_async(name, bytes_sent) for name in workers]))
 
 
 def train_on(names: list[str], tokens: torch.Tensor, targets: torch.Tensor) -> float:
-    """One step: forward through all workers, backward, and every part's optimizer. Returns the loss."""
+    """Make one step: forward through all workers, backward, and the optimizer of every part. Returns the loss."""
     with bh.context() as ctx:
         loss = through(names, tokens, targets)
         ctx.backward(loss)
@@ -180,7 +180,7 @@ def train_on(names: list[str], tokens: torch.Tensor, targets: torch.Tensor) -> f
 
 
 def write_profile(names: list[str], corpus: Corpus, folder: pathlib.Path) -> str:
-    """Profile three steps on all workers; write a report and a trace, return a table."""
+    """Profile three steps on all workers. Writes a report and a trace, and returns a table."""
     folder.mkdir(parents=True, exist_ok=True)
     with bh.profile() as prof:
         for number in range(3):
@@ -191,7 +191,7 @@ def write_profile(names: list[str], corpus: Corpus, folder: pathlib.Path) -> str
 
 
 def train(steps: int, folder: str | None, device: str) -> dict[str, Any] | None:
-    """Runs in every worker: the first drives, the others hold a part each."""
+    """Runs on every worker. The first worker trains, the others hold one part each."""
     infos = bh.get_worker_infos()
     if bh.get_worker_info().id != 0:
         return None
@@ -236,7 +236,7 @@ def train(steps: int, folder: str | None, device: str) -> dict[str, Any] | None:
 
 
 def check(corpus: Corpus, names: list[str]) -> float:
-    """The largest difference between a gradient computed over the workers and the same in this process."""
+    """Return the largest difference between a gradient over the workers and the same gradient in this process."""
     tokens, targets = corpus.batch(10_000)
     parts = [
         make_part(name.partition("-")[0], len(corpus.letters), seed, tokens.device.type)
@@ -259,12 +259,12 @@ def check(corpus: Corpus, names: list[str]) -> float:
 
 
 def main() -> None:
-    """Start the workers, train, print what came out."""
+    """Start the workers, train, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workers", type=int, default=3, help="how many hold a part of the model (default 3)")
+    parser.add_argument("--workers", type=int, default=3, help="workers that hold a part of the model (default 3)")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
     parser.add_argument("--profile", metavar="FOLDER", help="profile three steps and write report.html and trace.json")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the parts are (default cpu)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the parts (default cpu)")
     options = parser.parse_args()
     if options.workers < 2 or options.steps < 1:
         parser.error("at least 2 workers (embedding and head) and 1 step")

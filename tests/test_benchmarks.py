@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.mark.parametrize(
-    ("case", "stages"), [("echo", ["Agent.call >"]), ("chain", ["Engine.backward >", "Leaves.compute <"])]
+    ("case", "stages"), [("echo", ["CallClient.call >"]), ("chain", ["Engine.backward >", "Leaves.compute <"])]
 )
 def test_stages(case: str, stages: list[str]) -> None:
     done = subprocess.run(

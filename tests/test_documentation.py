@@ -23,11 +23,13 @@ from backhaul import errors
 from backhaul._autograd.messages import AutogradKind
 from backhaul._wire.messages import Kind
 from backhaul.errors import BackhaulError
+from tools.tree import read_folders, read_table
 
 from .cluster.processes import run_processes
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
+MAX_COLUMNS = 100
 FENCE = re.compile(r"^ *```(?P<info>[^\n]*)\n(?P<code>.*?)^ *```$", re.DOTALL | re.MULTILINE)
 INFO = re.compile(r"(?P<language>python|sh)(?: no-run: (?P<reason>\S.*))?|text")
 """``python`` and ``sh`` are run, unless ``no-run:`` and a reason follow; ``text`` is no code."""
@@ -92,7 +94,11 @@ def test_commands_run(code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_block_is_left_out_without_a_reason(page: Path) -> None:
     blocks = blocks_of(page)
     assert [block for block in blocks if INFO.fullmatch(block.info) is None] == [], f"say what it is: {INFO.pattern}"
@@ -101,11 +107,19 @@ def test_no_block_is_left_out_without_a_reason(page: Path) -> None:
     assert re.findall(r"\n\n {4,}\S.*", text) == [], "make indented code a block with a language"
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Of all headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", page.read_text()):
             if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+                there = page.parent / target if target else page
+                assert there.exists(), f"{page.name} links to {target}"
+                assert not anchor or anchor in anchors_of(there), f"{page.name} links to {target}#{anchor}"
 
 
 def test_every_make_command_exists() -> None:
@@ -141,17 +155,47 @@ def test_the_protocol_lists_every_kind_of_message() -> None:
 
 
 def test_layers_are_those_of_the_contract() -> None:
-    """Which the linter checks."""
-    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    """The linter checks the contract. Further contracts are about the rooms of one layer."""
+    contract, *rooms = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
     block = next(block for block in blocks_of(ROOT / "CONTRIBUTING.md") if "autograd" in block.code)
     assert [re.split(r" {4,}", line)[0].split() for line in block.code.splitlines()] == layers
     for layer in (name for names in layers for name in names):
         assert importlib.util.find_spec(f"backhaul.{layer}") is not None, f"there is no layer {layer}"
+    for other in rooms:
+        (container,) = other["containers"]
+        for room in (name for layer in other["layers"] for name in re.findall(r"[\w.]+", layer)):
+            assert importlib.util.find_spec(f"{container}.{room}") is not None, f"there is no room {room}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
 def test_every_file_that_is_named_exists(page: Path) -> None:
     places = [ROOT, ROOT / "src", ROOT / "src" / "backhaul", page.parent]
-    for named in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|txt|sh))(?::\w+)?`", page.read_text()):
+    text = page.read_text()
+    files = re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|txt|sh))(?::\w+)?`", text)
+    folders = re.findall(r"`((?:_|src/|tests/|tools/)[\w/]*/)`", text)
+    for named in [*files, *folders]:
         assert any((place / named).exists() for place in places), f"{page.name} names `{named}`"
+
+
+def test_the_newcomers_questions_have_answers() -> None:
+    """``test_every_file_that_is_named_exists`` checks the files."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to find what")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .*\? \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) >= 20
+    assert [row for row in rows if re.search(r"`[\w./-]+`", row) is None] == []
+
+
+def test_the_table_of_folders_is_that_of_the_sources() -> None:
+    """``python -m tools.tree`` rewrites the table. The numbers of lines may be old."""
+    expected = {folder.path: folder.purpose for folder in read_folders()}
+    assert "" not in expected.values(), "each folder says its purpose in the docstring of its __init__.py"
+    assert {folder.path: folder.purpose for folder in read_table()} == expected, "run `python -m tools.tree`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_short(page: Path) -> None:
+    """Tables, links and commands cannot be broken into lines; everything else can."""
+    text = re.sub(r"^ *```(?:sh|python)\b.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.startswith("|") and "](http" not in line]
+    assert [line for line in lines if len(line) > MAX_COLUMNS] == []

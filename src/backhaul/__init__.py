@@ -27,7 +27,7 @@ from backhaul._rpc.api import (
 )
 from backhaul._rpc.calls.retry import Retry
 from backhaul._rpc.calls.server import async_execution
-from backhaul._rpc.cluster.membership import MembershipEvent
+from backhaul._rpc.cluster.membership_events import MembershipEvent
 from backhaul._rpc.futures import Future, collect_all, wait_all
 from backhaul._rpc.security.policy import expose
 from backhaul._rref.handle import RRef

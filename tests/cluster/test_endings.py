@@ -26,7 +26,7 @@ LEAVING: tuple[BaseException, ...] = (
     GeneratorExit("leaving"),
     asyncio.CancelledError("leaving"),
 )
-"""Exceptions that mean to end a program, a generator or a task."""
+"""Exceptions that end a program, a generator or a task."""
 
 ROUTES = pytest.mark.parametrize("route", CALLS.values(), ids=CALLS)
 ALL_ROUTES = pytest.mark.parametrize("route", (CALLS | BACKWARD).values(), ids=CALLS | BACKWARD)
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("pair")
 
 @pytest.fixture
 def pair() -> Iterator[None]:
-    """Two workers; ``alice`` is current. In the end they work as before, and so do their event loops."""
+    """Two workers; ``alice`` is current. At the end they still work, and so do their event loops."""
     with bh.cluster(["alice", "bob"], endpoints=TRANSPORTS["unix"]):
         yield
         for name in ("alice", "bob"):
@@ -46,7 +46,7 @@ def pair() -> Iterator[None]:
 
 
 def owners(route: Route) -> tuple[str, ...]:
-    """Where a function may run: what a pass raises at its own driver has not travelled."""
+    """Where a function may run: an error that a pass raises at its own driver was not sent."""
     return ("bob",) if route in BACKWARD.values() else ("bob", "alice")
 
 
@@ -104,7 +104,7 @@ def leave_on_signal(number: int, frame: Any) -> None:
 
 
 class Signals:
-    """Where it is decoded a signal comes."""
+    """Raises a signal where it is decoded."""
 
     def __reduce__(self) -> Any:
         return signal.raise_signal, (signal.SIGUSR1,)
@@ -119,7 +119,7 @@ def raise_signals() -> None:
 
 
 @pytest.mark.parametrize("function", [Signals, raise_signals])
-def test_what_the_handler_of_a_signal_raises_while_a_result_is_decoded_is_for_the_program(function: Any) -> None:
+def test_an_error_of_a_signal_handler_during_decoding_reaches_the_program(function: Any) -> None:
     before = signal.signal(signal.SIGUSR1, leave_on_signal)
     try:
         with pytest.raises(SystemExit, match="from a signal"):
@@ -129,7 +129,7 @@ def test_what_the_handler_of_a_signal_raises_while_a_result_is_decoded_is_for_th
 
 
 class UnshownError(Exception):
-    """Raises where it is encoded, and where it is shown."""
+    """Raises where it is encoded, and where its text is made."""
 
     error: BaseException
 
@@ -147,7 +147,7 @@ def raise_unshown(error: BaseException) -> None:
 
 
 class LeavesError(Exception):
-    """Means to end the program where it is rebuilt."""
+    """Raises an exception that ends programs where it is rebuilt."""
 
     def __init__(self, code: object) -> None:
         super().__init__(f"code {code}")
@@ -160,7 +160,7 @@ def raise_leaves() -> None:
 
 
 class Drifts(Exception):
-    """Says something else each time it is rebuilt of its ``args``."""
+    """Has another text each time it is rebuilt from its ``args``."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"code {text}")
@@ -243,7 +243,7 @@ class Gradient(torch.Tensor):
 
 
 class Undo(torch.autograd.Function):
-    """Passes on gradients that cannot be decoded."""
+    """Sends gradients that cannot be decoded."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, error: BaseException) -> torch.Tensor:

@@ -107,10 +107,10 @@ def test_what_is_not_watched_any_more_is_left_alone(flags: Flags, peer: subproce
 
 WATCH = """
 import os, sys, time
-from backhaul._devices.flag_reaper import Span, Undertaker
+from backhaul._devices.flag_reaper import FlagReaper, Span
 from backhaul._transport.shm import shared_memory
 file, mapping, cookie = shared_memory.create(8192)
-under = Undertaker()
+under = FlagReaper()
 watch = under.watch(file, os.getppid(), Span(4096, 1, 4200))
 if sys.argv[1] == "fork" and not os.fork():
     time.sleep(600)  # keeps the socket open

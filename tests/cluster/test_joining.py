@@ -1,4 +1,4 @@
-"""Workers that come to a running cluster, leave it, die and come back."""
+"""Workers that join a running cluster, leave it, die and come back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
-from backhaul._rpc.cluster.joining import introduce
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.node import Node, describe, start_node
 from backhaul._transport.base import EndpointFactory
@@ -23,7 +22,7 @@ from tests.cluster import remote_functions as remote
 from tests.cluster.processes import DIED, run_processes
 from tests.cluster.remote_functions import PATIENCE
 
-SECRET = "of the newcomers"
+SECRET = "of the joiners"
 OPTIONS = bh.Options(secret=SECRET, timeout=PATIENCE)
 
 
@@ -53,7 +52,7 @@ def start(name: str, number: int, others: Iterable[Node], endpoints: EndpointFac
     return start_node(own, [*records, own], endpoint, bh.Options())
 
 
-def test_a_newcomer_is_known_once_it_has_called(endpoints: EndpointFactory) -> None:
+def test_a_joiner_is_a_member_once_it_has_called(endpoints: EndpointFactory) -> None:
     with contextlib.ExitStack() as stack:
         first = start("first", 0, [], endpoints)
         stack.callback(first.shutdown, graceful=False, timeout=5)
@@ -68,7 +67,7 @@ def test_a_newcomer_is_known_once_it_has_called(endpoints: EndpointFactory) -> N
                 bh.rpc_sync("second", remote.whoami)
 
 
-def test_a_newcomer_cannot_take_anothers_name_or_id(endpoints: EndpointFactory) -> None:
+def test_a_joiner_cannot_take_the_name_or_id_of_a_member(endpoints: EndpointFactory) -> None:
     with contextlib.ExitStack() as stack:
         first = start("first", 0, [], endpoints)
         stack.callback(first.shutdown, graceful=False, timeout=5)
@@ -79,7 +78,7 @@ def test_a_newcomer_cannot_take_anothers_name_or_id(endpoints: EndpointFactory) 
         assert [peer.info.name for peer in first.peers] == ["first"]
 
 
-# Real processes. The first two meet at a store, later ones come by address.
+# Real processes. The first two find each other at a store; later ones join by address.
 
 weight = torch.ones(2, requires_grad=True)
 
@@ -93,7 +92,7 @@ def grads(ctx: int) -> list[float]:
 
 
 def step(*workers: str) -> list[list[float]]:
-    """A forward and backward over these workers; the gradients on each."""
+    """Run forward and backward over these workers; return the gradients on each."""
     x = torch.ones(2, requires_grad=True)
     with bh.context() as ctx:
         y = x
@@ -114,7 +113,7 @@ def founder(rank: int, store: TCPStore, **more: Any) -> None:
 
 
 def come_and_go(rank: int, port: int) -> Any:
-    """w0 and w1 are there; late joins; w0, the first, leaves; w1 and late go on and end together."""
+    """w0 and w1 start; ``late`` joins; w0, the first, leaves; w1 and ``late`` go on and shut down together."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     found: dict[str, Any] = {}
     if rank < 2:
@@ -152,7 +151,7 @@ def come_and_go(rank: int, port: int) -> Any:
     return found
 
 
-def test_join_leave_also_the_first_and_end(store_port: int) -> None:
+def test_join_leave_and_shut_down(store_port: int) -> None:
     first, second, late = run_processes(come_and_go, 3, store_port)
     nine, three = [9.0, 9.0], [9.0, 9.0]
     assert first == {"step": [nine, three, three], "events": [("joined", "late")]}
@@ -169,7 +168,7 @@ def test_join_leave_also_the_first_and_end(store_port: int) -> None:
     }
 
 
-def test_a_listener_that_means_to_end_the_program_hears_of_the_next_event(endpoints: EndpointFactory) -> None:
+def test_a_callback_that_raises_system_exit_gets_the_next_event(endpoints: EndpointFactory) -> None:
     seen: list[str] = []
 
     def leave(event: Any) -> None:
@@ -186,7 +185,7 @@ def test_a_listener_that_means_to_end_the_program_hears_of_the_next_event(endpoi
 
 
 def restart(rank: int, port: int, victim: int) -> Any:
-    """One founder is killed while the other waits for it; it comes back under its name."""
+    """One founder is killed while the other waits for it; a new process joins under its name."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     found: dict[str, Any] = {}
     if rank == victim:
@@ -251,7 +250,7 @@ def test_a_restarted_worker_takes_its_name_back(store_port: int, victim: int) ->
 
 
 def survive(rank: int, port: int) -> Any:
-    """A founder is killed between the forward and the backward of a step, which waits for the one that comes back."""
+    """A founder is killed between the forward and the backward of a step, which waits for its replacement."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     found: Any = None
     if rank == 0:
@@ -276,12 +275,12 @@ def survive(rank: int, port: int) -> Any:
     return found
 
 
-def test_a_step_with_replay_waits_for_a_newcomer(store_port: int) -> None:
+def test_a_step_with_replay_waits_for_a_joiner(store_port: int) -> None:
     assert run_processes(survive, 3, store_port) == [([3.0, 3.0], [3.0, 3.0]), DIED, True]
 
 
 def join_at_once(rank: int, port: int) -> Any:
-    """Four come at the same time; two of them have the same name."""
+    """Four workers join at the same time; two of them have the same name."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     if rank < 2:
         founder(rank, store)
@@ -312,7 +311,7 @@ def join_at_once(rank: int, port: int) -> Any:
     return len(ids)
 
 
-def test_newcomers_at_the_same_time_are_told_apart(store_port: int) -> None:
+def test_of_two_joiners_with_one_name_one_is_refused(store_port: int) -> None:
     *founders, a, b, one, other = run_processes(join_at_once, 6, store_port)
     assert sorted(founders[0]) == sorted(founders[1]) == ["a", "b", "same", "w0", "w1"]
     assert (a, b) == (5, 5)
@@ -347,7 +346,7 @@ def test_a_worker_comes_back_through_the_store(store_port: int) -> None:
     assert run_processes(join_through_the_store, 3, store_port) == ["w1", DIED, "w0"]
 
 
-def test_what_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_join_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BACKHAUL_SECRET", raising=False)
     quick = bh.Options(secret=SECRET, rendezvous_timeout=0.1)
     with pytest.raises(bh.RendezvousError, match="nobody-is-here"):
@@ -363,7 +362,7 @@ def test_what_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_name: str) -> None:
     with bh.cluster(["a", "b", "c"], endpoints=endpoints) as (_, b, _c):
         call = bh.rpc_async("b", remote.wait_at, args=(gate_name, "in time"), timeout=0)
-        assert remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
+        assert remote.gate(f"{gate_name} reached").wait(PATIENCE)
 
         def leave() -> None:
             with b:
@@ -383,7 +382,7 @@ def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_na
 
 
 def hang(rank: int, port: int, trusted: bool) -> Any:
-    """w2 hangs until it is lost; another takes its name, which all members accept; then w2 wakes, and is refused."""
+    """w2 hangs until it is lost. All members accept another worker in its place. Then w2 wakes and is refused."""
     soon: dict[str, Any] = {"heartbeat_interval": 0.1, "suspect_after": 0.4, "lost_after": 3.0}
     quick = bh.Options(secret=SECRET, timeout=PATIENCE, trusted=trusted, **soon)
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -426,24 +425,24 @@ def test_a_worker_that_hangs_can_be_replaced(store_port: int, trusted: bool) -> 
     assert run_processes(hang, 4, store_port, trusted) == ["w2", "w2", "gone", ["w0", "w1"]]
 
 
-def test_members_that_do_not_answer_hold_up_no_newcomer(endpoints: EndpointFactory) -> None:
-    """It shows itself to all at the same time."""
+def test_members_that_do_not_answer_do_not_delay_a_joiner(endpoints: EndpointFactory) -> None:
+    """It introduces itself to all members at the same time."""
     first = start("first", 0, [], endpoints)
-    silent = [endpoints() for _ in range(8)]  # they listen, and nobody polls them
+    silent = [endpoints() for _ in range(8)]  # they listen, and no thread polls them
     try:
         records = [describe(f"s{n}", n + 1, end, bh.Options(), host="here") for n, end in enumerate(silent)]
         endpoint = endpoints()
         own = describe("late", 20, endpoint, bh.Options(), host="here")
         late = start_node(own, [*records, first.peers.own.record], endpoint, bh.Options())
-        meeting = threading.Barrier(len(records) + 1)
+        all_asked = threading.Barrier(len(records) + 1)
         asked = late.client.call
 
         def call(*args: Any, **more: Any) -> Any:
-            meeting.wait(PATIENCE)  # all are asked before any has answered
+            all_asked.wait(PATIENCE)  # all are asked before any has answered
             return asked(args[0], args[1], None, None, 0.5, mode="internal")
 
         late.client.call = call  # type: ignore[method-assign]
-        late.worker.run(introduce, late, PATIENCE)
+        late.worker.run(late.membership.introduce, PATIENCE)
         assert [peer.info.name for peer in first.peers] == ["first", "late"]
         late.shutdown(graceful=False, timeout=5)
     finally:

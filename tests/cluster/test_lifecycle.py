@@ -1,4 +1,4 @@
-"""How workers find each other and how they part: ``init`` in all its forms, ``shutdown`` whatever happens meanwhile."""
+"""How workers start and end: ``init`` in all its forms, and ``shutdown`` whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-# Meeting.
+# Rendezvous.
 
 
 def meet(rank: int, world_size: int, **how: Any) -> dict[str, Any]:
-    """Start, call everyone, stop."""
+    """Start, call every worker, shut down."""
     name = f"{'abc'[rank]}{rank}"
     worker = bh.init(name, rank=rank, world_size=world_size, **how)
     assert worker is bh.current_worker()
@@ -81,7 +81,7 @@ def meet(rank: int, world_size: int, **how: Any) -> dict[str, Any]:
     return found
 
 
-def check_meeting(found: list[dict[str, Any]], *schemes: str) -> None:
+def check_rendezvous(found: list[dict[str, Any]], *schemes: str) -> None:
     infos = [bh.WorkerInfo(f"{'abc'[rank]}{rank}", rank) for rank in range(len(found))]
     for rank, seen in enumerate(found):
         assert seen["me"] == infos[rank]
@@ -91,7 +91,7 @@ def check_meeting(found: list[dict[str, Any]], *schemes: str) -> None:
 
 
 def meet_everywhere(rank: int, folder: str, port: int, tcp_port: int) -> list[dict[str, Any]]:
-    """One meeting after the other, each at another place or in another way."""
+    """One rendezvous after the other, each at another store or with another method."""
     client = TCPStore("127.0.0.1", port, is_master=False)
     file = FileStore(f"{folder}/store", 3)
     return [
@@ -106,12 +106,12 @@ def meet_everywhere(rank: int, folder: str, port: int, tcp_port: int) -> list[di
 
 def test_stores_and_init_methods(tmp_path: pathlib.Path, store_port: int) -> None:
     found = run_processes(meet_everywhere, 3, str(tmp_path), store_port, free_port())
-    for meeting, schemes in zip(
+    for seen, schemes in zip(
         zip(*found, strict=True),
         (["unix"], ["tcp"], ["unix"], ["unix", "tcp"], ["unix"], ["unix"]),
         strict=True,
     ):
-        check_meeting(list(meeting), *schemes)
+        check_rendezvous(list(seen), *schemes)
 
 
 def test_a_cluster_of_one(alone: bh.Worker) -> None:
@@ -155,19 +155,19 @@ def test_ranks_that_do_not_come_are_named(kind: str, tmp_path: pathlib.Path) -> 
         bh.init("early", rank=1, world_size=2, store=HashStore(), options=SHORT)
     with pytest.raises(bh.NotInitializedError):
         bh.current_worker()
-    bh.init("now", rank=0, world_size=1, store=HashStore())  # a failed start is no obstacle
+    bh.init("now", rank=0, world_size=1, store=HashStore())  # a failed start does not prevent the next
     bh.shutdown()
 
 
 @pytest.mark.parametrize("way", ["env", "tcp", "file", "compat"])
-def test_ranks_that_do_not_come_are_named_where_no_store_is_given(
+def test_ranks_that_do_not_come_are_named_without_a_store(
     way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "RENDEZVOUS_TIMEOUT", SHORT.rendezvous_timeout)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
     def start(rank: int) -> None:
-        """Each time at another place."""
+        """A new address each time."""
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
         method = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/{rank}"}.get(way, "env://")
         if way == "compat":
@@ -195,12 +195,12 @@ def come_alone(rank: int, method: str) -> str:
     return "met"
 
 
-def test_nobody_at_the_meeting_place() -> None:
+def test_a_store_that_nobody_serves() -> None:
     assert come_alone(0, f"tcp://127.0.0.1:{free_port()}") == "refused"
 
 
-def test_a_meeting_place_that_cannot_be(tmp_path: pathlib.Path) -> None:
-    """In another process: while torch waits for the file, no thread of its process runs."""
+def test_an_init_method_that_cannot_work(tmp_path: pathlib.Path) -> None:
+    """In another process, because no thread of the process runs while torch waits for the file."""
     assert run_processes(come_alone, 1, f"file://{tmp_path}/no/such/folder/store", patience=20) == ["refused"]
 
 
@@ -237,13 +237,13 @@ def test_init_again_after_shutdown_on_the_same_store() -> None:
     assert len(set(seen)) == 3
 
 
-def test_arguments_of_init_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_init_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     for wrong in (
         {},
         {"rank": 0},
         {"world_size": 1},
-        {"rank": 0, "world_size": 1},  # where?
+        {"rank": 0, "world_size": 1},  # no address
         {"store": store},
         {"store": store, "rank": 0},
         {"store": store, "rank": 1, "world_size": 1},
@@ -312,8 +312,8 @@ def call_with_secret(rank: int, port: int, secrets: list[str]) -> Any:
         return "refused", error.worker
     finally:
         store.set(f"{secrets} {rank}", "")
-        store.get(f"{secrets} {1 - rank}")  # or nobody would be there to refuse the other
-        bh.shutdown()  # does not wait for somebody whom one cannot talk to
+        store.get(f"{secrets} {1 - rank}")  # stay until the other has been refused
+        bh.shutdown()  # does not wait for a worker that it cannot talk to
 
 
 def test_secrets_of_two_processes(store_port: int) -> None:
@@ -375,7 +375,7 @@ def test_calls_without_a_worker() -> None:
     assert bh.shutdown() is None
 
 
-def test_several_workers_and_none_is_meant() -> None:
+def test_several_workers_and_none_is_current() -> None:
     def ask() -> Any:
         with pytest.raises(bh.NotInitializedError, match="worker0, worker1"):
             bh.get_worker_info()
@@ -407,7 +407,7 @@ def test_64_workers_in_one_process(endpoints: EndpointFactory) -> None:
                 assert [bh.rpc_sync(to, remote.whoami) for to in around] == [f"worker{to}" for to in around]
 
 
-def test_leaving_a_cluster_by_an_exception_waits_for_nobody(endpoints: EndpointFactory, gate_name: str) -> None:
+def test_an_exception_closes_the_cluster_without_waiting(endpoints: EndpointFactory, gate_name: str) -> None:
     futures = []
     with (  # noqa: PT012
         pytest.raises(KeyError),
@@ -432,11 +432,11 @@ def shut_down(worker: bh.Worker, **how: Any) -> None:
 
 
 class Signs:
-    """What workers are heard to say of their shutdown."""
+    """The frames of a graceful shutdown that were seen."""
 
     def __init__(self) -> None:
-        self.ready = threading.Event()  # one other than the leader has called it
-        self.count = threading.Event()  # all have, and the leader asks what is left to do
+        self.ready = threading.Event()  # a worker other than the leader has called shutdown
+        self.count = threading.Event()  # all workers have, and the leader asks for tallies
 
     def note(self, kind: Kind) -> None:
         if kind is Kind.READY:
@@ -453,7 +453,7 @@ def signs(when_sent: Callable[[Callable[[Kind], None]], None]) -> Signs:
 
 
 def test_shutdown_waits_for_everyones_work(endpoints: EndpointFactory, signs: Signs, gate_name: str) -> None:
-    """Also for work that leads to other work, on workers that have long been idle."""
+    """Also for calls that lead to other calls, on workers that were idle for long."""
     seen: list[str] = []
     with (
         bh.cluster(NAMES, endpoints=endpoints) as workers,
@@ -464,7 +464,7 @@ def test_shutdown_waits_for_everyones_work(endpoints: EndpointFactory, signs: Si
         later = bh.rpc_async("bob", wait_and_bounce_later, args=(gate_name,))
         coroutine = bh.rpc_async("carol", wait_and_bounce_awaiting, args=(gate_name,))
         callback = plain.then(lambda _: bh.rpc_sync("carol", remote.whoami))
-        with workers[1]:  # nobody waits for this one
+        with workers[1]:  # no thread waits for this call
             bh.rpc_async("carol", remote.wait_at, args=(gate_name, "carol")).then(
                 lambda done: seen.append(bh.rpc_sync(done.value(), remote.whoami))
             )
@@ -499,7 +499,7 @@ async def wait_and_bounce_awaiting(name: str) -> int:
     return await remote.bounce_by_await(["alice", "carol"], 10)
 
 
-def test_shutdown_names_who_has_not_called_it(endpoints: EndpointFactory, signs: Signs) -> None:
+def test_shutdown_names_the_workers_that_have_not_called_it(endpoints: EndpointFactory, signs: Signs) -> None:
     with (
         bh.cluster(NAMES, endpoints=endpoints) as (alice, bob, carol),
         ThreadPoolExecutor(1) as thread,
@@ -511,7 +511,7 @@ def test_shutdown_names_who_has_not_called_it(endpoints: EndpointFactory, signs:
         assert isinstance(caught.value, TimeoutError)
         assert (caught.value.worker, caught.value.waiting_for) == ("alice", ("bob",))
         assert alice.closed
-        waiting.result(PATIENCE)  # the leader is gone: nobody says any more who is done
+        waiting.result(PATIENCE)  # the leader is gone, so no worker can say when all are done
         assert not bob.closed
         with bob, pytest.raises(bh.PeerLostError) as lost:
             bh.rpc_sync("alice", remote.whoami)
@@ -519,7 +519,7 @@ def test_shutdown_names_who_has_not_called_it(endpoints: EndpointFactory, signs:
         shut_down(alice)  # once is enough
 
 
-def test_shutdown_names_who_is_still_at_work(endpoints: EndpointFactory, gate_name: str) -> None:
+def test_shutdown_names_the_workers_that_are_still_at_work(endpoints: EndpointFactory, gate_name: str) -> None:
     with bh.cluster(NAMES, endpoints=endpoints) as workers, ThreadPoolExecutor(2) as threads:
         with workers[2]:
             stuck = bh.rpc_async("bob", remote.wait_at, args=(gate_name, "at last"), timeout=0)
@@ -544,7 +544,7 @@ def test_a_worker_that_waits_for_the_leader_says_so(endpoints: EndpointFactory) 
         assert bh.rpc_sync("carol", remote.whoami) == "carol"
 
 
-def test_a_handler_that_never_ends_does_not_hold_shutdown_up(endpoints: EndpointFactory, gate_name: str) -> None:
+def test_a_handler_that_never_ends_does_not_delay_shutdown(endpoints: EndpointFactory, gate_name: str) -> None:
     with bh.cluster(2, endpoints=endpoints) as (_, other):
         stuck = bh.rpc_async("worker1", remote.wait_at, args=(gate_name,), timeout=0)
         assert gate(f"{gate_name} reached").wait(PATIENCE)
@@ -608,7 +608,7 @@ def test_a_closed_worker_is_not_replaced_by_another(endpoints: EndpointFactory) 
             assert caught.value.worker == "worker0"
 
 
-def test_a_call_that_races_with_shutdown_knows_who_is_gone(endpoints: EndpointFactory) -> None:
+def test_a_call_that_races_with_shutdown_names_the_closed_worker(endpoints: EndpointFactory) -> None:
     """Each call works or says that its own worker was closed, never that the other one was lost."""
 
     def call_until_closed(own: bh.Worker, started: threading.Event, over: threading.Event) -> Any:
@@ -638,7 +638,7 @@ def test_a_call_that_races_with_shutdown_knows_who_is_gone(endpoints: EndpointFa
 
 
 def test_no_thread_survives_shutdown(endpoints: EndpointFactory, signs: Signs) -> None:
-    """Neither in good order nor when the leader leaves without a word; often, for threads come and go meanwhile."""
+    """Neither after a graceful shutdown nor when the leader is closed at once. Repeated: threads come and go."""
     for _ in range(60):
         signs.ready.clear()
         with bh.cluster(NAMES, endpoints=endpoints) as (alice, _, carol), ThreadPoolExecutor(1) as thread:
@@ -649,7 +649,7 @@ def test_no_thread_survives_shutdown(endpoints: EndpointFactory, signs: Signs) -
         assert [t.name for t in threading.enumerate() if t.name.startswith("backhaul")] == []
 
 
-# Shutdown from where it cannot wait.
+# Shutdown from a handler.
 
 
 @bh.async_execution
@@ -690,7 +690,7 @@ def test_a_handler_may_close_its_worker_at_once(function: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_worker_that_leaves_without_a_word_is_not_waited_for(
+def test_shutdown_does_not_wait_for_a_worker_that_is_closed_at_once(
     endpoints: EndpointFactory, signs: Signs, lost: int
 ) -> None:
     with (
@@ -708,7 +708,7 @@ def test_a_worker_that_leaves_without_a_word_is_not_waited_for(
 
 
 def lose_one(rank: int, port: int, victim: int, how: str) -> str:
-    """Everyone shuts down but the victim, which ends when they are about to."""
+    """All workers shut down except the victim, which dies while they wait."""
     bh.init(f"w{rank}", rank=rank, world_size=3, store=TCPStore("127.0.0.1", port, is_master=False))
     if rank != victim:
         bh.rpc_async(victim, remote.open_gate, args=(f"{rank} is ready",))  # it may die before it answers
@@ -723,7 +723,7 @@ def lose_one(rank: int, port: int, victim: int, how: str) -> str:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("how", ["killed", "returned"])
-def test_a_process_that_is_lost_is_not_waited_for(store_port: int, victim: int, how: str) -> None:
+def test_shutdown_does_not_wait_for_a_lost_process(store_port: int, victim: int, how: str) -> None:
     expected = ["ended in good order"] * 3
     expected[victim] = DIED if how == "killed" else "returned without shutdown"
     assert run_processes(lose_one, 3, store_port, victim, how) == expected
@@ -762,7 +762,7 @@ def test_shutdown_ends_in_time_though_a_process_hangs(store_port: int, acquainte
 
 
 def test_a_program_in_asyncio() -> None:
-    """Workers start, call and stop inside of tasks."""
+    """Workers start, call and stop inside tasks."""
 
     async def ask(number: int) -> int:
         return await bh.rpc_async("alone", remote.identity, args=(number,))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "namespaced.py"
-PATIENCE = 90.0
+WAIT_SECONDS = 90.0
 
 
 def ip(*args: str) -> None:
@@ -48,11 +48,11 @@ def hosts() -> Iterator[tuple[str, str]]:
         yield names
     finally:
         for name in made:
-            ip("netns", "delete", name)  # and with it the cable
+            ip("netns", "delete", name)  # this deletes the cable too
 
 
 def wait_for(path: Path) -> str:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_SECONDS
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} does not come"
         time.sleep(0.02)
@@ -111,7 +111,7 @@ def test_two_hosts_that_are_cut_off_from_each_other(hosts: tuple[str, str], tmp_
         assert how in ("CallTimeoutError about worker1", "PeerLostError about worker1")
         assert took < 30
         ip("-n", hosts[1], "link", "set", "cable", "up")
-        deadline = time.monotonic() + 60  # what was lost on the way TCP sends again after a while
+        deadline = time.monotonic() + 60  # TCP sends lost packets again after a while
         while (how := driver.step()[0]) != "right":
             assert time.monotonic() < deadline, how
         assert driver.step()[0] == "right"

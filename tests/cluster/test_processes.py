@@ -1,4 +1,4 @@
-"""Workers as processes: what ``launch`` brings back, how it fails, and that nothing stays behind."""
+"""Workers as processes: what ``launch`` returns, how it fails, and that no process is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def launch(function: Callable[..., Any], workers: Any, *args: Any, **options: An
 
 
 def report(base: int, *, scale: int) -> dict[str, Any]:
-    """Call everyone, oneself too, in every way there is."""
+    """Call every worker, this one included, in every way there is."""
     me, everyone = bh.get_worker_info(), bh.get_worker_infos()
     add_base = lambda x: x * scale + base  # noqa: E731
     network, x = Network(), torch.arange(3.0)
@@ -121,7 +121,7 @@ def bounce_far() -> list[str] | None:
 
 
 def test_the_very_first_calls_of_many_threads() -> None:
-    """Whatever is made at the first use is made by many threads at once."""
+    """Many threads at once make everything that is made at its first use."""
     assert launch(call_from_many_threads, 2) == [[f"worker{1 - rank}"] * 32 for rank in range(2)]
 
 
@@ -143,7 +143,7 @@ def test_a_worker_that_has_returned_serves_the_others() -> None:
 
 
 def return_early() -> Any:
-    """Worker 2 calls the others once worker 1 is over."""
+    """Worker 2 calls the others once the function of worker 1 has returned."""
     rank = bh.get_worker_info().id
     if rank == 1:
         try:
@@ -205,7 +205,7 @@ def test_the_first_failure_comes_back_with_type_and_traceback(culprit: int) -> N
 
 
 def test_an_error_of_launch_keeps_nothing_open() -> None:
-    """Though whoever keeps it keeps the frames it came through."""
+    """Although an error keeps the frames that it passed through alive."""
     before = take_snapshot()
     with pytest.raises(PlainError) as caught:
         launch(remote.fail_plainly, 1)
@@ -251,14 +251,14 @@ def test_a_process_that_dies_is_named(culprit: int, how: Callable[[], None], cod
     assert word in str(caught.value)
 
 
-def test_a_death_comes_before_what_follows_from_it() -> None:
+def test_a_process_that_dies_is_named_before_errors_that_follow() -> None:
     with pytest.raises(bh.WorkerFailedError) as caught:
         launch(translate_the_loss, 2)
     assert caught.value.worker == "worker1"
 
 
 def translate_the_loss() -> None:
-    """The other worker's error comes after the death, and because of it."""
+    """The error of the other worker follows from the death."""
     if bh.get_worker_info().id == 0:
         with pytest.raises(bh.PeerLostError) as caught:
             bh.rpc_sync("worker1", be_killed)
@@ -294,7 +294,7 @@ def test_arguments_that_cannot_travel() -> None:
         launch(remote.identity, 2, threading.Lock())
 
 
-def test_launch_times_out_and_names_who_is_at_work() -> None:
+def test_launch_times_out_and_names_the_workers_that_are_at_work() -> None:
     with pytest.raises(TimeoutError, match="worker1"):
         bh.launch(wait_for_ever, 2, timeout=1.0, start_method="forkserver")
 
@@ -309,7 +309,7 @@ def test_wrong_numbers_and_names_of_workers() -> None:
             launch(remote.whoami, wrong)
 
 
-# What one process has and the other has not.
+# Modules that only one process has.
 
 
 def only_here() -> types.ModuleType:
@@ -446,7 +446,7 @@ def test_workers_end_when_their_parent_is_killed(start_method: str) -> None:
         parent.wait(PATIENCE)
         for fd in watched:
             assert select.select([fd], [], [], PATIENCE)[0], "a worker outlives its parent"
-        # Nobody at all is left: somebody who is would hold the other end of the pipe.
+        # No process is left: it would hold the other end of the pipe open.
         rest, _ = parent.communicate(timeout=PATIENCE)
         assert rest == ""
     finally:

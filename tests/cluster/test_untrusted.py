@@ -1,4 +1,4 @@
-"""Workers that do not trust the others: what can be called, what travels, and that gradients are those of autograd."""
+"""Workers that do not trust others: what can be called and sent, and that gradients are those of autograd."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_values(pair: list[bh.Worker]) -> None:
     assert torch.equal(bh.rpc_sync("worker", echo, args=(big,))[0][0], big)
 
 
-def test_what_does_not_travel_is_said_at_the_caller(pair: list[bh.Worker]) -> None:
+def test_values_that_cannot_be_sent_fail_at_the_caller(pair: list[bh.Worker]) -> None:
     for wrong in (threading.Lock(), not_exposed, bh.RRef(1), torch.nn.Linear(1, 1)):
         with pytest.raises(bh.SerializationError, match=r"args\[0\]"):
             bh.rpc_sync("worker", echo, args=([wrong],))
@@ -176,7 +176,7 @@ def test_faults(pair: list[bh.Worker]) -> None:
         assert other.value.type_name
 
 
-def test_tracebacks_stay_where_they_are_unless_asked_for() -> None:
+def test_tracebacks_are_not_sent_unless_options_allow_it() -> None:
     shown = bh.Options(trusted=False, tracebacks=True, shutdown_timeout=10)
     with mixed_cluster({"driver": TRUSTING, "quiet": STRICT, "open": shown}):
         for name, wanted in (("quiet", False), ("open", True)):
@@ -245,7 +245,7 @@ def test_errors_in_a_pass(pair: list[bh.Worker]) -> None:
         assert caught.value.args == ("boom", 7)
 
 
-def test_profiles_leave_them_out(pair: list[bh.Worker]) -> None:
+def test_profiles_leave_untrusting_workers_out(pair: list[bh.Worker]) -> None:
     with bh.profile():
         assert bh.rpc_sync("worker", later, args=(1,)) == 2
 
@@ -260,7 +260,7 @@ def test_leaving(of_others: bh.Options) -> None:
             assert bh.rpc_sync("driver", echo) == ((), {})
             bh.leave()
         assert goes.closed
-        for other in (driver, worker):  # the one that it had never spoken to as well
+        for other in (driver, worker):  # also the member to which it never had a channel
             with other:
                 assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker"]
                 with pytest.raises(bh.UnknownWorkerError, match="has left"):
@@ -268,8 +268,8 @@ def test_leaving(of_others: bh.Options) -> None:
         assert bh.rpc_sync("worker", echo) == ((), {})
 
 
-def test_nobody_can_dismiss_another() -> None:
-    forget = "backhaul._rpc.cluster.membership:forget"
+def test_no_worker_can_dismiss_another() -> None:
+    forget = "backhaul._rpc.cluster.leaving:forget"
     with mixed_cluster({"driver": STRICT, "worker": STRICT, "hostile": TRUSTING}) as (driver, worker, hostile):
         with hostile:
             for wrong in ({"args": (1,)}, {"args": ("worker",)}, {"kwargs": {"worker": 1}}):
@@ -278,24 +278,24 @@ def test_nobody_can_dismiss_another() -> None:
             lives = [worker.incarnation, driver.incarnation]
             for proof in ("", "a lie", *lives, seal_of("a lie"), worker.part(Node).peers.own.record.seal):
                 for life in lives:
-                    bh.rpc_sync("driver", "backhaul._rpc.cluster.membership:departed", args=(life, proof))
+                    bh.rpc_sync("driver", "backhaul._rpc.cluster.leaving:departed", args=(life, proof))
                 left = tuple(Departure(life, 1, "worker", proof) for life in lives)
                 standing = pack(Standing((), tuple(lives), left))
                 bh.rpc_sync("driver", "backhaul._rpc.cluster.partition_healing:compare", args=(standing,))
             with pytest.raises(TypeError):
-                bh.rpc_sync("driver", "backhaul._rpc.cluster.membership:departed", args=(lives[0], 1))
+                bh.rpc_sync("driver", "backhaul._rpc.cluster.leaving:departed", args=(lives[0], 1))
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
             bh.rpc_sync("driver", forget, args=("a lie", [worker.incarnation, 5]))
         with driver:
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker"]
             assert bh.rpc_sync("worker", echo) == ((), {})
         with worker:
-            bh.rpc_sync("worker", forget, args=("", []))  # itself: that is no way to leave
+            bh.rpc_sync("worker", forget, args=("", []))  # itself: a worker cannot leave in this way
             assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker", "hostile"]
 
 
-def test_a_worker_of_which_anybody_tells_shows_itself() -> None:
-    """What others say of it is not believed: it is asked itself, and becomes known by its own record."""
+def test_a_worker_that_any_member_tells_of_is_asked_itself() -> None:
+    """What others say about it is not believed: it is asked itself, and admitted by its own record."""
     nodes = []
     for number, name in enumerate(("one", "other")):
         endpoint = SocketEndpoint(secret=b"s", unix=True, bind="127.0.0.1")
@@ -305,10 +305,10 @@ def test_a_worker_of_which_anybody_tells_shows_itself() -> None:
     try:
         record = other.peers.own.record
         for false in ({"incarnation": "another"}, {"name": "evil"}, {"addresses": ("unix:@nobody",)}, {"id": -5}):
-            one.worker.run(one.peers.approach, msgspec.structs.replace(record, **false))
+            one.worker.run(one.admission.approach, msgspec.structs.replace(record, **false))
             assert [peer.info.name for peer in one.peers] == ["one"]
             assert [peer.info.name for peer in other.peers] == ["other"]
-        one.worker.run(one.peers.approach, msgspec.structs.replace(record, id=7, seal="a lie", trusting=True))
+        one.worker.run(one.admission.approach, msgspec.structs.replace(record, id=7, seal="a lie", trusting=True))
         for node in nodes:
             assert node.peers.records == (one.peers.own.record, record)
             with node.worker:
@@ -349,7 +349,7 @@ def test_joining_and_leaving_processes() -> None:
 
 
 def test_calls_of_one_peer_are_limited_and_those_of_others_are_not() -> None:
-    few = bh.Options(max_calls=3, shutdown_timeout=10)  # of those who are trusted too
+    few = bh.Options(max_calls=3, shutdown_timeout=10)  # also for trusted peers
     gate.clear()
     with mixed_cluster({"driver": TRUSTING, "worker": few, "other": TRUSTING}) as (_, worker, other):
         calls = [bh.rpc_async("worker", wait) for _ in range(3)]
@@ -428,7 +428,7 @@ def total(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("driver", [TRUSTING, STRICT])
 def test_values_are_limited_and_nothing_is_lost(driver: bh.Options) -> None:
-    """Whoever would send too much is told so before anything is sent; calls on the same channel go on."""
+    """A worker that would send too much gets an error before anything is sent; calls on the same channel go on."""
     gate.clear()
     with mixed_cluster({"driver": driver, "worker": STRICT}) as (first, _):
         assert bh.rpc_sync("worker", echo, args=(list(range(60_000)),))
@@ -463,7 +463,7 @@ def test_results_and_exceptions_of_too_many_values() -> None:
         assert (caught.value.option, caught.value.value, caught.value.worker) == ("max_values", 4096, "driver")
         with pytest.raises(ValueError, match="too many"):
             bh.rpc_sync("worker", raise_many, args=(10,))
-        with pytest.raises(bh.RemoteError, match="too many") as other:  # type and text, if not itself
+        with pytest.raises(bh.RemoteError, match="too many") as other:  # its type and text, if not the exception itself
             bh.rpc_sync("worker", raise_many, args=(5000,))
         assert other.value.type_name == "builtins.ValueError"
         assert driver.part(Node).peers.find("worker").channel is channel

@@ -302,12 +302,12 @@ def test_what_cannot_be_an_operator() -> None:
     def number(x: Tensor) -> int: ...
 
     reasons = {
-        untyped: "type 'x' is",
+        untyped: "no annotation for 'x'",
         no_result: "return",
-        any_number: "any number",
+        any_number: "variable number",
         odd: "unsupported type dict",
         holes: "may be None",
-        number: "not <class 'int'>",
+        number: "return <class 'int'>",
         torch.sin: "no signature",
     }
     for function, reason in reasons.items():
@@ -319,7 +319,7 @@ def test_a_function_that_lies_about_its_result() -> None:
     def liar(x: Tensor) -> Tensor:
         return 3  # type: ignore[return-value]
 
-    with pytest.raises(TypeError, match="has to return tensors, not a int"):
+    with pytest.raises(TypeError, match="must return tensors, but it returned a int"):
         bh.remote_op(liar, to="worker1")(tensor(3))
 
 
@@ -436,18 +436,18 @@ def test_no_gradient_is_lost_without_a_word() -> None:
     there = bh.remote_op(functions.with_layer, to="worker1")
     x = tensor(3, 4)
     loss = there(x).sum()
-    with pytest.raises(bh.ContextError, match="called outside of a context") as caught:
+    with pytest.raises(bh.ContextError, match="called outside a context") as caught:
         loss.backward()
     assert caught.value.worker == "worker1"
     with bh.context():
         loss = there(x).sum()
-    with pytest.raises(bh.ContextError, match="is over"):
+    with pytest.raises(bh.ContextError, match="has ended"):
         loss.backward()
     with pytest.raises(ValueError, match="no argument of this remote_op requires grad"):
         there(x.detach())
     with torch.no_grad():
         torch.testing.assert_close(there(x), functions.with_layer(x))
-    with pytest.raises(bh.ContextError, match="or calls other workers"):
+    with pytest.raises(bh.ContextError, match="calls other workers, or"):
         bh.remote_op(functions.calling, to="worker1")(x).sum().backward()
 
 
@@ -457,7 +457,7 @@ def test_a_gradient_of_what_has_changed_since_is_refused() -> None:
         with torch.no_grad():
             functions.layer.bias.add_(1)
         try:
-            with pytest.raises(bh.BackhaulError, match="gave other results") as caught:
+            with pytest.raises(bh.BackhaulError, match="returned other results") as caught:
                 loss.backward()
             assert caught.value.worker == "worker1"
         finally:
@@ -512,9 +512,9 @@ def test_a_fake_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (functions.calling, "it calls other workers, and fake tensors cannot be sent"),
-        (functions.scaled_by_sum, "its result depends on what is in a tensor"),
-        (functions.by_sign, "what it does depends on what is in a tensor"),
+        (functions.calling, "it calls other workers, but fake tensors cannot be sent"),
+        (functions.scaled_by_sum, "its result depends on the values in a tensor"),
+        (functions.by_sign, "it depends on the values in a tensor"),
         (functions.failing, "KeyError: 'no such thing'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -523,7 +523,7 @@ def test_functions_that_cannot_run_on_fakes(
     function: Callable[[Tensor], Tensor], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiled = torch.compile(bh.remote_op(function, to="worker1"), backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match=f"{function.__name__} cannot run on fake tensors.*{reason}.*by `fake=`"):
+    with pytest.raises(Exception, match=f"{function.__name__} cannot run on fake tensors.*{reason}.*fake="):
         compiled(tensor(3, 4))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -554,7 +554,9 @@ def test_what_is_not_its_own_is_changed_once_at_most(function: Callable[[Tensor]
     with bh.context():
         loss = there(x).sum()
         before = changed.clone()
-        with pytest.raises(ValueError, match=rf"{function.__name__} changes tensors of worker 'worker1'.*second time"):
+        with pytest.raises(
+            ValueError, match=rf"{function.__name__} changes tensors of worker 'worker1'.*change them again"
+        ):
             loss.backward()
         assert torch.equal(changed, before)
     with torch.no_grad():
@@ -567,7 +569,7 @@ def test_tracing_changes_nothing(function: Callable[[Tensor], Tensor]) -> None:
     compiled = torch.compile(bh.remote_op(function, to="worker1"), backend="aot_eager", fullgraph=True)
     state = [functions.calls, *functions.normalize.buffers()]
     before = [value.clone() for value in state]
-    with pytest.raises(Exception, match=r"changes tensors that are not its own.*by `fake=`"):
+    with pytest.raises(Exception, match=r"changes tensors that it did not create.*fake="):
         compiled(tensor(3, 4))
     torch.testing.assert_close(state, before, rtol=0, atol=0)
 
@@ -589,7 +591,7 @@ def test_making_operators_inside_of_graphs() -> None:
     def program(x: Tensor) -> Tensor:
         return bh.remote_op(functions.counting, to="worker1", fake=functions.like)(x * 2)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="it makes an operator, which is to be done once, outside"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call remote_op once, outside compiled functions"):
         torch.compile(program, backend="eager", fullgraph=True)(tensor(3))
     x = tensor(3)
     torch.testing.assert_close(torch.compile(program, backend="eager")(x), (x * 2).sin())

@@ -29,7 +29,7 @@ from backhaul._autograd.messages import (
     Release,
     Report,
 )
-from backhaul._rpc.cluster.membership import expect
+from backhaul._rpc.cluster.enrollment import expect
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.node import Node
 from backhaul._transport.shm.shared_memory import OFFER
@@ -501,7 +501,7 @@ def test_floods_of_joins() -> None:
                 assert answers(sock)[0].kind == Kind.WELCOME
         peers = leader.part(Node).peers
         assert [record.name for record in peers.records] == ["honest", "attacked", "evil"]
-        assert len(peers.expected) <= 64
+        assert len(leader.part(Node).admission.expected) <= 64
         assert threading.active_count() < threads + 20
 
 

@@ -15,7 +15,7 @@ import torch
 import backhaul as bh
 from backhaul._autograd.messages import AutogradKind
 from backhaul._rpc.calls.client import Pending
-from backhaul._rpc.cluster.joining import join
+from backhaul._rpc.node import join
 from backhaul._sim.cluster import SimCluster, SimProgram
 from backhaul._sim.endpoints import SimChannel
 from backhaul._sim.network import NetworkConditions
@@ -71,7 +71,7 @@ def test_a_connection_that_is_given_up_after_the_one_that_followed_it() -> None:
         cluster.run("worker0", step).result()
         peers = cluster.nodes["worker1"].peers
         peer = peers.find("worker0")
-        (first,) = (channel for channel, _ in peers.channels())
+        (first,) = (channel for channel, _ in peers.connections.channels())
         endpoint = cluster.nodes["worker0"].worker.endpoint
 
         def connect_again() -> Channel:
@@ -401,8 +401,8 @@ def test_a_refusal_after_which_the_other_end_has_closed_the_channel() -> None:
         cluster.nodes["worker1"].peers.on_lost(lambda peer, channel, reason: reasons.append(reason))
         cluster.pause("worker1", 1.0)
         peers = cluster.nodes["worker0"].peers
-        (channel,) = (channel for channel, _ in peers.channels())
-        cluster.run("worker0", lambda: peers.refuse(channel, "worker1", "for a test")).result()
+        (channel,) = (channel for channel, _ in peers.connections.channels())
+        cluster.run("worker0", lambda: peers.connections.refuse(channel, "worker1", "for a test")).result()
         cluster.sleep(2.0)
         assert reasons == ["refused: for a test"]
 
@@ -524,7 +524,7 @@ def test_ids_of_newcomers_that_take_long() -> None:
 
         def enrol(name: str, incarnation: str) -> int:
             newcomer = msgspec.structs.replace(peers.own.record, id=-1, name=name, incarnation=incarnation)
-            enrolled = peers.enrol(newcomer)
+            enrolled = cluster.nodes["worker0"].admission.enroll(newcomer)
             cluster.sleep(60.0)
             assert not isinstance(enrolled, str)
             return enrolled.id

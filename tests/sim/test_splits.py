@@ -1,4 +1,4 @@
-"""A cluster that is split and meets again: what either part has missed, and whom both have let in."""
+"""A cluster that is partitioned and heals: what each part missed, and which workers it admitted meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul._rpc.cluster.peers import Peers
+from backhaul._rpc.cluster.certificate_names import CertificateNames
 from backhaul._sim.cluster import SimCluster
 
 OPTIONS = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
@@ -21,14 +21,14 @@ bh.expose(torch.ones, name="ones")
 
 
 def split(cluster: SimCluster, *sides: list[str]) -> None:
-    """Let nothing get from one side to the other until ``heal_all``."""
+    """Cut all connections between the sides until ``heal_all``."""
     for one, other in itertools.permutations(sides, 2):
         for source, target in itertools.product(one, other):
             cluster.cut(source, target, 1000.0)
 
 
 def start_beside(cluster: SimCluster, name: str, members: list[str]) -> None:
-    """Start a worker that can ask only these."""
+    """Start a worker that knows the addresses of these members only."""
     everyone = cluster.nodes
     cluster.nodes = {member: everyone[member] for member in members}
     cluster.start(name)
@@ -44,10 +44,10 @@ def call(cluster: SimCluster, source: str, target: str) -> None:
 def test_members_that_came_and_went_while_others_were_cut_off(
     ends: tuple[str, str], trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody told those of them, and they did not notice: whom they do not know they cannot ask."""
+    """The members that were cut off did not hear of them: a member cannot ask a worker that it does not know."""
     options = dataclasses.replace(OPTIONS, trusted=trusted)
     with SimCluster(3, seed=1, options=options) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # which would end the split
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # a return would end the partition
         call(cluster, "worker0", "worker2")
         call(cluster, "worker1", "worker2")
         split(cluster, ["worker0", "worker1", "late"], ["worker2"])
@@ -65,8 +65,8 @@ def test_members_that_came_and_went_while_others_were_cut_off(
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_members_that_were_replaced_on_both_sides_of_a_split(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the two that came neither had heard of the other."""
+def test_members_replaced_on_both_sides_of_a_partition(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the two new workers had heard of the other."""
     options = dataclasses.replace(OPTIONS, trusted=trusted)
     with SimCluster(4, seed=1, options=options) as cluster:
         monkeypatch.setattr(cluster.network, "returns", lambda name: None)
@@ -80,35 +80,35 @@ def test_members_that_were_replaced_on_both_sides_of_a_split(trusted: bool, monk
         cluster.network.heal_all()
         call(cluster, "worker2", "worker0")
         cluster.sleep(10.0)
-        lives = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
+        incarnations = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
         for node in cluster.nodes.values():
-            assert {peer.info.name: peer.record.incarnation for peer in node.peers} == lives
+            assert {peer.info.name: peer.record.incarnation for peer in node.peers} == incarnations
         call(cluster, "worker1", "worker3")
         assert cluster.shutdown(graceful=True, timeout=10.0) == []
 
 
-def test_a_channel_that_is_lost_before_two_have_compared() -> None:
-    """To open another would be to meet once more, and so on for ever where one of them is refused."""
+def test_a_channel_that_is_lost_before_two_members_have_compared() -> None:
+    """Opening another channel would start another comparison, and so on forever if one of the two is refused."""
     with SimCluster(2, seed=1, options=bh.Options(heartbeat_interval=0.0)) as cluster:
         call(cluster, "worker1", "worker0")
         cluster.network.drop(cluster.network.channels[0], 0.0, 0.0)
         cluster.sleep(1.0)
-        peers, sent = cluster.nodes["worker1"].peers, cluster.network.sent
-        cluster.run("worker1", lambda: peers.regained(peers.find("worker0"))).result()
+        node, sent = cluster.nodes["worker1"], cluster.network.sent
+        cluster.run("worker1", lambda: node.partition_healing.compare_with(node.peers.find("worker0"))).result()
         cluster.sleep(60.0)
         assert cluster.network.sent == sent
 
 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("first", ["left", "right"])
-def test_two_leaders_that_give_one_id_to_two_workers_where_not_everyone_is_believed(
+def test_two_leaders_that_give_one_id_to_two_workers_where_only_the_leader_is_believed(
     first: str, trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each half kept its own if that of the first was the earlier: the leader, once they had met, did not let the later
-    one in, and the others did not put the earlier one in its place.
+    """Once, each half kept its own worker if the one that the leader had enrolled was the earlier: after the partition
+    the leader did not admit the later one, and the others did not replace it by the earlier one.
     """
     sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
-    monkeypatch.setattr(Peers, "_bound", trusted)  # as if there were certificates
+    monkeypatch.setattr(CertificateNames, "bound", trusted)  # as if there were certificates
     with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
         monkeypatch.setattr(cluster.network, "returns", lambda name: None)
         split(cluster, *([*members, side] for side, members in sides.items()))
@@ -133,7 +133,7 @@ def members_of(cluster: SimCluster, name: str) -> list[str]:
 
 
 def meet(cluster: SimCluster) -> None:
-    """Let everybody call everybody, and hear what comes of it."""
+    """Let every worker call every other one, and wait until all members have compared."""
     for one, other in itertools.permutations(cluster.nodes, 2):
         with contextlib.suppress(bh.BackhaulError):
             call(cluster, one, other)
@@ -143,12 +143,12 @@ def meet(cluster: SimCluster) -> None:
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("ends", [("worker0", "worker2"), ("worker2", "worker0")])
-def test_a_leader_that_was_cut_off_learns_who_left(
+def test_a_leader_that_was_cut_off_learns_which_members_left(
     ends: tuple[str, str], known: bool, trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without trust it believed nobody; and with trust not of one to which it had never had a channel."""
+    """Once, it believed no member without trust; and with trust, not about a worker to which it never had a channel."""
     with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # which would end the split
+        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # a return would end the partition
         call(cluster, "worker0", "worker2")
         if known:
             call(cluster, "worker0", "worker1")
@@ -167,10 +167,10 @@ def test_a_leader_that_was_cut_off_learns_who_left(
 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("noticed", [True, False])
-def test_a_member_that_only_the_leaver_cannot_reach_is_told_by_others(
+def test_a_member_that_only_the_leaving_worker_cannot_reach_is_told_by_others(
     noticed: bool, trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It loses no other channel, so that nobody compares anything with it."""
+    """It loses no other channel, so no member compares with it."""
     with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
         monkeypatch.setattr(cluster.network, "returns", lambda name: None)
         for one, other in itertools.combinations(cluster.nodes, 2):
@@ -185,8 +185,8 @@ def test_a_member_that_only_the_leaver_cannot_reach_is_told_by_others(
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_newcomers_pass_on_who_had_left_before_they_came(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who knew are gone themselves when the leader comes back."""
+def test_joiners_pass_on_which_members_left_before_they_came(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members that heard it first are gone when the leader is back."""
     with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
         monkeypatch.setattr(cluster.network, "returns", lambda name: None)
         call(cluster, "worker0", "worker2")
@@ -204,11 +204,11 @@ def test_newcomers_pass_on_who_had_left_before_they_came(trusted: bool, monkeypa
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_members_that_see_different_leaders_do_not_each_drop_the_others_newcomer(
+def test_members_that_see_different_leaders_do_not_each_drop_the_other_joiner(
     trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each followed the leader that it saw just then, and what it had dropped it refused for ever."""
-    monkeypatch.setattr(Peers, "_bound", trusted)  # as if there were certificates
+    """Once, each member followed the leader that it saw at that moment, and refused the dropped joiner forever."""
+    monkeypatch.setattr(CertificateNames, "bound", trusted)  # as if there were certificates
     with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
         monkeypatch.setattr(cluster.network, "returns", lambda name: None)
         left, right = ["worker0", "worker2"], ["worker1", "worker3"]
@@ -221,9 +221,9 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_others_newcomer
         split(cluster, ["worker1"], ["worker3", "left"])  # and worker3 sees worker0
         cluster.sleep(5.0)
         for _ in range(2):
-            for newcomer, member in (("right", "worker2"), ("left", "worker3")):
+            for joiner, member in (("right", "worker2"), ("left", "worker3")):
                 with contextlib.suppress(bh.BackhaulError):
-                    call(cluster, newcomer, member)
+                    call(cluster, joiner, member)
                 cluster.sleep(5.0)
         cluster.network.heal_all()
         meet(cluster)
@@ -235,10 +235,8 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_others_newcomer
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_a_leader_that_was_cut_off_lets_in_one_that_was_restarted(
-    trusted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had never had a channel to the one before, had not noticed its loss, and had nobody to ask."""
+def test_a_leader_that_was_cut_off_admits_a_restarted_worker(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never had a channel to the earlier incarnation, had not noticed its loss, and had no member to ask."""
     with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
         monkeypatch.setattr(cluster.network, "returns", lambda name: None)
         call(cluster, "worker0", "worker2")
@@ -252,19 +250,17 @@ def test_a_leader_that_was_cut_off_lets_in_one_that_was_restarted(
             call(cluster, "worker1", "worker0")
         cluster.sleep(5.0)
         call(cluster, "worker1", "worker0")
-        lives = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
+        incarnations = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
         for node in cluster.nodes.values():
-            assert {peer.info.name: peer.record.incarnation for peer in node.peers} == lives
+            assert {peer.info.name: peer.record.incarnation for peer in node.peers} == incarnations
         assert cluster.shutdown(graceful=True, timeout=10.0) == []
 
 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_all_know_who_is_there_once_they_have_met_again(
-    seed: int, trusted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cluster is split in ways drawn from the seed. Meanwhile some leave, others come, some of them under the name
-    or the id of one that has left, and others are restarted, on one side or the other.
+def test_all_members_agree_after_partitions(seed: int, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed decides how the cluster is partitioned. Meanwhile some workers leave, others join, some with the name or
+    the id of a worker that has left, and others are restarted, on either side.
     """
     draw = random.Random(seed)
     with SimCluster(5, seed=seed, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
@@ -291,7 +287,7 @@ def test_all_know_who_is_there_once_they_have_met_again(
             cluster.network.heal_all()
             for _ in range(3):
                 meet(cluster)
-            lives = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
+            incarnations = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
             for node in cluster.nodes.values():
-                assert {peer.info.name: peer.record.incarnation for peer in node.peers} == lives
+                assert {peer.info.name: peer.record.incarnation for peer in node.peers} == incarnations
         assert cluster.shutdown(graceful=True, timeout=30.0) == []

@@ -32,11 +32,11 @@ register(Summary)
 def recorder_for(node: Node, container: Container) -> ForwardRecorder:
     """The recorder of a worker: one that checks what it is told, where there is something to check."""
     options = node.worker.options
-    if options.trusted and node.quotas.contexts is None:
+    if options.trusted and node.rate_limits.contexts is None:
         made = ForwardRecorder(node.worker, container)
     else:
         node.worker.attach(container)
-        made = UntrustedRecorder(node.worker, container, node.quotas.contexts)
+        made = UntrustedRecorder(node.worker, container, node.rate_limits.contexts)
     made.leaves = options.follows_reference
     return made
 

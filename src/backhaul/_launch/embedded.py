@@ -1,4 +1,4 @@
-"""Many workers inside one process, for notebooks and tests."""
+"""Several workers inside one process, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backhaul.errors import NotInitializedError
 
 log = logging.getLogger("backhaul")
 
-_CLOSING = 1.0  # seconds that handlers get to end when another cluster is started
+_CLOSE_SECONDS = 1.0  # for handlers to end when another cluster is started
 
 
 def worker_names(workers: int | Sequence[str]) -> list[str]:
@@ -30,7 +30,7 @@ def worker_names(workers: int | Sequence[str]) -> list[str]:
         return [f"worker{number}" for number in range(workers)]
     names = [check_name(name) for name in workers]
     if not names or len(set(names)) != len(names):
-        raise ValueError(f"worker names must be there and differ: {names}")
+        raise ValueError(f"a cluster needs at least one worker, and worker names must differ: {names}")
     return names
 
 
@@ -41,10 +41,10 @@ class Cluster(contextlib.ContextDecorator):
         self._names = names
         self._options = options
         self._endpoints = endpoints
-        self._changing = threading.RLock()  # held while workers start or end; guards all below
-        self._nodes: list[Node] = []  # those that were started last
-        self._process = 0  # where they were
-        self._inside: Worker | None = None  # the one that an open ``with`` has made current
+        self._changing = threading.RLock()  # held while workers start or end; guards the attributes below
+        self._nodes: list[Node] = []  # the workers that were started last
+        self._process = 0  # the id of the process that started them
+        self._inside: Worker | None = None  # the worker that an open ``with`` has made current
 
     def __repr__(self) -> str:
         state = "running" if self.running else "not running: call start(), or use it in a `with`"
@@ -52,7 +52,7 @@ class Cluster(contextlib.ContextDecorator):
 
     @property
     def running(self) -> bool:
-        """Whether there are workers now."""
+        """Whether workers of this cluster run in this process."""
         return self._process == os.getpid() and any(not node.worker.closed for node in self._nodes)
 
     @property
@@ -67,11 +67,11 @@ class Cluster(contextlib.ContextDecorator):
         return [node.worker for node in self._nodes]
 
     def start(self) -> Cluster:
-        """Start the workers and return at once; the first is the current one from now on, wherever no other is.
+        """Start the workers and return at once. From now on the first worker is current wherever no other one is.
 
-        Does nothing if the cluster is running. Another cluster that was started in this way, and is running still, is
-        closed first, with all that its workers hold: so a cell of a notebook may be run again. The workers run until
-        ``shutdown`` or until the program ends, also if nothing refers to the cluster any more.
+        Does nothing if the cluster is running. If another cluster was started in this way and still runs, it is closed
+        first, with all that its workers hold: so a cell of a notebook may be run again. The workers run until
+        ``shutdown`` or until the program ends, even if nothing refers to the cluster any more.
 
         Returns:
             The cluster itself.
@@ -85,12 +85,12 @@ class Cluster(contextlib.ContextDecorator):
         """
         global _started
         with _starting, self._changing:
-            if self.running and any(node.worker.closed for node in self._nodes):  # by ``bh.shutdown``, one by one
-                self.shutdown(graceful=False, timeout=_CLOSING)
+            if self.running and any(node.worker.closed for node in self._nodes):  # ``bh.shutdown`` has closed some
+                self.shutdown(graceful=False, timeout=_CLOSE_SECONDS)
             if not self.running:
                 if _started is not None and _started.running:
                     log.info("closing %r: another cluster is started", _started)
-                    _started.shutdown(graceful=False, timeout=_CLOSING)
+                    _started.shutdown(graceful=False, timeout=_CLOSE_SECONDS)
                 self._start()
                 _started = self
                 make_default(self._nodes[0].worker)
@@ -101,11 +101,11 @@ class Cluster(contextlib.ContextDecorator):
 
         Args:
             graceful: Whether to wait until no call is under way.
-            timeout: At most so many seconds; default ``options.shutdown_timeout``.
+            timeout: Seconds to wait at most; default ``options.shutdown_timeout``.
 
         Raises:
-            ShutdownTimeoutError: There were still calls under way. The workers are closed all the same.
-            BackhaulError: A handler wants to wait for all handlers, itself among them.
+            ShutdownTimeoutError: Calls were still under way. The workers are closed nevertheless.
+            BackhaulError: A handler called this, and would wait for its own end.
         """
         if graceful and serving.get() and self.running and current_worker() in self.workers:
             refuse_in_handlers(current_worker().name)
@@ -133,15 +133,15 @@ class Cluster(contextlib.ContextDecorator):
         self._process = os.getpid()
 
     def _recreate_cm(self) -> Cluster:
-        """For each call of a function that it decorates."""
+        """Each call of a decorated function gets a cluster of its own."""
         return Cluster(self._names, self._options, self._endpoints)
 
     def __enter__(self) -> list[Worker]:
         with self._changing:
             if self._inside is not None:
                 raise RuntimeError(
-                    f"the cluster of {', '.join(self._names)} is entered already; leave that `with` first, or make "
-                    "another cluster"
+                    f"the cluster of {', '.join(self._names)} is entered already; leave that `with` block first, or "
+                    "make another cluster"
                 )
             if not self.running:
                 self._start()
@@ -160,8 +160,8 @@ class Cluster(contextlib.ContextDecorator):
             self.shutdown(graceful=kind is None)
 
 
-_started: Cluster | None = None  # the one that was started last, without a ``with``
-_starting = threading.RLock()  # guards it
+_started: Cluster | None = None  # the cluster that was started last without a ``with``
+_starting = threading.RLock()  # guards _started
 
 
 def cluster(
@@ -170,16 +170,16 @@ def cluster(
     options: Options | None = None,
     endpoints: EndpointFactory = InprocEndpoint,
 ) -> Cluster:
-    """Describe workers inside this process. They run inside a ``with``, where the first is the current one; or, in a
-    notebook, from ``start()`` to ``shutdown()``, which may be called in different cells.
+    """Describe workers inside this process. They run inside a ``with`` block, where the first is the current one. In a
+    notebook they run from ``start()`` to ``shutdown()``, which may be called in different cells.
 
-    Values travel by copy, exactly as between processes. ``with workers[1]:`` makes another one current. On leaving, all
-    work is waited for as in ``shutdown``; if the body raised, the workers are closed at once.
+    Values are copied, exactly as between processes. ``with workers[1]:`` makes another worker current. The end of the
+    block waits for all work, as ``shutdown`` does; if the block raised, the workers are closed at once.
 
     Args:
-        workers: How many, or their names.
-        options: For all of them.
-        endpoints: Makes their ends of a transport; in-process queues by default.
+        workers: The number of workers, or their names.
+        options: The options of all workers.
+        endpoints: Makes the transport endpoint of a worker; in-process queues by default.
 
     Example:
         >>> import torch, backhaul as bh

@@ -1,7 +1,8 @@
-"""Where the workers of one launch meet: a table in the process that started them, asked over the pipes it has to them.
+"""The store of one launch: a table in the process that started the workers, which they query over their pipes to it.
 
-Torch's TCP store would do, but asks the name server for both ends of every connection, one after the other; where that
-is slow or away, it takes seconds for each worker. Here one message tells, and one asks for everything.
+Torch's TCP store would do, but it asks the name server about both ends of every connection, one after the other; where
+the name server is slow or missing, that takes seconds for each worker. Here one message puts a value, and one message
+asks for all values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Put:
-    """Let a key have a value."""
+    """Set the value of a key."""
 
     key: str
     value: bytes
@@ -27,7 +28,7 @@ class Put:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Add:
-    """Add to the number that a key stands for, and tell it."""
+    """Add to the number that a key holds, and answer with the sum."""
 
     number: int
     key: str
@@ -36,7 +37,7 @@ class Add:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
-    """Tell the values of all keys: when all are there, or (not ``wait``) at once, None for those that are not."""
+    """Answer with the values of all keys: with ``wait`` once all are there, else at once with None for missing keys."""
 
     number: int
     keys: tuple[str, ...]
@@ -47,14 +48,14 @@ Request = Put | Add | Ask
 
 
 class Table:
-    """The parent's side. Used by one thread."""
+    """The side of the parent process. Used by one thread."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._waiting: list[tuple[Connection, Ask]] = []
 
     def serve(self, pipe: Connection, request: Request) -> None:
-        """Do what the worker at the other end of ``pipe`` wants, and answer whoever can be answered now."""
+        """Serve a request of the worker at the other end of ``pipe``; answer all requests that can be answered now."""
         if isinstance(request, Ask):
             self._waiting.append((pipe, request))
         elif isinstance(request, Put):
@@ -74,45 +75,47 @@ class Table:
 def _answer(pipe: Connection, number: int, values: list[bytes | None]) -> None:
     try:
         pipe.send_bytes(pickle.dumps((number, values)))
-    except OSError:  # it is gone, which its own pipe tells
+    except OSError:  # the worker is gone; the thread that reads its pipe notices that
         pass
 
 
 class PipeStore(Store):
-    """A worker's side: of a store, what a meeting needs. Used by one thread, and while nobody else uses the pipe."""
+    """The side of a worker: the part of a store that a rendezvous needs. Used by one thread, which alone uses the pipe
+    meanwhile.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__()
         self._pipe = pipe
         self._numbers = itertools.count(1)
-        self._patience = 300.0  # seconds, as of torch's own stores
+        self._timeout_seconds = 300.0  # as in torch's own stores
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long to wait for an answer."""
-        self._patience = timeout.total_seconds()
+        """Set how long to wait for an answer."""
+        self._timeout_seconds = timeout.total_seconds()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Returns before the parent knows."""
+        """Set the value of a key. Returns before the parent has it."""
         self._send(Put(key, value.encode() if isinstance(value, str) else bytes(value)))
 
     def add(self, key: str, amount: int) -> int:
-        """The sum so far."""
+        """Add to the number that a key holds; returns the sum."""
         (total,) = self._ask(Add(next(self._numbers), key, amount))
         assert total is not None
         return int(total)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Waits for all of the keys."""
+        """Wait for all keys and return their values."""
         found = self._ask(Ask(next(self._numbers), tuple(keys), wait=True))
         return [value for value in found if value is not None]
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Waits until all of the keys are there, so long at most."""
-        seconds = self._patience if timeout is None else timeout.total_seconds()
+        """Wait until all keys are there, at most for ``timeout``."""
+        seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
         self._ask(Ask(next(self._numbers), tuple(keys), wait=True), seconds)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of the keys are there."""
+        """Whether all keys are there."""
         return None not in self._ask(Ask(next(self._numbers), tuple(keys), wait=False))
 
     def _send(self, request: Request) -> None:
@@ -121,15 +124,15 @@ class PipeStore(Store):
         except OSError as error:
             raise DistStoreError(f"the process that started this worker is gone: {error}") from error
 
-    def _ask(self, request: Add | Ask, patience: float | None = None) -> list[bytes | None]:
+    def _ask(self, request: Add | Ask, seconds: float | None = None) -> list[bytes | None]:
         self._send(request)
-        patience = self._patience if patience is None else patience
-        deadline = time.monotonic() + patience
+        seconds = self._timeout_seconds if seconds is None else seconds
+        deadline = time.monotonic() + seconds
         try:
             while self._pipe.poll(max(deadline - time.monotonic(), 0.0)):
                 number, values = pickle.loads(self._pipe.recv_bytes())
-                if number == request.number:  # else it comes too late
+                if number == request.number:  # otherwise it is a late answer to an earlier request
                     return list(values)
         except (EOFError, OSError) as error:
             raise DistStoreError("the process that started this worker is gone") from error
-        raise DistStoreError(f"no answer within {patience:g} s")
+        raise DistStoreError(f"no answer of the process that started this worker within {seconds:g} s")

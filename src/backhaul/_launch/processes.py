@@ -1,4 +1,6 @@
-"""Workers as processes of this machine: start them, run a function in each, bring back results or the first failure."""
+"""Workers as processes of this machine: starts them, runs a function in each, and returns results or raises the first
+failure.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
 from backhaul.errors import WorkerFailedError
 
-_GRACE = 3.0  # seconds between asking a process to end and ending it
-_ANY_TIME = 1e9  # seconds; those who are done serve the others for as long as these take, which ``timeout`` may limit
-_AFTERMATH = 0.5  # seconds to collect further failures, to tell cause from consequence
+_TERMINATE_SECONDS = 3.0  # between asking a process to end and killing it
+_SERVE_SECONDS = 1e9  # workers that are done serve the others for as long as those take; ``timeout`` may limit that
+_MORE_FAILURES_SECONDS = 0.5  # to collect further failures after the first, and to tell cause from consequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ProcessOutcome:
-    """What a worker process reports: its result, or its failure."""
+    """What a worker process reports: its result or its failure, and when it ended."""
 
     at: float
     body: Payload | Fault
@@ -63,20 +65,21 @@ def launch(
 ) -> list[Any]:
     """Run ``function(*args, **kwargs)`` in each of several new worker processes; return the results by rank.
 
-    Each process is a worker of one cluster when ``function`` starts, and shuts down gracefully when it has returned, so
-    a worker that has nothing to do itself may simply return and serve the others. If one fails, all are ended,
-    and the first failure is raised here with its remote traceback. Once this returns or raises, no process is left.
+    Each process is a worker of one cluster when ``function`` starts, and shuts down gracefully when it has returned. So
+    a worker that has nothing to do itself may simply return: it then serves the others. If one worker fails, all are
+    ended, and the first failure is raised here with its remote traceback. Once this returns or raises, no process is
+    left.
 
-    As with any spawned process, a script that calls this must do so under ``if __name__ == "__main__":``. In a notebook
-    functions of cells travel by value, so those that keep state in globals have to be put into a module.
+    As with any spawned process, a script must call this under ``if __name__ == "__main__":``. In a notebook, functions
+    of cells are sent by value, so functions that keep state in globals have to be put into a module.
 
     Args:
-        function: Runs in every worker; ``get_worker_info()`` says which one.
-        workers: How many (``worker0``, ``worker1``, ...), or their names.
-        args: Positional arguments for all, a tuple or a list.
-        kwargs: Keyword arguments for all, a dict.
-        options: For all workers.
-        timeout: End everything with ``TimeoutError`` after so many seconds.
+        function: Runs in every worker; ``get_worker_info()`` says which worker it runs in.
+        workers: The number of workers (``worker0``, ``worker1``, ...), or their names.
+        args: Positional arguments for all workers, a tuple or a list.
+        kwargs: Keyword arguments for all workers, a dict.
+        options: The options of all workers.
+        timeout: After this many seconds, end all processes and raise ``TimeoutError``.
         start_method: ``forkserver`` starts many workers much faster: they share one import of torch.
 
     Raises:
@@ -88,16 +91,16 @@ def launch(
     if start_method == "forkserver":
         context.set_forkserver_preload(["__main__", "backhaul"])
     job = _dump((function, positional(args), keywords(kwargs), options))
-    # Workers meet over their pipes; this one is for programs that use torch.distributed as well.
+    # Workers meet over their pipes; this store is for programs that also use torch.distributed.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours; no worker should open one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store; no worker should open one
         "WORLD_SIZE": str(len(names)),
         SECRET_VARIABLE: secrets.token_hex(32),
     }
-    crowd = _WorkerProcesses(names)
+    processes = _WorkerProcesses(names)
     with contextlib.ExitStack() as stack:
         if options is not None and options.tls == "auto":
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backhaul-tls-"))
@@ -106,11 +109,13 @@ def launch(
         try:
             with _real_main_file():
                 for rank, name in enumerate(names):
-                    crowd.start(context, rank, (job, name, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
-            return crowd.results(None if timeout is None else time.monotonic() + timeout)
+                    processes.start(
+                        context, rank, (job, name, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                    )
+            return processes.results(None if timeout is None else time.monotonic() + timeout)
         finally:
-            crowd.end()
-            del store  # an error keeps this frame, which should not keep the server
+            processes.end()
+            del store  # an error keeps this frame alive, and the frame must not keep the server alive
 
 
 def _has_main_file() -> bool:
@@ -120,8 +125,8 @@ def _has_main_file() -> bool:
 
 @contextlib.contextmanager
 def _real_main_file() -> Iterator[None]:
-    """A program that was read from the standard input says that its file is ``<stdin>``, and new processes would look
-    for that.
+    """Hide the file name ``<stdin>`` of a program that was read from the standard input: new processes would look for
+    that file.
     """
     main = sys.modules["__main__"]
     if _has_main_file() or not hasattr(main, "__file__"):
@@ -139,16 +144,16 @@ def _dump(value: Any) -> bytes:
     if _has_main_file():
         try:
             return pickle.dumps(value)
-        except Exception:  # a lambda or a closure: by value, or cloudpickle says why not
+        except Exception:  # a lambda or a closure: cloudpickle sends it by value, or says why it cannot
             return cloudpickle.dumps(value)  # type: ignore[no-any-return]
     return cloudpickle.dumps(value)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C goes to all processes of a terminal. A new one must not see it, not even while it imports: it inherits
-    that the signal is blocked. Another thread of this one may take it all the same, and then it is raised afterwards:
-    what is started must not be left half started.
+    """Block SIGINT while a process is started. Ctrl-C goes to all processes of a terminal. A new process must not see
+    it, not even while it imports, so it inherits the blocked signal. Another thread of this process may still receive
+    the signal; then it is raised afterwards, so that no process is left half started.
     """
     handler, came = signal.getsignal(signal.SIGINT), []
     here = callable(handler) and threading.current_thread() is threading.main_thread()
@@ -185,7 +190,7 @@ class _WorkerProcesses:
         ours, theirs = context.Pipe()
         self._pipes.append(ours)
         process = context.Process(target=_work, args=(*job, theirs), name=f"backhaul-{self._names[rank]}")
-        multiprocessing.resource_tracker.ensure_running()  # first: starting it would let interrupts through
+        multiprocessing.resource_tracker.ensure_running()  # now: starting the tracker later would unblock SIGINT
         with _uninterrupted():
             try:
                 process.start()
@@ -194,7 +199,7 @@ class _WorkerProcesses:
             self._processes.append(process)
 
     def results(self, deadline: float | None) -> list[Any]:
-        """Wait for all; raise the first failure as soon as there is one."""
+        """Wait for all results; raise the first failure as soon as there is one."""
         outcomes: dict[int, _ProcessOutcome] = {}
         dead: dict[int, float] = {}
         while len(outcomes) + len(dead) < len(self._names):
@@ -202,20 +207,20 @@ class _WorkerProcesses:
                 missing = [n for r, n in enumerate(self._names) if r not in outcomes]
                 raise TimeoutError(f"launch timed out; still at work: {', '.join(missing)}")
             if dead or any(isinstance(outcome.body, Fault) for outcome in outcomes.values()):
-                until = time.monotonic() + _AFTERMATH
+                until = time.monotonic() + _MORE_FAILURES_SECONDS
                 while self._collect(outcomes, dead, until):
                     pass
                 raise self._first_failure(outcomes, dead)
         return [self._read(outcomes[rank]) for rank in range(len(self._names))]
 
     def _collect(self, outcomes: dict[int, _ProcessOutcome], dead: dict[int, float], deadline: float | None) -> bool:
-        """Wait for news of any process that still owes an outcome; False if there was none before the deadline."""
-        owing = [r for r in range(len(self._names)) if r not in outcomes and r not in dead]
-        if not owing:
+        """Wait for a message of any process that has no outcome yet. False: none came before the deadline."""
+        waiting_for = [r for r in range(len(self._names)) if r not in outcomes and r not in dead]
+        if not waiting_for:
             return False
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        ready = _wait([self._pipes[rank] for rank in owing], left)
-        for rank in owing:
+        ready = _wait([self._pipes[rank] for rank in waiting_for], left)
+        for rank in waiting_for:
             if self._pipes[rank] in ready:
                 try:
                     message = pickle.loads(self._pipes[rank].recv_bytes())
@@ -230,13 +235,13 @@ class _WorkerProcesses:
 
     def _first_failure(self, outcomes: dict[int, _ProcessOutcome], dead: dict[int, float]) -> BaseException:
         faults = sorted((outcome.at, rank) for rank, outcome in outcomes.items() if isinstance(outcome.body, Fault))
-        if faults and not dead:  # a death comes before what follows from it
+        if faults and not dead:  # a process that died is the cause of the other failures
             outcome = outcomes[faults[0][1]]
             assert isinstance(outcome.body, Fault)
             return decode_fault(outcome.body, [bytearray(b) for b in outcome.buffers])
         rank = min(dead, key=lambda r: dead[r])
         process = self._processes[rank]
-        process.join(_GRACE)
+        process.join(_TERMINATE_SECONDS)
         code = process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
         name = self._names[rank]
@@ -248,7 +253,7 @@ class _WorkerProcesses:
         return result
 
     def end(self) -> None:
-        """See to it that no process is left, whatever else the user types; that takes some seconds at most."""
+        """End all processes, even if the user presses Ctrl-C again. Takes some seconds at most."""
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
         try:
@@ -261,13 +266,13 @@ class _WorkerProcesses:
         for pipe in self._pipes:
             if not pipe.closed:
                 pipe.close()
-        waiting = time.monotonic() + (0.0 if sys.exc_info()[0] else _GRACE)
+        waiting = time.monotonic() + (0.0 if sys.exc_info()[0] else _TERMINATE_SECONDS)
         for process in self._processes:
             process.join(max(waiting - time.monotonic(), 0.0))
         for process in self._processes:
             if process.is_alive():
                 process.terminate()
-        killing = time.monotonic() + _GRACE
+        killing = time.monotonic() + _TERMINATE_SECONDS
         for process in self._processes:
             process.join(max(killing - time.monotonic(), 0.0))
             if process.is_alive():
@@ -285,8 +290,8 @@ def _wait(pipes: list[multiprocessing.connection.Connection], timeout: float | N
 def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocessing.connection.Connection) -> None:
     """What a worker process does."""
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked until now
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by _uninterrupted until now
     _follow_parent()
     world_size = int(environment["WORLD_SIZE"])
     if "OMP_NUM_THREADS" not in os.environ:
@@ -296,7 +301,7 @@ def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocess
         store = PipeStore(pipe) if options is None or options.init_method is None else None
         init(name, rank=int(environment["RANK"]), world_size=world_size, store=store, options=options)
         result = function(*args, **kwargs)
-        shutdown(timeout=_ANY_TIME)
+        shutdown(timeout=_SERVE_SECONDS)
         encoded = encode([result], names=[f"the result of worker '{name}'"])
         outcome = _ProcessOutcome(time.monotonic(), encoded.payload, [bytes(b) for b in encoded.buffers])
         pipe.send_bytes(pickle.dumps(outcome))
@@ -306,14 +311,14 @@ def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocess
         buffers = [bytes(b) for b in carried.buffers] if carried is not None else []
         try:
             pipe.send_bytes(pickle.dumps(_ProcessOutcome(at, fault, buffers)))
-        except OSError:  # the parent has heard enough
+        except OSError:  # the parent has closed the pipe after another failure
             pass
         shutdown(graceful=False, timeout=1.0)
         sys.exit(1)
 
 
 def _follow_parent() -> None:
-    """End this process when its parent is gone, however that ended."""
+    """End this process when its parent is gone, however the parent ended."""
     parent = mp.parent_process()
     if parent is None:
         return

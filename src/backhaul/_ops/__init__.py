@@ -1,1 +1,1 @@
-"""Calls that are operations of a graph, for ``torch.compile`` and ``torch.func``."""
+"""``remote_op``: calls that are operators of a graph, for ``torch.compile`` and ``torch.func``."""

@@ -1,4 +1,4 @@
-"""``remote_op``. The rest of this package is imported when it is first called, since it needs more of torch."""
+"""``remote_op``. Its first call imports the rest of this package, which needs more of torch than calls do."""
 
 from __future__ import annotations
 
@@ -16,36 +16,34 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 _made: dict[Any, RemoteOp] = {}
-_making = threading.Lock()  # guards _made, and the names that operators are given
+_making = threading.Lock()  # guards _made, and the names of operators
 
 
-@graph_break(
-    "it makes an operator, which is to be done once, outside of compiled functions; what it returns is called inside"
-)
+@graph_break("remote_op creates an operator; call remote_op once, outside compiled functions, and its result inside")
 def remote_op(
     fn: Function, to: str | int | WorkerInfo, *, fake: Function | None = None, timeout: float | None = None
 ) -> RemoteOp:
-    """Make a call that stays inside of compiled graphs: an operator that runs ``fn`` on another worker.
+    """Create an operator that runs ``fn`` on another worker and stays inside compiled graphs.
 
-    What it returns is called like ``fn``. It works under ``torch.compile(fullgraph=True)``, ``torch.func`` and in eager
-    mode, and its gradients, of any order, need no context: plain ``loss.backward()`` is fine. They are computed over
-    there, by running ``fn`` again with the same arguments and the same random numbers.
+    The result is called like ``fn``. It works under ``torch.compile(fullgraph=True)``, under ``torch.func`` and in
+    eager mode. Its gradients, of any order, need no context: plain ``loss.backward()`` works. The other worker computes
+    them by running ``fn`` again with the same arguments and the same random numbers.
 
-    Where ``fn`` uses tensors of its worker that require grad, such as parameters of a module there, their gradients are
-    added to the context that was current when the operator ran. Without one, ``backward`` raises an error; so does the
-    operator itself where no argument requires grad, since then no gradient comes back to it.
+    ``fn`` may use tensors of its worker that require grad, such as the parameters of a module there. Their gradients
+    are added to the context that was current when the operator ran. Without a context, ``backward`` raises an error. If
+    no argument requires grad, the operator itself raises, because no gradient would come back to it.
 
     Args:
-        fn: A function of tensors, lists of tensors and plain values that returns a tensor, or a tuple or list of them;
-            its annotations say so. Travels as for ``rpc_sync``.
-        to: Name, id or ``WorkerInfo`` of the worker that runs it.
-        fake: What to run on fake tensors, to learn the shapes of the results; default: ``fn``. For functions that use
-            what only their worker has, call other workers, or depend on what is in a tensor.
-        timeout: Seconds that each call may take; 0: any time; None: the worker's default.
+        fn: A function of tensors, lists of tensors and plain values that returns a tensor, or a tuple or list of
+            tensors. Its annotations must say so. It is sent like a function of ``rpc_sync``.
+        to: Name, id or ``WorkerInfo`` of the worker that runs ``fn``.
+        fake: The function that runs on fake tensors and gives the shapes of the results; ``fn`` by default. Needed if
+            ``fn`` uses objects that only its worker has, calls other workers, or depends on the values in a tensor.
+        timeout: Time limit of each call, in seconds; 0: no limit; None: the worker's default.
 
     Raises:
-        TypeError: An operator cannot take or return what ``fn`` does, or its annotations do not say.
-        UnsupportedTorchError: This torch lacks what operators need.
+        TypeError: An operator cannot have the parameters or the result of ``fn``, or annotations are missing.
+        UnsupportedTorchError: This version of torch lacks a function that operators need.
 
     Example:
         >>> import torch, backhaul as bh
@@ -71,5 +69,5 @@ def _identity(function: Function | None) -> Any:
     try:
         hash(function)
     except TypeError:
-        return id(function)  # which is not given to another: what was made keeps the function
+        return id(function)  # no other function gets this id: the operator keeps its function alive
     return function

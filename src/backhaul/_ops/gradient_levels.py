@@ -1,5 +1,5 @@
-"""Which gradients of which results an operator is to compute, as the plain integers that a schema allows; see
-[Note: orders of an operator].
+"""Which gradients an operator computes, encoded as the integers that a schema allows; see [Note: orders of an operator]
+in ``operators``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ class Level(NamedTuple):
     """One order of gradients.
 
     Attributes:
-        seeded: Places of the results of the order below that have seeds.
-        wanted: Places of the values of the order below whose gradients are the results.
+        seeded: Indices of the results of the order below that have seeds.
+        wanted: Indices of the values of the order below whose gradients are the results.
     """
 
     seeded: tuple[int, ...]
     wanted: tuple[int, ...]
 
     def pack(self) -> list[int]:
-        """As integers.
+        """Encode the level as integers.
 
         Example:
             >>> Level((0,), (0, 2)).pack()
@@ -30,7 +30,7 @@ class Level(NamedTuple):
 
 
 def unpack(numbers: Sequence[int]) -> list[Level]:
-    """Levels that were packed one after the other.
+    """Decode levels that were packed one after the other.
 
     Example:
         >>> unpack([1, 0, 2, 0, 2])

@@ -1,18 +1,18 @@
-"""Operators whose gradients are operators again, for all that PyTorch does with graphs. Knows all of the dispatcher's
-private interfaces that we use, and no workers.
+"""Operators whose gradients are operators again, so that PyTorch can trace, batch and differentiate them. Owns all
+private interfaces of the dispatcher that Backhaul uses. Knows no workers.
 
 [Note: orders of an operator]
 
-Two operators are made of a function. The first runs it: order 0. The second pulls gradients back through the first,
-order 1, and through itself, as often as one likes: order k is the gradient of order k - 1.
+A function becomes two operators. The first runs the function: order 0. The second computes gradients, first of the
+first operator (order 1), then of itself, any number of times: order k is the gradient of order k - 1.
 
 - *values* of order 0: the tensors among the function's arguments, those in lists one by one.
 - *values* of order k: those of order k - 1, then its *seeds*: gradients of some of the results of order k - 1.
 - *results* of order k > 0: gradients of some of the values of order k - 1.
-- *level* k says which results have seeds, and which values' gradients are wanted, by their places.
+- *level* k gives the indices of the results that have seeds, and of the values whose gradients are wanted.
 
-Nothing is kept between the runs: each computes what it needs again from the values. What else the first run depended
-on is in its *ticket*, a tensor that is its last result.
+Nothing is kept between the runs: each run computes all it needs from the values. The *replay token*, a tensor that is
+the last result of the first operator, holds what else the first run depended on.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _new_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as tor
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """What the operators do.
+    """The functions behind the two operators.
 
     Attributes:
-        run: Order 0, with all arguments and whether gradients are wanted (``Grad``); the last result is the ticket.
-        fake: The same on fake tensors.
-        pull: Order 1 and higher, with all arguments, the ticket, all seeds, and the levels.
+        run: Order 0. Takes all arguments and a constant of ``Grad``; the last result is the replay token.
+        fake: Order 0 on fake tensors.
+        pull: Order 1 and higher. Takes all arguments, the replay token, all seeds, and the levels.
     """
 
     run: Callable[[Args, int], Tensors]
@@ -60,23 +60,23 @@ class Implementation:
 
 
 class Grad:
-    """What is to become of the results, as far as the caller can tell."""
+    """Whether the caller will need gradients of the results."""
 
     OFF = 0
-    """Nothing is recorded: ``torch.no_grad()``."""
+    """No: ``torch.no_grad()`` is active."""
     UNUSED = 1
-    """No argument requires grad, so no gradient is ever going to come."""
+    """No: no argument requires grad, so no gradient will come back."""
     WANTED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorRun:
-    """A run of an operator but for its tensors.
+    """A run of an operator, without its tensors.
 
     Attributes:
         template: The arguments of the function.
-        levels: Of gradients, packed.
-        how: The numbers that the first operator takes besides.
+        levels: The levels of gradients, packed.
+        how: The further integer arguments of the first operator.
     """
 
     template: Template
@@ -88,8 +88,8 @@ class Operators:
     """The two operators of a function.
 
     Attributes:
-        op: The one that runs it. It takes all arguments, whether gradients are wanted (``Grad``), and a number that
-            tells calls in one graph apart: those that are alike in all are made once.
+        op: The first operator. It takes all arguments, a constant of ``Grad``, and a number that is different for each
+            call: a compiler merges calls with equal arguments into one.
     """
 
     def __init__(self, name: str, signature: Signature, does: Implementation) -> None:
@@ -100,12 +100,12 @@ class Operators:
             self._run_fake,
             self._run_recorded,
             self._run_batched,
-            torch.Tag.nondeterministic_seeded,  # for all we know
+            torch.Tag.nondeterministic_seeded,  # the function may draw random numbers
         )
         self._pull_op = _define(
             f"{name}_grad"
             + signature.schema(
-                backhaul_ticket=torch.Tensor, backhaul_seeds=list[torch.Tensor], backhaul_levels=list[int]
+                backhaul_replay_token=torch.Tensor, backhaul_seeds=list[torch.Tensor], backhaul_levels=list[int]
             ),
             self._pull,
             self._pull_fake,
@@ -114,7 +114,7 @@ class Operators:
         )
 
     def __call__(self, args: Args) -> Tensors:
-        """The results of order 0, without the ticket."""
+        """Return the results of order 0, without the replay token."""
         if forward_ad._current_level >= 0:
             grad = Grad.WANTED
         elif torch.is_grad_enabled():
@@ -140,7 +140,7 @@ class Operators:
     def _run_batched(self, info: Any, in_dims: Any, *args: Any) -> Any:
         return _one_by_one(self.op, info, in_dims, args)
 
-    # Orders above.
+    # Order 1 and higher.
 
     def _pull(self, *args: Any) -> Tensors:
         *plain, replay_token, seeds, levels = args
@@ -164,7 +164,7 @@ class Operators:
     def pull(
         self, run: OperatorRun, values: Sequence[torch.Tensor], replay_token: torch.Tensor, *levels: Level
     ) -> Sequence[torch.Tensor]:
-        """The results of the order that has so many levels more than ``run``."""
+        """Return the results of the order that is ``len(levels)`` higher than that of ``run``."""
         packed = [*run.levels, *itertools.chain.from_iterable(level.pack() for level in levels)]
         args, seeds = run.template.split(values)
         found: Tensors = self._pull_op(*args, replay_token, seeds, packed)
@@ -175,13 +175,15 @@ class Operators:
     def _record(
         self, keys: Any, run: OperatorRun, replay_token: torch.Tensor | None, values: Sequence[torch.Tensor]
     ) -> Tensors:
-        with enable_single_level_autograd_function():  # under torch.func too: this is the one whose turn it is
+        with (
+            enable_single_level_autograd_function()
+        ):  # also under torch.func: this is the level that is being processed
             return list(_Recorded.apply(self, keys, run, replay_token, *values))  # type: ignore[attr-defined]
 
     def pass_on(
         self, keys: Any, run: OperatorRun, replay_token: torch.Tensor | None, values: Sequence[torch.Tensor]
     ) -> Tensors:
-        """What comes after recording."""
+        """Dispatch to the keys below autograd."""
         args, seeds = run.template.split(values)
         found: Tensors = (
             self.op.redispatch(keys, *args, *run.how)
@@ -196,8 +198,8 @@ def _define(schema: str, run: Any, fake: Any, recorded: Any, batched: Any, *tags
     qualified = f"{NAMESPACE}::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
-    # Not by torch.library.register_autograd: torch.func does not take what that makes
-    # (https://github.com/pytorch/pytorch/issues/168393), and there is no forward mode.
+    # Not with torch.library.register_autograd: torch.func rejects its result
+    # (https://github.com/pytorch/pytorch/issues/168393), and it has no forward mode.
     _library.impl(name, recorded, "Autograd", with_keyset=True)
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_vmap(qualified, batched, lib=_library)
@@ -216,9 +218,11 @@ class _Recorded(_SingleLevelFunction):
         replay_token: torch.Tensor | None,
         *values: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        if run.how[:1] == (Grad.UNUSED,) and any(ctx.needs_input_grad):  # tensors inside of torch.func do not tell
+        if run.how[:1] == (Grad.UNUSED,) and any(
+            ctx.needs_input_grad
+        ):  # tensors inside torch.func do not say that they require grad
             run = OperatorRun(run.template, how=(Grad.WANTED, *run.how[1:]))
-        # Recording is off while a Function runs, but torch.func may have more transforms than the one whose turn it is.
+        # Autograd is off while a Function runs, but torch.func may have further transforms outside this one.
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             results = operators.pass_on(keys & torch._C._after_autograd_keyset, run, replay_token, values)
         ctx.operators, ctx.run = operators, run
@@ -262,11 +266,11 @@ class _Recorded(_SingleLevelFunction):
         return tuple(found.get(place) for place in range(len(ctx.kinds)))
 
 
-_LEADING = 4  # arguments in front of the values
+_LEADING = 4  # arguments before the values
 
 
 def _one_by_one(op: Any, info: Any, in_dims: Any, args: Args) -> Any:
-    """One call for each element of a batch."""
+    """Call the operator once for each element of a batch."""
 
     def pick(arg: Any, dim: Any, index: int) -> Any:
         if isinstance(dim, list | tuple):
@@ -274,7 +278,7 @@ def _one_by_one(op: Any, info: Any, in_dims: Any, args: Args) -> Any:
         return arg if dim is None else arg.select(dim, index)
 
     if not info.batch_size:
-        raise ValueError("a remote_op cannot run on an empty batch: nobody knows what it would return")
+        raise ValueError("a remote_op cannot run on an empty batch, because the shapes of its results are unknown")
     results = []
     for index in range(info.batch_size):
         results.append(op(*(pick(arg, dim, index) for arg, dim in zip(args, in_dims, strict=True))))

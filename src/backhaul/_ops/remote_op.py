@@ -1,4 +1,4 @@
-"""Functions of other workers as operators. What is done over there is in ``served``."""
+"""Functions of other workers as operators, at the caller. What the other worker does is in ``served``."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from backhaul.errors import BackhaulError, SerializationError
 
 Function = Callable[..., Any]
 
-_names: set[str] = set()  # guarded by the lock of ``api``, under which all operators are made
+_names: set[str] = set()  # guarded by the lock of ``api``, which is held while an operator is created
 
 
 class RemoteOp:
-    """A function of another worker, as an operator. ``remote_op`` makes them.
+    """A function of another worker, as an operator. ``remote_op`` creates it.
 
     Attributes:
-        op: The operator, as ``torch.library.opcheck`` takes it. After the function's arguments it takes what
-            ``Operators.op`` does.
+        op: The operator, as ``torch.library.opcheck`` expects it. After the function's arguments it takes the further
+            arguments of ``Operators.op``.
     """
 
     def __init__(self, function: Function, to: str | int, fake: Function | None, timeout: float | None) -> None:
@@ -56,7 +56,7 @@ class RemoteOp:
         return f"<remote_op {label_of(self._function)} on {self._to!r}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function over there, and wait for the result."""
+        """Run the function on the other worker and wait for the result."""
         return self._signature.collect(self._operators(self._signature.complete(args, kwargs)))
 
     def _run(self, args: Args, grad: int) -> list[torch.Tensor]:
@@ -74,13 +74,15 @@ class RemoteOp:
         except Exception as error:
             raise self._cannot_be_faked(_reason(error)) from error
         if unknown := _pending(mode) - known - _sizes_of(found):
-            raise self._cannot_be_faked(f"its result depends on what is in a tensor ({', '.join(map(str, unknown))})")
+            raise self._cannot_be_faked(
+                f"its result depends on the values in a tensor ({', '.join(map(str, unknown))})"
+            )
         return found
 
     def _cannot_be_faked(self, why: str) -> BackhaulError:
         return BackhaulError(
-            f"{label_of(self._on_fakes)} cannot run on fake tensors, as it has to while a graph is traced: {why}; give "
-            "remote_op a function that can by `fake=`: one that returns tensors of the same shapes and dtypes as "
+            f"{label_of(self._on_fakes)} cannot run on fake tensors, which tracing a graph requires: {why}; pass "
+            "remote_op(fake=...), a function that returns tensors of the same shapes and dtypes as "
             f"{label_of(self._function)}"
         )
 
@@ -98,7 +100,7 @@ class RemoteOp:
         )
 
     def _take_part(self, number: int) -> int | None:
-        """Let the other worker take part in a context, so that it is told when that is over; None if it is."""
+        """Let the other worker take part in a context, so that it learns when the context ends. None: it has ended."""
         worker = current_worker()
         context = worker.part(Engine).container.find(number) if number else None
         if context is not None and context.know(worker.part(Node).peers.find(self._to).record.id):
@@ -106,7 +108,7 @@ class RemoteOp:
         return None if number else 0
 
     def _call(self, function: Callable[..., list[torch.Tensor]], args: Args, *more: Any) -> list[torch.Tensor]:
-        """Call one of ``served``. That is not part of any context: its gradients are computed by calling another."""
+        """Call a function of ``served``, outside any context: another function of ``served`` computes the gradients."""
         client = current_worker().part(Node).client
         peer = client.peers.find(self._to)
         what = name_of(self._function, main_shared=peer.main_shared) or self._function
@@ -127,14 +129,14 @@ class RemoteOp:
 
 
 def _new_name(function: Function, to: str | int) -> str:
-    """A name for an operator. It depends on the code, since what was compiled is kept under the names of operators, and
-    used again by later programs.
+    """Return a name for an operator. It depends on the code of the function, because torch caches compiled graphs under
+    the names of their operators and uses them in later programs.
     """
     known = name_of(function)
     code = getattr(function, "__code__", None)
     try:
         essence = marshal.dumps(code) if known and code is not None else cloudpickle.dumps(function)
-    except Exception:  # such as references: they travel, but not by pickle alone
+    except Exception:  # for example references, which can be sent but not pickled
         essence = uuid.uuid4().bytes
     words = re.sub(r"\W+", "_", f"{label_of(function)}_on_{to}")
     base = name = f"{words}_{hashlib.sha256(essence + repr(known).encode()).hexdigest()[:8]}"
@@ -148,7 +150,7 @@ def _new_name(function: Function, to: str | int) -> str:
 
 @contextlib.contextmanager
 def _real_tensors_too(mode: Any) -> Iterator[None]:
-    """While inside, fake tensors may meet real ones: the function's parameters, if they are here too."""
+    """Allow fake tensors together with real ones inside: the function may have parameters in this process."""
     if mode is None:
         yield
         return
@@ -160,21 +162,21 @@ def _real_tensors_too(mode: Any) -> Iterator[None]:
 
 
 def _pending(mode: Any) -> set[Any]:
-    """Symbols for numbers that depend on what is in tensors, and that the compiler has yet to find in results."""
+    """Return symbols for numbers that depend on values in tensors, and that the compiler must still find in results."""
     return set(getattr(getattr(mode, "shape_env", None), "pending_fresh_unbacked_symbols", ()))
 
 
 def _sizes_of(tensors: Sequence[torch.Tensor]) -> set[Any]:
-    """Symbols in the shapes of tensors."""
+    """Return the symbols in the shapes of tensors."""
     numbers = itertools.chain.from_iterable((*t.shape, *t.stride(), t.storage_offset()) for t in tensors)
     return {symbol for n in numbers if isinstance(n, torch.SymInt) for symbol in n.node.expr.free_symbols}
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, SerializationError):
-        return f"it calls other workers, and fake tensors cannot be sent ({error})"
+        return f"it calls other workers, but fake tensors cannot be sent ({error})"
     if type(error).__name__ in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
-        return f"what it does depends on what is in a tensor ({str(error).partition(chr(10))[0]})"
+        return f"it depends on the values in a tensor ({str(error).partition(chr(10))[0]})"
     if isinstance(error, ForeignWriteError):
-        return f"it changes tensors that are not its own, which only its worker's run may do ({error})"
+        return f"it changes tensors that it did not create, which only the run on its worker may do ({error})"
     return f"{type(error).__name__}: {error}"

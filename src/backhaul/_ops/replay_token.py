@@ -1,4 +1,4 @@
-"""What the first run of a function depended on besides its arguments, in a tensor that travels with the graph."""
+"""What a function's first run depended on besides its arguments, packed in a tensor that stays with the graph."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
-_HEAD = 3  # numbers in front of the state of the generator
+_HEAD = 3  # numbers before the state of the generator
 _SIGNED = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayToken:
-    """How to run a function again so that it does the same.
+    """What is needed to repeat a run of a function exactly.
 
     Attributes:
-        check: Checksum of its results; 0: not known.
+        check: Checksum of the results; 0: unknown.
         context: The context that was current at the caller; 0: none.
-        random: State of the generator of random numbers before it ran; None if it drew none.
+        random: State of the random number generator before the run; None if the run drew no numbers.
     """
 
     check: int = 0
@@ -28,7 +28,7 @@ class ReplayToken:
     random: torch.Tensor | None = None
 
     def pack(self) -> torch.Tensor:
-        """As a tensor; they are all of one size."""
+        """Encode the token as a tensor. All tokens have the same size."""
         made = blank()
         made.zero_()
         made[0], made[1] = self.check, _signed(self.context)
@@ -39,7 +39,7 @@ class ReplayToken:
 
     @classmethod
     def unpack(cls, tensor: torch.Tensor) -> ReplayToken:
-        """What ``pack`` made."""
+        """Decode the result of ``pack``."""
         check, context, drew = tensor[:_HEAD].tolist()
         random = tensor[_HEAD:].view(torch.uint8).clone() if drew else None
         return cls(check, context % (2 * _SIGNED), random)
@@ -50,7 +50,7 @@ def _signed(number: int) -> int:
 
 
 def blank() -> torch.Tensor:
-    """A tensor of the size of tickets; a fake one where tensors are fake."""
+    """Return an empty tensor of the size of a token; a fake tensor in fake mode."""
     return torch.empty(_HEAD + _STATE, dtype=torch.int64)
 
 
@@ -58,7 +58,7 @@ _STATE = torch.get_rng_state().view(torch.int64).numel()
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """Of all that is in them; never 0."""
+    """Return a checksum of dtypes, shapes and values; never 0."""
     found = 1
     for tensor in tensors:
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -1,4 +1,4 @@
-"""What the worker that has the function does: runs it, and pulls gradients back through it."""
+"""What the worker with the function does: runs it, and computes gradients by running it again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from backhaul.errors import BackhaulError, ContextError
 
 Function = Callable[..., Any]
 
-_replaying = threading.Lock()  # held while the generator of random numbers is put back to an earlier state
+_replaying = threading.Lock()  # held while the random number generator is set to an earlier state
 
 
 class ServedOp(NamedTuple):
@@ -35,8 +35,8 @@ class ServedOp(NamedTuple):
 
     Attributes:
         what: The function, or its name.
-        named: Which of its arguments, the last ones, are to be given by name.
-        args: All of them.
+        named: The names of the last arguments, which are passed by keyword.
+        args: All arguments.
     """
 
     what: str | Function
@@ -45,16 +45,16 @@ class ServedOp(NamedTuple):
 
     @property
     def function(self) -> Function:
-        """The function."""
+        """The function itself."""
         return resolve(self.what) if isinstance(self.what, str) else self.what
 
     def run(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run it with other tensors in the place of those among its arguments."""
+        """Run the function with ``values`` in place of the tensors among its arguments."""
         return call(self.function, self.named, Template(self.args).fill(values))
 
 
 def run(given: ServedOp, grad: int, context: int) -> list[torch.Tensor]:
-    """Order 0: the results of the function, and the ticket."""
+    """Order 0: return the results of the function, and the replay token."""
     values = values_of(given.args)
     if grad == Grad.OFF:
         with torch.no_grad():
@@ -63,14 +63,14 @@ def run(given: ServedOp, grad: int, context: int) -> list[torch.Tensor]:
         outputs = given.run(values)
         if any(output.requires_grad for output in outputs):
             raise ValueError(
-                f"the gradient of {label_of(given.function)} would be lost: no argument of this remote_op requires "
-                f"grad, so no gradient comes back to worker '{current_worker().name}', but its result depends on "
-                "tensors there that do; call it under torch.no_grad(), let an argument require grad, or use rpc_sync "
-                "in a context"
+                f"the gradient of {label_of(given.function)} would be lost: its result depends on tensors of worker "
+                f"'{current_worker().name}' that require grad, but no argument of this remote_op requires grad, so no "
+                "gradient comes back there; call it under torch.no_grad(), pass an argument that requires grad, or use "
+                "rpc_sync in a context"
             )
         return [*_on_their_own(outputs), ReplayToken().pack()]
     before = torch.get_rng_state()
-    outputs = given.run(_leaves(values))  # as it runs again: whether they require grad may decide how it is computed
+    outputs = given.run(_leaves(values))  # as in later runs: requires_grad may decide how a value is computed
     drew = not torch.equal(before, torch.get_rng_state())
     replay_token = ReplayToken(checksum(outputs), context, before if drew else None)
     return [*_on_their_own(outputs), replay_token.pack()]
@@ -83,24 +83,24 @@ def pull(
     levels: Sequence[Level],
     context: int | None,
 ) -> list[torch.Tensor]:
-    """Order 1 and higher: gradients of values.
+    """Order 1 and higher: return gradients of values.
 
-    Those of tensors of this worker that require grad are added to the context; 0: there is none, None: it is over.
+    Gradients of other tensors of this worker are added to the context. 0: there is no context; None: it has ended.
     """
     return _Pull(given, ReplayToken.unpack(replay_token), context).run(seeds, levels)
 
 
 class _Pull:
-    """One run of the function and back through it."""
+    """Runs the function once more, and differentiates it."""
 
     def __init__(self, given: ServedOp, replay_token: ReplayToken, context: int | None) -> None:
         self._given = given
-        self._ticket = replay_token
+        self._replay_token = replay_token
         self._engine = current_worker().part(Engine)
         self._context: Context | None = None
         if context:
             self._context = self._engine.container.get_or_create(ContextId(context))
-        self._own: dict[int, torch.Tensor] = {}  # the leaves that stand for values, by id
+        self._own: dict[int, torch.Tensor] = {}  # id -> leaf that stands for a value
 
     def run(self, seeds: Sequence[torch.Tensor], levels: Sequence[Level]) -> list[torch.Tensor]:
         values = _leaves([*values_of(self._given.args), *seeds])
@@ -112,7 +112,7 @@ class _Pull:
             leave(token)
 
     def _results(self, values: list[torch.Tensor], levels: Sequence[Level], *, last: bool) -> list[torch.Tensor]:
-        """The results of the order that has so many levels; see [Note: orders of an operator]."""
+        """Return the results of order ``len(levels)``; see [Note: orders of an operator]."""
         if not levels:
             return self._run_again(values)
         *below, level = levels
@@ -128,7 +128,7 @@ class _Pull:
         return [torch.zeros_like(v) if grad is None else grad for v, grad in zip(wanted, found, strict=True)]
 
     def _run_again(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        random = self._ticket.random
+        random = self._replay_token.random
         if random is None:
             outputs = self._run_watched(values)
         else:
@@ -139,27 +139,25 @@ class _Pull:
                     outputs = self._run_watched(values)
                 finally:
                     torch.set_rng_state(now)
-        if self._ticket.check != checksum(outputs):
+        if self._replay_token.check != checksum(outputs):
             raise BackhaulError(
-                f"{label_of(self._given.function)} gave other results when it was run again for its gradient, which "
-                "would be wrong: it depends on something that has changed since, such as parameters, or that is never "
-                "the same",
+                f"{label_of(self._given.function)} returned other results when it ran again for its gradient, so the "
+                "gradient would be wrong; do not change parameters or other state that it uses before backward",
                 worker=current_worker().name,
             )
         return outputs
 
     def _run_watched(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the function where it can change nothing that it has changed the first time."""
+        """Run the function; raise if it changes tensors that its first run has already changed."""
         try:
             with NoForeignWrites(values, again=True) if WATCHES else contextlib.nullcontext():
                 return self._given.run(values)
         except ForeignWriteError as error:
             worker = current_worker().name
             raise ValueError(
-                f"{label_of(self._given.function)} changes tensors of worker '{worker}' that are not its own, and "
-                f"would do so a second time when it is run again for its gradient ({error}); a remote_op has to return "
-                "what it computes: use rpc_sync, RemoteModule or torch.no_grad(), or put modules such as BatchNorm "
-                "into evaluation mode"
+                f"{label_of(self._given.function)} changes tensors of worker '{worker}' that it did not create, and "
+                f"would change them again when it runs again to compute its gradient ({error}); use rpc_sync, "
+                "RemoteModule or torch.no_grad() instead, or put modules such as BatchNorm into evaluation mode"
             ) from None
 
     def _differentiate(
@@ -188,19 +186,19 @@ class _Pull:
         return found
 
     def _leads_elsewhere(self, roots: Sequence[torch.Tensor]) -> bool:
-        """Whether gradients of ``roots`` come to other tensors than values: parameters, or those of other workers."""
+        """Return whether gradients of ``roots`` reach tensors other than values, here or on other workers."""
         for node in nodes_behind([get_gradient_edge(root) for root in roots]):
             if recv_of(node) is not None or (type(node) is LeafNode and id(node.variable) not in self._own):
                 return True
         return False
 
     def _refuse(self) -> NoReturn:
-        worker, context = current_worker().name, self._ticket.context
-        why = f"context {context}, in which it was called, is over" if context else "it was called outside of a context"
+        worker, context = current_worker().name, self._replay_token.context
+        why = f"its context {context} has ended" if context else "it was called outside a context"
         raise ContextError(
-            f"{label_of(self._given.function)} uses tensors of worker '{worker}' that require grad and are not its "
-            f"arguments, or calls other workers; gradients have no place to go there, since {why}: call it, and "
-            "backward, inside of `with backhaul.context():`, or detach those tensors",
+            f"{label_of(self._given.function)} calls other workers, or uses tensors of worker '{worker}' that require "
+            f"grad and are not its arguments; their gradients have no place because {why}; call it and backward inside "
+            "`with backhaul.context():`, or detach those tensors",
             worker=worker,
             context=context or None,
         )
@@ -211,7 +209,7 @@ def _leaves(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _on_their_own(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As they leave: with strides that their copies would have, and memory of their own."""
+    """Detach outputs, and copy views and tensors that share memory, so that each output has its own memory."""
     made = []
     seen: set[int] = set()
     for output in outputs:

@@ -1,4 +1,4 @@
-"""What a function takes and returns, as far as operators can: from its annotations to a schema. Knows no workers."""
+"""Turns the annotations of a function into the schema of an operator. Knows no workers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Args = Sequence[Any]
 
 
 class Signature:
-    """The parameters and the result of a function that is to be an operator.
+    """The parameters and the result of a function that becomes an operator.
 
     Attributes:
-        named: The parameters that have to be given by name; the last ones.
+        named: The names of the keyword-only parameters, which are the last ones.
 
     Raises:
-        TypeError: The annotations are missing, or an operator cannot have such types.
+        TypeError: Annotations are missing, or an operator cannot have these types.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -36,13 +36,13 @@ class Signature:
         self.named = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         self._positional = len(parameters) - len(self.named)
         self._collect: Callable[[list[torch.Tensor]], Any] = self._collector(self._hints.get("return"))
-        self.schema()  # what torch does not like is said now
+        self.schema()  # raises now if torch rejects a type
 
     def _read(self, function: Callable[..., Any]) -> inspect.Signature:
         try:
             return inspect.signature(function)
         except (TypeError, ValueError) as error:
-            raise self._wrong(f"has no signature that Python can tell ({error}); wrap it in a function") from None
+            raise self._wrong(f"has no signature that inspect can read ({error}); wrap it in a function") from None
 
     def _types(self, function: Callable[..., Any]) -> Mapping[str, Any]:
         inner = inspect.unwrap(function)
@@ -51,23 +51,23 @@ class Signature:
         try:
             return typing.get_type_hints(inner)
         except Exception as error:
-            raise self._wrong(f"has annotations that mean nothing: {error}") from error
+            raise self._wrong(f"has annotations that cannot be resolved: {error}") from error
 
     def _wrong(self, what: str) -> TypeError:
         return TypeError(f"{self._label} cannot be a remote_op: it {what}")
 
     def _check(self, parameter: inspect.Parameter) -> None:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise self._wrong(f"takes any number of arguments ({parameter}); an operator has a fixed number")
+            raise self._wrong(f"takes a variable number of arguments ({parameter}); an operator has a fixed number")
         if parameter.name not in self._hints:
-            raise self._wrong(f"does not say of what type {parameter.name!r} is; annotate it, say with torch.Tensor")
+            raise self._wrong(f"has no annotation for {parameter.name!r}; annotate it, for example with torch.Tensor")
         if self._hints[parameter.name] in (list[torch.Tensor | None], Sequence[torch.Tensor | None]):
             raise self._wrong(
-                f"takes a list of tensors some of which may be None ({parameter.name!r}); leave those out"
+                f"takes a list of tensors in which some may be None ({parameter.name!r}); leave out the None values"
             )
 
     def _collector(self, hint: Any) -> Callable[[list[torch.Tensor]], Any]:
-        """How to make what the function returns of its tensors."""
+        """Return a function that builds the result from a list of tensors."""
         if hint is torch.Tensor:
             return lambda tensors: tensors[0]
         if hint in (list[torch.Tensor], typing.List[torch.Tensor]):  # noqa: UP006 (a user may have written it)
@@ -76,12 +76,12 @@ class Signature:
             return tuple
         found = "nothing" if hint is None else hint
         raise self._wrong(
-            "has to be annotated to return torch.Tensor, a tuple of them as in tuple[torch.Tensor, torch.Tensor], or "
-            f"list[torch.Tensor], not {found}"
+            f"is annotated to return {found}; it must return torch.Tensor, a tuple such as "
+            "tuple[torch.Tensor, torch.Tensor], or list[torch.Tensor]"
         )
 
     def schema(self, **more: Any) -> str:
-        """The schema of an operator that takes these parameters, then ``more``, by type, and returns tensors."""
+        """Return the schema of an operator with these parameters, then ``more`` (by type), that returns tensors."""
 
         def prototype() -> None: ...
 
@@ -95,13 +95,13 @@ class Signature:
             return torch.library.infer_schema(prototype, mutates_args=())
         except ValueError as error:
             reason = str(error).partition(": ")[2].partition(" The valid types")[0]
-            raise self._wrong(f"has a parameter of a type that operators do not know: {reason}") from None
+            raise self._wrong(f"has a parameter of a type that operators do not support: {reason}") from None
 
     def complete(self, args: Args, kwargs: Mapping[str, Any]) -> list[Any]:
-        """All arguments in the order of the parameters."""
+        """Return all arguments in the order of the parameters, defaults included."""
         values = list(args)
         if len(args) > self._positional:
-            self._python.bind(*args, **kwargs)  # raises what the function would
+            self._python.bind(*args, **kwargs)  # raises the TypeError that the function would raise
         used = 0
         for name in self._names[len(args) :]:
             if name in kwargs:
@@ -116,15 +116,15 @@ class Signature:
         return values
 
     def collect(self, tensors: list[torch.Tensor]) -> Any:
-        """What the function returns, of its tensors."""
+        """Build the result of the function from its tensors."""
         return self._collect(tensors)
 
 
 def call(function: Callable[..., Any], named: Sequence[str], args: Args) -> list[torch.Tensor]:
-    """Call a function with all its arguments, the last of them by name, and return the tensors of its result.
+    """Call a function with all its arguments, those in ``named`` by keyword, and return the tensors of its result.
 
     Raises:
-        ValueError: It has changed one of its arguments: that of the caller would stay as it is.
+        ValueError: The function changed an argument in place. The caller's tensor would not change.
     """
     values = values_of(args)
     versions = [value._version for value in values]
@@ -132,30 +132,30 @@ def call(function: Callable[..., Any], named: Sequence[str], args: Args) -> list
     result = function(*args[:split], **dict(zip(named, args[split:], strict=True)))
     if [value._version for value in values] != versions:
         raise ValueError(
-            f"{label_of(function)} changes an argument in place, which the caller's would not see; a remote_op has to "
-            "return what it computes"
+            f"{label_of(function)} changes an argument in place, but the caller's tensor would not change; return the "
+            "new tensor instead"
         )
     return _tensors_of(result, label_of(function))
 
 
 def _tensors_of(result: Any, label: str) -> list[torch.Tensor]:
-    """The tensors of a result."""
+    """Return the tensors of a result."""
     found = [result] if isinstance(result, torch.Tensor) else result
     if not isinstance(found, list | tuple) or not all(isinstance(part, torch.Tensor) for part in found):
-        raise TypeError(f"{label} is a remote_op, so it has to return tensors, not a {type(result).__name__}")
+        raise TypeError(f"{label} is a remote_op and must return tensors, but it returned a {type(result).__name__}")
     for tensor in found:
         if tensor.layout is not torch.strided:
-            raise TypeError(f"{label} is a remote_op, so it has to return strided tensors, not {tensor.layout}")
+            raise TypeError(f"{label} is a remote_op and must return strided tensors, but it returned {tensor.layout}")
     return list(found)
 
 
 def _is_tensors(arg: Any) -> bool:
-    """Whether an argument is a list of tensors; the empty one might be."""
+    """Return whether an argument is a list of tensors. An empty list counts as one."""
     return isinstance(arg, list | tuple) and all(isinstance(part, torch.Tensor) for part in arg)
 
 
 def values_of(args: Args) -> list[torch.Tensor]:
-    """The tensors among arguments, those in lists one by one."""
+    """Return the tensors among arguments, including those in lists."""
     found = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -166,16 +166,16 @@ def values_of(args: Args) -> list[torch.Tensor]:
 
 
 class Template:
-    """Arguments without their tensors."""
+    """Arguments with gaps in place of their tensors."""
 
     def __init__(self, args: Args) -> None:
         counts = [-1 if isinstance(arg, torch.Tensor) else len(arg) if _is_tensors(arg) else None for arg in args]
-        self._counts = counts  # -1: a tensor, None: something else
+        self._counts = counts  # -1: a tensor; None: neither a tensor nor a list of tensors
         self._rest = [arg if count is None else None for arg, count in zip(args, counts, strict=True)]
         self.count = sum(abs(count) for count in counts if count is not None)
 
     def fill(self, values: Sequence[torch.Tensor]) -> list[Any]:
-        """The arguments with ``values`` in the place of their tensors."""
+        """Return the arguments with ``values`` in the gaps."""
         left = iter(values)
         made: list[Any] = []
         for arg, count in zip(self._rest, self._counts, strict=True):
@@ -186,5 +186,5 @@ class Template:
         return made
 
     def split(self, values: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-        """The arguments with the first of ``values`` in the place of their tensors, and the rest of them."""
+        """Return the arguments with the first of ``values`` in the gaps, and the remaining values."""
         return self.fill(values[: self.count]), list(values[self.count :])

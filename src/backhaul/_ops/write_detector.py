@@ -1,7 +1,7 @@
-"""Watches a function for writes to tensors that are not its own. Knows no workers.
+"""Detects a function's writes to tensors that it did not create. Knows no workers.
 
-A function of an operator runs again for each gradient, and on fake tensors while a graph is traced. What it changes
-besides would be changed that often: counters and running averages of a module in training, say.
+The function of an operator runs again for each gradient, and on fake tensors while a graph is traced. A side effect,
+such as an update of the running averages of a module in training mode, would happen as often.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class ForeignWriteError(ValueError):
-    """A function was about to change a tensor that is not its own; it has not been changed."""
+    """A function was about to change a tensor that it did not create. The tensor was not changed."""
 
 
 class NoForeignWrites(TorchDispatchMode):
-    """While inside, what would change a tensor that was not made inside raises ``ForeignWriteError`` instead.
+    """Inside the block, an operation that would change a tensor created outside it raises ``ForeignWriteError``.
 
-    Not all that makes tensors is seen here: not what receives them, nor compiled code. So tensors of unknown origin are
-    let be if they are likely new.
+    The mode does not see every creation of a tensor: not the receipt of tensors, and not compiled code. Writes to a
+    tensor of unknown origin are therefore allowed if the tensor is likely to be new.
 
     Args:
-        own: Tensors that may be changed all the same.
-        again: Whether the same function has run before: then it has changed what is not new.
+        own: Tensors outside the block that may be changed.
+        again: Whether the function has run before. Tensors that it changed then have a version above 0.
     """
 
     def __init__(self, own: Iterable[torch.Tensor], *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own: set[int] = set()  # memory, by its place
+        self._own: set[int] = set()  # identities of memory blocks, see _place
         self._again = again
         self._take(list(own))
 
@@ -39,7 +39,7 @@ class NoForeignWrites(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether functions stay compiled inside, and are seen by what they do when they run."""
+        """Tell torch to keep compiled functions compiled inside the block; their operations are seen when they run."""
         return True
 
     def __torch_dispatch__(
@@ -47,7 +47,7 @@ class NoForeignWrites(TorchDispatchMode):
     ) -> Any:
         named = kwargs or {}
         effect = _effect(func)
-        if not effect.places:  # nearly all of them
+        if not effect.places:  # true for nearly all operators
             result = func(*args, **named)
             if effect.fresh:
                 self._take(result)
@@ -56,7 +56,9 @@ class NoForeignWrites(TorchDispatchMode):
         for tensor in written:
             if _place(tensor) not in self._own and (effect.training is not None or not self._maybe_new(tensor)):
                 kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-                raise ForeignWriteError(f"{func} would change a {kind} that it has neither made nor been given")
+                raise ForeignWriteError(
+                    f"{func} would change a {kind} that the function neither created nor got as an argument"
+                )
         result = func(*args, **named)
         self._take(written)
         if effect.fresh:
@@ -76,12 +78,12 @@ class NoForeignWrites(TorchDispatchMode):
 
 
 class _Effect(NamedTuple):
-    """What an operator does to memory.
+    """The effect of an operator on memory.
 
     Attributes:
-        places: The arguments that it writes to, by place and name.
-        fresh: Whether its results have memory of their own.
-        training: Place and name of the argument that says whether it writes to them at all.
+        places: The arguments that it writes to, by index and name.
+        fresh: Whether its results have their own memory.
+        training: Index and name of the argument that decides whether it writes at all.
     """
 
     places: tuple[tuple[int, str], ...]
@@ -95,17 +97,17 @@ class _Effect(NamedTuple):
 
 
 _UNTOLD = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-"""Operators that write to running averages, of which their schemas say nothing."""
+"""Operators that write to running averages although their schemas do not say so."""
 
 
 WATCHES = hasattr(TorchDispatchMode, "ignore_compile_internals")
-"""Whether this torch can watch functions and run them compiled, so that they compute the same, bit for bit."""
+"""Whether this torch can watch compiled functions. Uncompiled, their results could differ in the last bit."""
 
 
 @functools.cache
 def _effect(func: Any) -> _Effect:
     schema = getattr(func, "_schema", None)
-    if schema is None:  # of higher order: what it runs is seen by itself
+    if schema is None:  # a higher-order operator: the operators that it runs are seen one by one
         return _Effect((), True)
     spots = {argument.name: (place, argument.name) for place, argument in enumerate(schema.arguments)}
     if schema.name in _UNTOLD:
@@ -129,7 +131,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> int | None:
-    """What tells a tensor's memory from others'; None if it has none, as sparse tensors and wrappers do."""
+    """Return the identity of a tensor's memory; None if it has none, like sparse tensors and wrapper subclasses."""
     try:
         place: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

@@ -11,11 +11,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul._devices.placement import check
 from backhaul._rpc.calls.retry import Attempts, Retry
-from backhaul._rpc.cluster.joining import join as join_cluster
-from backhaul._rpc.cluster.membership import MembershipEvent
-from backhaul._rpc.cluster.rendezvous import StoreMeeting, check_rank, credentials_of, open_store, secret_of
+from backhaul._rpc.cluster.membership_events import MembershipEvent, MembershipEvents
+from backhaul._rpc.cluster.rendezvous import StoreRendezvous, check_rank, credentials_of, open_store, secret_of
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node, describe, start_node
+from backhaul._rpc.node import join as join_cluster
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._transport.sockets.addresses import host_identity, is_loopback
 from backhaul._transport.sockets.endpoint import SocketEndpoint
@@ -91,7 +91,7 @@ def init(
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
-    meeting = StoreMeeting(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
+    meeting = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
     if join:
         secret = meeting.agree_on_secret(secret)
         worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)
@@ -191,7 +191,7 @@ def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], N
         >>> seen[0].kind, seen[0].worker.name
         ('left', 'second')
     """
-    return current_worker().part(Node).membership.subscribe(callback)
+    return current_worker().part(MembershipEvents).subscribe(callback)
 
 
 @graph_break

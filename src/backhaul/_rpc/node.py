@@ -8,14 +8,21 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from backhaul._devices.cuda import process
-from backhaul._devices.placement import maps_of
+from backhaul._devices.placement import check, maps_of
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.server import CallServer
+from backhaul._rpc.calls.server import CallServer, never_dropped
+from backhaul._rpc.cluster.admission import Admission
 from backhaul._rpc.cluster.departure import seal_of, secret_of
+from backhaul._rpc.cluster.enrollment import Enrollment
+from backhaul._rpc.cluster.internal_calls import InternalCalls
+from backhaul._rpc.cluster.joining import ask_to_join
+from backhaul._rpc.cluster.leaving import Leaving, forget
+from backhaul._rpc.cluster.main_identity import main_identity
 from backhaul._rpc.cluster.membership import Membership
+from backhaul._rpc.cluster.membership_events import MembershipEvents
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.cluster.partition_healing import PartitionHealing
-from backhaul._rpc.cluster.peers import Peers, main_identity
+from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.device_memory import DeviceMemory
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.liveness.heartbeats import Heartbeats
@@ -30,6 +37,8 @@ from backhaul._wire.value_count import most_buffers
 from backhaul._worker.worker import Worker, running_workers, serving
 from backhaul.errors import BackhaulError, LeakError
 
+never_dropped(forget)  # here, because ``cluster`` does not know ``calls``
+
 
 class Audit(Protocol):
     """What a layer above has to say about leaks when its worker is shut down."""
@@ -41,20 +50,26 @@ class Audit(Protocol):
         """All workers have done so: what is left, for people."""
 
 
+# Over the limit because it holds one of each part; it only makes them, and ends them in order.
 class Node:
     """The RPC parts of one worker, attached to it."""
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
         self.worker = worker
         self.peers = Peers(worker, own, records)
+        self.admission = Admission(worker, self.peers)
         self.heartbeat = Heartbeats(worker, self.peers)
         self.client = CallClient(worker, self.peers)
-        self.quotas = RateLimits.of(worker.options)
-        guarded = not worker.options.trusted or self.quotas.any
+        self.rate_limits = RateLimits.of(worker.options)
+        guarded = not worker.options.trusted or self.rate_limits.any
         self.server = (UntrustedServer if guarded else CallServer)(worker, self.client)
         self.graceful_shutdown = GracefulShutdown(worker, self.client, self.server)
-        self.membership = Membership(worker, self.client, self.graceful_shutdown)
-        self.partition_healing = PartitionHealing(worker, self.client, self.graceful_shutdown, self.membership)
+        calls = InternalCalls(self.client, worker.runtime.now)
+        MembershipEvents(worker, self.peers)
+        self.membership = Membership(worker, self.peers, self.admission, calls)
+        Enrollment(worker, self.peers, self.admission, self.membership, calls)
+        self.leaving = Leaving(worker, self.peers, calls, self.client.when_idle)
+        self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
         self.devices = (
             None if worker.device_context is None else DeviceMemory(worker, self.peers, worker.device_context)
         )
@@ -73,7 +88,7 @@ class Node:
 
     def _bytes_sent(self) -> int:
         of_devices = 0 if self.devices is None else self.devices.bytes_sent
-        return self.peers.bytes_sent - self.heartbeat.bytes_sent + of_devices
+        return self.peers.connections.bytes_sent - self.heartbeat.bytes_sent + of_devices
 
     def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
         """End this worker; see ``backhaul.shutdown``. With ``strict`` audits are made. ``alone``: the others go on."""
@@ -92,7 +107,7 @@ class Node:
                 if graceful:
                     self.graceful_shutdown.wait(timeout)
                 elif alone:
-                    self.membership.leave(deadline)
+                    self.leaving.leave(deadline)
                 problems = [problem for audit in audits for problem in audit.end()]
                 if problems:
                     raise LeakError(f"worker '{self.worker.name}': {'; '.join(problems)}", worker=self.worker.name)
@@ -107,9 +122,9 @@ class Node:
 
     @interrupts.unwavering
     def _end(self, left: float) -> None:
-        self.graceful_shutdown.started = True  # from now on members that go are no news
+        self.peers.shutting_down = True
         self.client.close()
-        self.peers.close()
+        self.peers.connections.close()
         self.worker.close(min(max(left, 0.5), 5.0))
         self.server.close()
         self.client.abandon()
@@ -161,9 +176,33 @@ def start_node(
         extend(node)
     if not options.trusted:
         endpoint.share_nothing()
-        endpoint.limit_buffers(most_buffers(node.quotas.tensors or 0))
-        guard_frames(node.worker, node.client, node.quotas)
+        endpoint.limit_buffers(most_buffers(node.rate_limits.tensors or 0))
+        guard_frames(node.worker, node.client, node.rate_limits)
     node.worker.start()
+    return node
+
+
+def join(
+    endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], options: Options, *, runtime: Runtime | None = None
+) -> Node:
+    """Become a member of a running cluster of which some members listen at these addresses. Once this returns all
+    members know the worker. If it raises (``RendezvousError``, ``AuthenticationError``), nothing is left and the
+    endpoint is closed.
+    """
+    runtime = runtime or Runtime()
+    try:
+        own, others, leader, left = ask_to_join(endpoint, own, addresses, options.rendezvous_timeout, runtime)
+        check(own, others)
+    except BaseException:
+        endpoint.close()
+        raise
+    node = start_node(own, others, endpoint, options, runtime=runtime)
+    try:
+        node.admission.enter(leader, left)
+        node.worker.run(node.membership.introduce, options.connect_timeout)
+    except BaseException:
+        node.shutdown(graceful=False, timeout=1.0)
+        raise
     return node
 
 

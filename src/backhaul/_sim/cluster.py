@@ -18,9 +18,8 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 from backhaul._rpc.cluster.departure import seal_of
-from backhaul._rpc.cluster.joining import join
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.node import Node, shutdown_together, start_node
+from backhaul._rpc.node import Node, join, shutdown_together, start_node
 from backhaul._rpc.security.rate_limits import bounds_of
 from backhaul._sim.endpoints import SimEndpoint
 from backhaul._sim.network import NetworkConditions, SimNetwork
@@ -132,7 +131,7 @@ class SimCluster:
         records = [record for record, _, _ in made]
         for record, endpoint, runtime in made:
             node = self.nodes[record.name] = start_node(record, records, endpoint, self.options, runtime=runtime)
-            node.membership.secret = _secret_of(record.incarnation)
+            node.leaving.secret = _secret_of(record.incarnation)
         return self
 
     def __exit__(
@@ -230,7 +229,7 @@ class SimCluster:
             return join(endpoint, record, members, self.options, runtime=runtime)
 
         node = self.nodes[name] = SimProgram(self.scheduler, runtime, become_member).result()
-        node.membership.secret = _secret_of(record.incarnation)
+        node.leaving.secret = _secret_of(record.incarnation)
         self.history.append((self.scheduler.now, name, True))
         return node
 

@@ -1,4 +1,4 @@
-"""Optimizers for parameters on many workers, clipping of their gradients, and scaling for mixed precision."""
+"""Optimizers for parameters on many workers, gradient clipping, and loss scaling for mixed precision."""
 
 from backhaul.optim.checkpoint import read_checkpoint
 from backhaul.optim.clip import clip_grad_norm_, clip_grad_value_

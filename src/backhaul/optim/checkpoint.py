@@ -1,4 +1,4 @@
-"""Reading of checkpoints into optimizers that have no state yet."""
+"""Loads checkpoints for optimizers that have no state yet."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 
 
 def read_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """What ``torch.distributed.checkpoint.save`` has written, as it was given to it, but that all keys are strings.
+    """Return what ``torch.distributed.checkpoint.save`` has written. All keys of dicts come back as strings.
 
-    ``torch.distributed.checkpoint.load`` fills in what is there already. A new optimizer has no state before its first
-    step: loaded that way, it would start anew. This asks the checkpoint what is in it.
+    ``torch.distributed.checkpoint.load`` only fills in tensors that already exist. A new optimizer has no state before
+    its first step, so ``load`` would leave it without the saved state. This function reads the list of contents from
+    the checkpoint instead.
 
     Args:
-        directory: The ``checkpoint_id`` under which it was saved.
+        directory: The ``checkpoint_id`` that was given to ``save``.
 
     Example:
         >>> import tempfile, torch, warnings, backhaul as bh
@@ -34,7 +35,7 @@ def read_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
         ...     saved["weight"]
         tensor([1., 1.])
     """
-    # Here, as they take more than half a second to import.
+    # Imported here because these modules take more than half a second to import.
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -55,11 +56,11 @@ def read_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class _Branch(dict[str | int, Any]):
-    """What leads to leaves; a leaf may be a dict too."""
+    """An inner node of the tree. A type of its own, because a leaf may be a dict too."""
 
 
 def _nested(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Dicts and lists again, of leaves and the paths to them."""
+    """Rebuild nested dicts and lists from leaves and their paths."""
     root = _Branch()
     for path, value in leaves.items():
         *outer, last = path

@@ -1,4 +1,4 @@
-"""Clipping of gradients that are spread over workers."""
+"""Clips gradients that are spread over workers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients down so that their norm, taken over all workers together, is at most ``max_norm``.
+    """Scale gradients down so that their total norm over all workers is at most ``max_norm``.
 
-    The same as ``torch.nn.utils.clip_grad_norm_`` on all parameters in one process. Each owner is asked once for norms,
-    and once more only if they are too large.
+    The result equals that of ``torch.nn.utils.clip_grad_norm_`` on all parameters in one process. Each owner gets one
+    call for its norms, and a second one only if the total norm is too large.
 
     Args:
-        context_id: The context that holds the gradients; None: they are in ``.grad``.
-        params_rref: References to the parameters, or the optimizer that has them, which is faster.
+        context_id: The context that holds the gradients. None: the gradients are in ``.grad``.
+        params_rref: References to the parameters, or the optimizer of these parameters, which is faster.
         max_norm: The largest norm allowed.
         norm_type: Which p-norm; ``float("inf")`` for the largest element.
-        error_if_nonfinite: Raise, and change nothing, if the norm is infinite or not a number.
+        error_if_nonfinite: If the norm is infinite or NaN, raise ``RuntimeError`` and change nothing.
 
     Returns:
         The norm before clipping.
@@ -57,13 +57,13 @@ def clip_grad_norm_(
             found.update((place, norm) for place, norm in zip(places, answer, strict=True) if norm is not None)
     if not found:
         return torch.tensor(0.0)
-    # In the order of the parameters, so that the sum is the one of a single process to the last bit.
+    # In the order of the parameters, so that the sum equals that of a single process to the last bit.
     norms = torch.stack([found[place] for place in sorted(found)])
     total: torch.Tensor = torch.linalg.vector_norm(norms, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; with "
-            "error_if_nonfinite=False they are scaled by it anyway"
+            f"the gradients have a norm of order {norm_type} of {total.item()} and cannot be clipped; pass "
+            "error_if_nonfinite=False to scale them by it anyway"
         )
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     if factor != 1.0:
@@ -75,11 +75,11 @@ def clip_grad_norm_(
 def clip_grad_value_(
     context_id: int | None, params_rref: Sequence[RRef[Any]] | DistributedOptimizer, clip_value: float
 ) -> None:
-    """Bring each element of the gradients between ``-clip_value`` and ``clip_value``.
+    """Clamp each element of the gradients to the range from ``-clip_value`` to ``clip_value``.
 
     Args:
-        context_id: The context that holds the gradients; None: they are in ``.grad``.
-        params_rref: References to the parameters, or the optimizer that has them, which is faster.
+        context_id: The context that holds the gradients. None: the gradients are in ``.grad``.
+        params_rref: References to the parameters, or the optimizer of these parameters, which is faster.
         clip_value: The largest absolute value allowed.
     """
     answers = _owners(params_rref).ask("clipping gradients", gradients.clamp, context_id, float(clip_value))

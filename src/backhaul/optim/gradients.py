@@ -1,6 +1,6 @@
-"""What an owner does with gradients of its parameters, be they in a context or in ``.grad``.
+"""Runs on the owner of parameters: reads and changes their gradients, in a context or in ``.grad``.
 
-Each function answers None where the context never came: then its parameters have no gradients in it.
+Each function returns None if this worker never took part in the context. Its parameters then have no gradients there.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from backhaul._worker.worker import Worker, current_worker
 Parameters = Sequence[torch.Tensor]
 Gradients = list[torch.Tensor | None]
 
-_attaching = threading.Lock()  # makes sure that a worker gets one turn
+_attaching = threading.Lock()  # guards the creation of a worker's StepLock
 
 
-class Turn:
-    """Attached to a worker: who holds it may use the ``.grad`` of parameters there."""
+class StepLock:
+    """Attached to a worker. The thread that holds the lock may use the ``.grad`` of parameters there."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
 
-def _turn_of(worker: Worker) -> Turn:
+def _step_lock_of(worker: Worker) -> StepLock:
     with _attaching:
         try:
-            return worker.part(Turn)
+            return worker.part(StepLock)
         except KeyError:  # the first step here
-            worker.attach(Turn())
-            return worker.part(Turn)
+            worker.attach(StepLock())
+            return worker.part(StepLock)
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Steps of one worker run one after the other, whoever asks for them."""
+    """Run the block alone: optimizer steps on one worker run one after the other, whoever requested them."""
     worker = current_worker()
-    lock = _turn_of(worker).lock
+    lock = _step_lock_of(worker).lock
     with worker.blocking():
         lock.acquire()
     try:
@@ -50,7 +50,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def read(parameters: Parameters, context: int | None) -> Gradients | None:
-    """The gradient of each parameter, None for those without."""
+    """Return the gradient of each parameter, None for a parameter without one."""
     if context is None:
         return [parameter.grad for parameter in parameters]
     held = find_gradients(context)
@@ -61,9 +61,9 @@ def read(parameters: Parameters, context: int | None) -> Gradients | None:
 def _change(
     parameters: Parameters, context: int | None, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor] | None:
-    """Put ``change(gradient)`` in the place of each gradient, and return the new ones.
+    """Replace each gradient by ``change(gradient)``, and return the new gradients.
 
-    Never in place: the gradients of two leaves of a context may be one tensor.
+    Never changes a gradient in place: two leaves of a context may share one gradient tensor.
     """
     found = read(parameters, context)
     if found is None:
@@ -82,7 +82,7 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _changed(gradient: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
-    """A copy, with ``change`` applied in place to the elements that are stored."""
+    """Copy a gradient and apply ``change`` in place to the stored elements of the copy."""
     if not gradient.is_sparse:
         copy = gradient.clone(memory_format=torch.preserve_format)
         change(copy)
@@ -92,12 +92,12 @@ def _changed(gradient: torch.Tensor, change: Callable[[torch.Tensor], object]) -
     return copy
 
 
-# What owners are asked for.
+# Called by the holders of optimizers.
 
 
 @torch.no_grad()
 def norms(parameters: Parameters, context: int | None, norm_type: float) -> Gradients | None:
-    """The norm of each gradient."""
+    """Return the norm of each gradient."""
     with one_at_a_time():
         found = read(parameters, context)
         if found is None:
@@ -107,7 +107,7 @@ def norms(parameters: Parameters, context: int | None, norm_type: float) -> Grad
 
 
 def _to_cpu(numbers: Gradients) -> Gradients:
-    """The same on the CPU: a device is waited for once, not for each of them."""
+    """Copy numbers to the CPU, with one wait for each device instead of one for each number."""
     made = list(numbers)
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, number in enumerate(numbers):
@@ -121,26 +121,26 @@ def _to_cpu(numbers: Gradients) -> Gradients:
 
 
 def scale(parameters: Parameters, context: int | None, factor: torch.Tensor) -> bool | None:
-    """Multiply all gradients."""
+    """Multiply all gradients by ``factor``."""
     with one_at_a_time():
         change = _change(parameters, context, lambda g: _changed(g, lambda values: values.mul_(factor)))
     return None if change is None else True
 
 
 def clamp(parameters: Parameters, context: int | None, limit: float) -> bool | None:
-    """Bring the elements of all gradients between ``-limit`` and ``limit``."""
+    """Clamp the elements of all gradients to the range from ``-limit`` to ``limit``."""
     with one_at_a_time():
         change = _change(parameters, context, lambda g: _changed(g, lambda values: values.clamp_(-limit, limit)))
     return None if change is None else True
 
 
 def unscale(parameters: Parameters, context: int | None, factor: torch.Tensor) -> tuple[int, bool] | None:
-    """Multiply all gradients; answer how many there are, and whether one was infinite or not a number."""
-    finite: dict[torch.device, list[torch.Tensor]] = {}  # looked at last, so that no device is waited for in between
+    """Multiply all gradients by ``factor``. Returns how many there are, and whether one of them was infinite or NaN."""
+    finite: dict[torch.device, list[torch.Tensor]] = {}  # read at the end, so that the loop waits for no device
 
     def multiply(gradient: torch.Tensor) -> torch.Tensor:
         if gradient.dtype is torch.float16:
-            raise ValueError("gradients in float16 cannot be unscaled: keep the parameters in float32")
+            raise ValueError("gradients in float16 cannot be unscaled; keep the parameters in float32")
         finite.setdefault(gradient.device, []).append(torch.isfinite(_values(gradient)).all())
         return _changed(gradient, lambda values: values.mul_(factor))
 

@@ -1,4 +1,4 @@
-"""An owner's share of a distributed optimizer: a plain ``torch.optim`` one over the parameters that live there."""
+"""An owner's share of a distributed optimizer: a plain ``torch.optim`` optimizer over the parameters of that worker."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from backhaul._rref.handle import RRef
 from backhaul.optim.gradients import one_at_a_time, read
 
 Options = dict[str, Any]
-"""What a group of parameters is optimized with: learning rate, betas, ..."""
+"""The options of a parameter group: learning rate, betas, ..."""
 
 Group = tuple[Options, list[RRef[Any]]]
-"""Options, and the parameters of the group that live on one worker."""
+"""The options of a group, and those of its parameters that live on one worker."""
 
 
 Made = tuple[RRef["Local"], Options, list[Options]]
-"""An owner's share, the defaults of its optimizer, and the options of the groups that it was given, complete."""
+"""An owner's share, the defaults of its optimizer, and the completed options of the groups that were added."""
 
 
 def make(optimizer_class: Any, args: Any, kwargs: Any, groups: Sequence[Group]) -> Made:
-    """Make an optimizer here."""
+    """Create an optimizer on this worker."""
     local = Local(optimizer_class([_torch_group(*group) for group in groups], *args, **kwargs))
     return RRef(local), local.optimizer.defaults, local.options()
 
 
 def add(share: RRef[Local], groups: Sequence[Group]) -> Made:
-    """Add groups to an optimizer here."""
+    """Add groups to an optimizer on this worker."""
     local = share.local_value()
     with one_at_a_time():
         for group in groups:
@@ -42,27 +42,27 @@ def _torch_group(options: Options, rrefs: Sequence[RRef[Any]]) -> dict[str, Any]
 
 
 class Local:
-    """One owner's share. What it does runs one at a time with all other steps of its worker."""
+    """One owner's share. Its methods never run at the same time as another optimizer step of the worker."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters, in the order of the groups."""
+        """All parameters of this share, in the order of the groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def options(self) -> list[Options]:
-        """The options of each group."""
+        """Return the options of each group."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def keep_groups(self, count: int) -> None:
-        """Forget groups that were added after so many."""
+        """Remove all groups after the first ``count``."""
         with one_at_a_time():
             del self.optimizer.param_groups[count:]
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with the parameters."""
+        """Call ``function(parameters, *args)``."""
         return function(self.parameters, *args)
 
     def _set_options(self, changes: Sequence[Options]) -> None:
@@ -70,7 +70,7 @@ class Local:
             group.update(change)
 
     def step(self, changes: Sequence[Options], context: int | None) -> bool | None:
-        """Step with the gradients of a context, or with ``.grad``. None if the context never came here."""
+        """Step with the gradients of a context, or with ``.grad``. None if this worker is not part of the context."""
         with one_at_a_time():
             self._set_options(changes)
             if context is None:
@@ -94,14 +94,14 @@ class Local:
             self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self, changes: Sequence[Options]) -> dict[str, Any]:
-        """The optimizer's own, on the CPU, since the caller may not have its devices."""
+        """Return the optimizer's state, copied to the CPU because the caller may lack this worker's devices."""
         with one_at_a_time():
             self._set_options(changes)
             state: dict[str, Any] = pytree.tree_map_only(torch.Tensor, _to_cpu, self.optimizer.state_dict())
             return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state."""
+        """Load a state into the optimizer."""
         with one_at_a_time():
             self.optimizer.load_state_dict(dict(state))
 

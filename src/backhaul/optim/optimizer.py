@@ -1,4 +1,4 @@
-"""The optimizer that users hold: it knows who owns which parameters, and what they are optimized with."""
+"""The optimizer that users hold. It knows which worker owns which parameters, and the options of each group."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from backhaul.optim.owners import Answers, ask_all, by_owner, check_context, che
 
 @dataclasses.dataclass(slots=True)
 class _Part:
-    """Parameters of one owner, by group."""
+    """Newly added parameters of one owner, by group."""
 
     groups: list[Group] = dataclasses.field(default_factory=list)
-    numbers: list[int] = dataclasses.field(default_factory=list)  # which of all groups these are
-    places: list[int] = dataclasses.field(default_factory=list)  # which of all parameters are in them
+    numbers: list[int] = dataclasses.field(default_factory=list)  # the indices of these groups among all groups
+    places: list[int] = dataclasses.field(default_factory=list)  # the indices of their parameters among all parameters
 
 
 @dataclasses.dataclass(slots=True)
 class _Share:
-    """What one owner has."""
+    """What one owner optimizes."""
 
     local: RRef[Local]
-    numbers: list[int]  # which of all groups its groups are
-    sizes: list[int]  # and how many of their parameters it has
-    places: list[int]  # which of all parameters these are
+    numbers: list[int]  # the indices of its groups among all groups
+    sizes: list[int]  # how many parameters of each group it owns
+    places: list[int]  # the indices of its parameters among all parameters
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Optimizes parameters where they live: each owner has a plain optimizer of its own over its parameters.
+    """Optimizes parameters on the workers that own them: each owner runs a plain optimizer over its parameters.
 
-    It is a ``torch.optim.Optimizer``: schedulers of ``torch.optim.lr_scheduler`` take it as it is, and what they
-    change in ``param_groups`` reaches the owners with the next step. Its ``state_dict`` is the one that a single
-    optimizer over all parameters would have.
+    It is a ``torch.optim.Optimizer``: schedulers of ``torch.optim.lr_scheduler`` accept it, and their changes of
+    ``param_groups`` reach the owners with the next step. Its ``state_dict`` equals that of a single optimizer over all
+    parameters.
 
-    Steps are serialised on each worker, whoever asks for them. Between workers there is no order.
+    Steps on one worker run one after the other, whoever requested them. Steps on different workers have no order.
 
     Args:
-        optimizer_class: A class of ``torch.optim``, or another like them that needs no closure.
+        optimizer_class: A class of ``torch.optim``, or a similar class whose ``step`` needs no closure.
         params_rref: References to parameters, or groups of them: dicts with ``"params"`` and options.
-        *args: For the optimizer of each owner.
-        **kwargs: Likewise.
+        *args: Positional arguments of the optimizer of each owner.
+        **kwargs: Keyword arguments of the optimizer of each owner.
 
     Raises:
-        Exception: What an owner raised that could not make its optimizer; notes tell of all that failed.
+        Exception: The error of an owner that could not create its optimizer. Notes name all owners that failed.
 
     Example:
         >>> import torch, backhaul as bh
@@ -79,30 +79,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         _check_class(optimizer_class)
-        self._make = optimizer_class, args, kwargs  # how owners make theirs
+        self._make = optimizer_class, args, kwargs  # how owners create their optimizers
         self._shares: dict[WorkerInfo, _Share] = {}
         self._count = 0  # parameters
         self._lock = threading.Lock()  # guards _known
-        self._known: list[Options] = []  # the options of each group that all its owners have
+        self._known: list[Options] = []  # for each group, the options that all its owners have received
         groups = _split(params_rref)
         if not any(rrefs for _, rrefs in groups):
-            raise ValueError("there are no parameters to optimize")
+            raise ValueError("params_rref has no parameters; pass at least one reference")
         defaults = self._place(groups)
         self._ready = False
         super().__init__([{**options, "params": rrefs} for options, rrefs in groups], defaults)
         self._ready = True
 
     def _place(self, groups: Sequence[Group]) -> Options:
-        """Make optimizers on owners that have none, and add to those of the others. Completes the groups' options.
+        """Create optimizers on owners that have none, add groups to the others, and complete the groups' options.
 
         Returns:
-            The defaults of an optimizer that was made.
+            The defaults of a created optimizer.
         """
         parts = self._parts(groups)
         try:
             answers = ask_all({owner: self._hand_over(owner, part) for owner, part in parts.items()}, "the optimizer")
         except Exception:
-            with contextlib.suppress(Exception):  # an owner that is lost needs no undoing
+            with contextlib.suppress(Exception):  # a lost owner has nothing to undo
                 self._on_all("undoing", lambda share: share.local.rpc_async().keep_groups(len(share.numbers)))
             raise
         for owner, (local, _, completed) in answers.items():
@@ -118,7 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return next((defaults for _, defaults, _ in answers.values()), {})
 
     def _parts(self, groups: Sequence[Group]) -> dict[WorkerInfo, _Part]:
-        """New groups by owner, numbered after those that are there."""
+        """Sort new groups by owner. Their indices follow those of the existing groups."""
         parts: dict[WorkerInfo, _Part] = {}
         count = self._count
         for number, (options, rrefs) in enumerate(groups, start=len(self._known)):
@@ -137,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @graph_break
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Optimize more parameters from now on: a dict with ``"params"`` and options."""
+        """Add parameters: ``param_group`` is a dict with ``"params"`` and options."""
         if self._ready:
             ((options, rrefs),) = _split([param_group])
             options = {**self.defaults, **options}
@@ -145,10 +145,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             param_group = {**options, "params": rrefs}
         self.param_groups.append({**self.defaults, **param_group})
 
-    # What owners do.
+    # Calls to owners.
 
     def ask(self, what: str, function: Callable[..., Any], *args: Any) -> Answers:
-        """Run ``function(parameters, *args)`` on each owner; ``what`` is for errors."""
+        """Run ``function(parameters, *args)`` on each owner. Errors mention ``what``."""
         answers = self._on_all(what, lambda share: share.local.rpc_async().apply(function, *args))
         return [(self._shares[owner].places, answer) for owner, answer in answers.items()]
 
@@ -159,13 +159,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return ask_all({owner: start(share) for owner, share in self._shares.items()}, what)
 
     def _with_changes(self, what: str, call: Callable[[_Share, list[Options]], Future[Any]]) -> dict[WorkerInfo, Any]:
-        """Call all owners with what has changed in the options of their groups."""
+        """Call all owners, and pass each the changed options of its groups."""
         now = [_copy(_options(group)) for group in self.param_groups]
         with self._lock:
             changes = [_difference(known, options) for known, options in zip(self._known, now, strict=True)]
             for known, change in zip(self._known, changes, strict=True):
                 for name in change:
-                    known.pop(name, None)  # until all owners have it: should one fail, some have and some have not
+                    known.pop(
+                        name, None
+                    )  # unknown until all owners have it: if one call fails, only some owners have the change
         answers = self._on_all(what, lambda share: call(share, [changes[number] for number in share.numbers]))
         with self._lock:
             self._known = now
@@ -173,17 +175,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @graph_break
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
-        """Step on every owner, all at once. Once this returns or raises, each owner has stepped or failed.
+        """Step on all owners at once. When this returns or raises, each owner has stepped or failed.
 
-        Parameters without a gradient are left alone, and the ``.grad`` of all is left as it was.
+        Parameters without a gradient do not change. The ``.grad`` of every parameter stays as it was.
 
         Args:
-            context_id: The context whose gradients to step with; None: step with ``.grad``, for passes with
+            context_id: The context that holds the gradients. None: step with ``.grad``, after passes with
                 ``accumulate="grad"``.
 
         Raises:
-            UnknownContextError: The context was released, or nobody knows it.
-            Exception: What a step raised, with notes that name its worker and all others that failed. The other
+            UnknownContextError: The context was released, or no owner knows it.
+            Exception: The error of an owner. Notes name its worker and all other owners that failed. The remaining
                 owners have stepped.
         """
         if context_id is not None:
@@ -194,17 +196,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the ``.grad`` of all parameters; gradients in contexts go with their context."""
+        """Clear the ``.grad`` of all parameters. The gradients of a context end with the context."""
         self._on_all("zero_grad", lambda share: share.local.rpc_async().zero_grad(set_to_none))
 
     # State.
 
     @graph_break
     def state_dict(self) -> dict[str, Any]:
-        """Options and state of all parameters, gathered from their owners: what one optimizer over all would give.
+        """Return the options and the state of all parameters, as one optimizer over all of them would.
 
-        It holds plain data and copies of tensors, on the CPU: save it with ``torch.save`` or
-        ``torch.distributed.checkpoint.save``; see ``read_checkpoint``.
+        The state holds plain data and copies of tensors on the CPU. Save it with ``torch.save`` or
+        ``torch.distributed.checkpoint.save``; to load the latter, see ``read_checkpoint``.
         """
         answers = self._with_changes("state_dict", lambda share, new: share.local.rpc_async().state_dict(new))
         state: dict[int, Any] = {}
@@ -223,21 +225,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @graph_break
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Scatter a state to the owners: one that ``state_dict`` gave, or a single optimizer over the same parameters.
+        """Load a state on all owners. It comes from ``state_dict`` or from one optimizer over the same parameters.
 
-        The parameters may live on other workers than they did when it was saved.
+        The parameters may live on other workers than when the state was saved.
 
         Raises:
-            ValueError: Its groups are not those of this optimizer; nothing was changed.
+            ValueError: The state has other groups than this optimizer; nothing was changed.
         """
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
             raise ValueError(
-                f"the state is of groups of {[len(group['params']) for group in saved]} parameters, this optimizer "
-                f"has {sizes}"
+                f"the state has groups of {[len(group['params']) for group in saved]} parameters, but this optimizer "
+                f"has groups of {sizes}; create the optimizer with the groups that were saved"
             )
-        # A checkpoint turns numbers that are keys into strings, and leaves out what is empty.
+        # A checkpoint turns integer keys into strings, and leaves out empty dicts.
         names = [str(name) for group in saved for name in group["params"]]
         state = {str(name): value for name, value in state_dict.get("state", {}).items()}
         options = [_options(group) for group in saved]
@@ -258,21 +260,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._known = [_copy(group) for group in options]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a DistributedOptimizer stays where it was made; its state_dict() can be saved and sent")
+        raise TypeError("a DistributedOptimizer cannot be pickled; save or send its state_dict() instead")
 
 
 def _check_class(optimizer_class: Any) -> None:
     if not callable(optimizer_class):
-        raise TypeError(f"optimizer_class must be a class of torch.optim, not a {type(optimizer_class).__name__}")
+        raise TypeError(f"optimizer_class must be a class of torch.optim, got a {type(optimizer_class).__name__}")
     step = getattr(optimizer_class, "step", None)
     closure = inspect.signature(step).parameters.get("closure") if step is not None else None
     if closure is not None and closure.default is inspect.Parameter.empty:
         name = getattr(optimizer_class, "__name__", optimizer_class)
-        raise TypeError(f"{name} computes the loss anew within a step; that cannot be done over several workers")
+        raise TypeError(
+            f"{name} needs a closure that recomputes the loss inside step(); use an optimizer that needs no closure"
+        )
 
 
 def _split(params: Any) -> list[Group]:
-    """Groups of references with their own options, of whatever form was given."""
+    """Convert the given parameters, in any accepted form, to groups of references with their options."""
     given = [params] if isinstance(params, (RRef, Mapping)) else list(params)
     if isinstance(params, RRef):
         check_rrefs(params)
@@ -281,7 +285,7 @@ def _split(params: Any) -> list[Group]:
     groups: list[Group] = []
     for number, group in enumerate(given):
         if not isinstance(group, Mapping) or "params" not in group:
-            raise TypeError(f"group {number} must be a dict with 'params', as the others are")
+            raise TypeError(f"params_rref mixes groups and references; group {number} must be a dict with 'params'")
         rrefs = group["params"]
         groups.append((_options(group), check_rrefs([rrefs] if isinstance(rrefs, RRef) else rrefs)))
     return groups
@@ -292,7 +296,7 @@ def _options(group: Mapping[str, Any]) -> Options:
 
 
 def _copy(options: Options) -> Options:
-    """With tensors of its own: schedulers change those in place."""
+    """Copy options and their tensors, which schedulers change in place."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 

@@ -1,4 +1,4 @@
-"""Calls to all owners of parameters at once, and one error for all that went wrong."""
+"""Calls all owners of parameters at once, and combines their failures into one error."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from backhaul.errors import UnknownContextError
 T = TypeVar("T")
 
 Answers = list[tuple[list[int], Any]]
-"""By owner: the places of its parameters among all, and what it answered about them."""
+"""For each owner: the indices of its parameters among all parameters, and its reply."""
 
 
 class Owners(Protocol):
-    """Parameters on many workers, to which a function can be applied where they are."""
+    """Parameters on many workers. A function can be applied to them on their owners."""
 
     def ask(self, what: str, function: Callable[..., Any], *args: Any) -> Answers:
         """Run ``function(parameters, *args)`` on each owner."""
 
 
 class Listed:
-    """Parameters that are given by their references."""
+    """Parameters given as a list of references."""
 
     def __init__(self, rrefs: Sequence[RRef[Any]]) -> None:
         self._rrefs = check_rrefs(rrefs)
@@ -49,18 +49,18 @@ def apply(function: Callable[..., T], rrefs: Sequence[RRef[Any]], *args: Any) ->
 
 
 def check_rrefs(rrefs: Any) -> list[RRef[Any]]:
-    """A list of references, or an error that says what is not one."""
+    """Return ``rrefs`` as a list. Raises ``TypeError`` that names the item which is not an RRef."""
     if isinstance(rrefs, RRef) or not hasattr(rrefs, "__iter__"):
-        raise TypeError(f"parameters are given as a list of RRefs, not as a {type(rrefs).__name__}")
+        raise TypeError(f"parameters must be a list of RRefs, got a {type(rrefs).__name__}")
     found = list(rrefs)
     for place, rref in enumerate(found):
         if not isinstance(rref, RRef):
-            raise TypeError(f"parameter {place} is a {type(rref).__name__}, not an RRef: wrap it with RRef(...)")
+            raise TypeError(f"parameter {place} is a {type(rref).__name__}, not an RRef; wrap it with RRef(...)")
     return found
 
 
 def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[int]]:
-    """The places of references in a list, by the worker that owns them."""
+    """Return the indices of references in a list, grouped by the worker that owns them."""
     places: dict[WorkerInfo, list[int]] = {}
     for place, rref in enumerate(rrefs):
         places.setdefault(rref.owner(), []).append(place)
@@ -68,10 +68,10 @@ def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[int]]:
 
 
 def ask_all(calls: Mapping[WorkerInfo, Callable[[], Future[T]]], what: str) -> dict[WorkerInfo, T]:
-    """Start all calls, wait until each has ended, and return the results.
+    """Start all calls, wait until each has ended, and return the results by owner.
 
     Raises:
-        Exception: What the first worker raised that failed, with notes that name it and all others that failed.
+        Exception: The error of the first owner that failed. Its notes name that owner and all others that failed.
     """
     started: dict[WorkerInfo, Future[T]] = {}
     errors: dict[WorkerInfo, Exception] = {}
@@ -93,16 +93,20 @@ def ask_all(calls: Mapping[WorkerInfo, Callable[[], Future[T]]], what: str) -> d
 
 def _one_of(errors: Mapping[WorkerInfo, Exception], what: str, of: int) -> Exception:
     (owner, first), *others = errors.items()
-    first.add_note(f"{what} failed on worker '{owner.name}', {len(errors)} of {of} owners of parameters")
+    first.add_note(f"{what} failed on worker '{owner.name}' ({len(errors)} of {of} owners of parameters failed)")
     for other, error in others:
         if error is not first:
-            first.add_note(f"and on worker '{other.name}': {type(error).__name__}: {error}")
+            first.add_note(f"{what} failed on worker '{other.name}' too: {type(error).__name__}: {error}")
     return first
 
 
 def check_context(context: int | None, answers: Sequence[Any]) -> None:
-    """Raise if nobody knows a context: neither this worker, nor an owner, whose answer then is None."""
+    """Raise ``UnknownContextError`` if neither this worker nor any owner knows the context (all answers are None)."""
     if context is None or any(answer is not None for answer in answers):
         return
     if find_gradients(context) is None:
-        raise UnknownContextError(f"context {context} is known to no owner of these parameters", context=context)
+        raise UnknownContextError(
+            f"no owner of these parameters knows context {context}; call this after backward, inside the "
+            "`with bh.context()` block",
+            context=context,
+        )

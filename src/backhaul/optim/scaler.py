@@ -1,4 +1,4 @@
-"""Scaling of losses for mixed precision, so that small gradients survive, with one decision for all workers."""
+"""Loss scaling for mixed precision. Small gradients survive, and all workers take the same decision on each step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class _Stage(enum.Enum):
 
 
 class GradScaler:
-    """Scales losses, and skips a step on all workers if a gradient on any of them is infinite or not a number.
+    """Scales losses, and skips a step on all workers if any gradient on any worker is infinite or NaN.
 
-    The rules are those of ``torch.amp.GradScaler``, with which states can be exchanged: after a skipped step the scale
-    shrinks, after ``growth_interval`` steps without one it grows.
+    It follows the rules of ``torch.amp.GradScaler``, and the two can load each other's state: the scale shrinks after a
+    skipped step, and grows after ``growth_interval`` steps in a row that were not skipped.
 
     Args:
-        init_scale: The scale at the beginning.
-        growth_factor: By what it grows, more than 1.
-        backoff_factor: By what it shrinks, less than 1.
-        growth_interval: After how many steps in a row it grows.
-        enabled: If False, losses stay as they are and every step is made.
+        init_scale: The first scale.
+        growth_factor: The factor by which the scale grows; more than 1.
+        backoff_factor: The factor by which the scale shrinks; between 0 and 1.
+        growth_interval: The scale grows after this many steps in a row.
+        enabled: If False, the scaler changes no loss and skips no step.
 
     Example:
         >>> import torch, backhaul as bh
@@ -72,7 +72,7 @@ class GradScaler:
 
     @graph_break
     def scale(self, outputs: Outputs) -> Outputs:
-        """Multiply a loss, or each of several."""
+        """Multiply a loss, or each of several losses, by the scale."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
@@ -81,44 +81,44 @@ class GradScaler:
 
     @graph_break
     def unscale_(self, optimizer: DistributedOptimizer, context_id: int | None = None) -> None:
-        """Divide the gradients of an optimizer by the scale, where they are. ``step`` does it if you do not.
+        """Divide the gradients of an optimizer by the scale, on their owners. ``step`` calls this if you have not.
 
         Args:
-            optimizer: Whose parameters' gradients.
-            context_id: The context that holds them; None: they are in ``.grad``.
+            optimizer: The optimizer of the parameters.
+            context_id: The context that holds the gradients. None: the gradients are in ``.grad``.
 
         Raises:
-            RuntimeError: They are unscaled already, or there are none.
+            RuntimeError: The gradients are already unscaled, or there are none.
         """
         if not self._enabled:
             return
         if optimizer in self._stages:
             done = "unscaled" if self._stages[optimizer] is _Stage.UNSCALED else "stepped with"
-            raise RuntimeError(f"the gradients of this optimizer were {done} already: call update() first")
+            raise RuntimeError(f"the gradients of this optimizer were already {done}; call update() first")
         factor = torch.tensor(1.0 / self._scale, dtype=torch.float32)
         answers = [answer for _, answer in optimizer.ask("unscaling gradients", gradients.unscale, context_id, factor)]
         check_context(context_id, answers)
         if not sum(count for count, _ in filter(None, answers)):
-            raise RuntimeError("no parameter of this optimizer has a gradient: was backward run on this context?")
+            raise RuntimeError("no parameter of this optimizer has a gradient; run backward on this context first")
         self._found_inf[optimizer] = any(found for _, found in filter(None, answers))
         self._stages[optimizer] = _Stage.UNSCALED
 
     @graph_break
     def step(self, optimizer: DistributedOptimizer, context_id: int | None = None) -> bool:
-        """Step on all workers, or on none if a gradient on any of them is infinite or not a number.
+        """Step on all workers, or on none if any gradient on any worker is infinite or NaN.
 
         Args:
-            optimizer: What steps.
-            context_id: The context that holds its gradients; None: they are in ``.grad``.
+            optimizer: The optimizer to step.
+            context_id: The context that holds the gradients. None: the gradients are in ``.grad``.
 
         Returns:
-            Whether the step was made.
+            True if the workers stepped, False if the step was skipped.
         """
         if not self._enabled:
             optimizer.step(context_id)
             return True
         if self._stages.get(optimizer) is _Stage.STEPPED:
-            raise RuntimeError("this optimizer has stepped already: call update() first")
+            raise RuntimeError("this optimizer has already stepped; call update() first")
         if optimizer not in self._stages:
             self.unscale_(optimizer, context_id)
         skip = self._found_inf[optimizer]
@@ -129,13 +129,13 @@ class GradScaler:
 
     @graph_break
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale after the steps of all optimizers, or set it."""
+        """Adapt the scale after all optimizers have stepped, or set it to ``new_scale``."""
         if not self._enabled:
             return
         if new_scale is not None:
             self._scale = _single(float(new_scale))
         elif not self._found_inf:
-            raise RuntimeError("nothing was unscaled or stepped with since the last update()")
+            raise RuntimeError("no optimizer was unscaled or stepped since the last update(); call step() first")
         elif any(self._found_inf.values()):
             self._scale = _single(self._scale * self._backoff_factor)
             self._growth_tracker = 0
@@ -149,15 +149,15 @@ class GradScaler:
         self._found_inf.clear()
 
     def get_scale(self) -> float:
-        """The scale now; 1 if not enabled."""
+        """Return the current scale; 1 if the scaler is disabled."""
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
-        """Whether it does anything."""
+        """Return whether the scaler is enabled."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``torch.amp.GradScaler`` would save; empty if not enabled."""
+        """Return the state, in the format of ``torch.amp.GradScaler``; empty if the scaler is disabled."""
         if not self._enabled:
             return {}
         return {
@@ -169,11 +169,11 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another scaler was, this one's or torch's."""
+        """Load the state of another scaler, a ``bh.optim.GradScaler`` or a ``torch.amp.GradScaler``."""
         if not self._enabled:
             return
         if not state_dict:
-            raise RuntimeError("the state is empty: it was saved by a scaler that was not enabled")
+            raise RuntimeError("the state is empty because it was saved by a disabled scaler")
         self._scale = _single(state_dict["scale"])
         self._growth_factor = state_dict["growth_factor"]
         self._backoff_factor = state_dict["backoff_factor"]
@@ -182,5 +182,5 @@ class GradScaler:
 
 
 def _single(value: float) -> float:
-    """Rounded to float32, as torch keeps scales."""
+    """Round to float32, the precision in which torch keeps scales."""
     return torch.tensor(value, dtype=torch.float32).item()

@@ -1,4 +1,4 @@
-"""``bh.profile``: opens a profile on a worker, collects what all workers wrote down, and shows it."""
+"""``bh.profile``: opens a profile on a worker, collects the records of all workers, and shows them."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from backhaul.profiler.chrome import to_chrome
 from backhaul.profiler.events import to_events
 from backhaul.profiler.merge import Clock, Raw, merge
 from backhaul.profiler.model import Timeline
-from backhaul.profiler.recorder import ProfileRecorder, Settings, clock, collect, unseen
+from backhaul.profiler.open_profiles import OpenProfiles, Settings, clock, collect, run_unprofiled
 from backhaul.profiler.records import OpRecord, Share, decode
 from backhaul.profiler.table import to_table
 
 log = logging.getLogger("backhaul")
 
 _ATTACHED = "_backhaul_profile"
-_PINGS = 8  # round trips by which a clock is compared
+_PINGS = 8  # round trips to compare a clock
 
 
 class profile:
-    """Profile this worker and, for every call made inside, the workers that serve it, however far away.
+    """Profile this worker, and all workers that serve calls made inside the block, directly or through other workers.
 
-    Forward and backward: what a worker does for a call or for gradients of the profile is recorded there by
-    ``torch.profiler``, together with what the call spent in queues, on the wire and in serialisation. At the end
-    all of it comes here.
+    Each worker records with ``torch.profiler`` what it does for the calls and gradients of the profile, and how long
+    each call spends in queues, on the wire and in serialization. When the profile ends, this worker collects all
+    records.
 
-    A profile sees this worker as a whole, on all threads, but elsewhere only what is done for it. Several may be open
-    at once. Workers without a connection to this one join when the first call goes there, which takes a moment;
-    profile the second step rather than the first.
+    A profile records this worker as a whole, on all threads. On other workers it records only the work done for the
+    profile. Several profiles may be open at once. A worker without a connection to this one joins when the first call
+    goes there, which takes a moment; profile the second step rather than the first.
 
     Args:
-        ops: Whether to record operations of torch; without them a profile costs less.
-        record_shapes: Keep the shapes of their inputs.
-        profile_memory: Keep what memory they take.
-        timeout: Seconds that each worker has to hand over its share.
+        ops: Whether to record operations of torch. A profile without them costs less.
+        record_shapes: Whether to record the shapes of the inputs of operations.
+        profile_memory: Whether to record the memory that operations allocate.
+        timeout: How many seconds each worker has to return its records.
 
     Raises:
-        BackhaulError: It is asked for results while it is open.
+        BackhaulError: The results were read while the profile was still open.
 
     Example:
         >>> import backhaul as bh, torch
@@ -95,70 +95,75 @@ class profile:
         except Exception as problem:
             if error is None:
                 raise
-            log.warning("the profile is lost: %s", problem)  # what ended the block says more
+            log.warning(
+                "the profile could not be collected: %s", problem
+            )  # the error that ended the block matters more
 
     def start(self) -> None:
-        """Begin; the same as to enter it."""
+        """Start the profile, as entering the ``with`` block does."""
         self._start(local_ops=True)
 
     def _start(self, *, local_ops: bool) -> None:
         if self._session:
-            raise BackhaulError("this profile has been used; make another one")
+            raise BackhaulError("this profile was already used; create another one with bh.profile()")
         require("backhaul.profile")
         worker = self._worker = current_worker()
         self._session = secrets.randbits(62) | 1
         self._home = threading.get_native_id()
-        recorder = worker.part(ProfileRecorder)
-        recorder.join(self._session, recorder.id, recorder.id, self._settings, local_ops=local_ops)
+        profiles = worker.part(OpenProfiles)
+        profiles.join(self._session, profiles.id, profiles.id, self._settings, local_ops=local_ops)
         try:
-            recorder.invite_connected(self._session)
-        except BaseException:  # an interrupt, say
-            recorder.leave(self._session)
+            profiles.invite_connected(self._session)
+        except BaseException:  # for example an interrupt
+            profiles.leave(self._session)
             raise
-        self._begin = recorder.now()
+        self._begin = time.time_ns()
 
     def stop(self) -> None:
-        """End, and collect; the same as to leave it. What cannot be had is named in the result."""
+        """End the profile and collect the records, as leaving the block does. The result names missing workers."""
         self._stop(None)
 
     def _stop(self, local: torch.profiler.profile | None) -> None:
         worker = self._worker
         if worker is None:
-            raise BackhaulError("this profile was not started")
+            raise BackhaulError("this profile was not started; call start() or use it in a `with` block")
         if self._timeline is not None:
             return
-        end = ProfileRecorder.now()
-        recorder, node = worker.part(ProfileRecorder), worker.part(Node)
-        missing = recorder.failures(self._session)
-        own = recorder.leave(self._session)
+        end = time.time_ns()
+        profiles, node = worker.part(OpenProfiles), worker.part(Node)
+        missing = profiles.failures(self._session)
+        own = profiles.leave(self._session)
         if own is None:
-            raise BackhaulError(f"worker '{worker.name}' was shut down while it was profiled", worker=worker.name)
-        shares, clocks, more = unseen(_collect, node.client, self._session, own, self._timeout)
+            raise BackhaulError(
+                f"worker '{worker.name}' was shut down before its profile ended; end the profile before shutdown",
+                worker=worker.name,
+            )
+        shares, clocks, more = run_unprofiled(_collect, node.client, self._session, own, self._timeout)
         if local is not None:
             _share_out(kineto.operations(local), own, shares)
         names = {peer.record.id: peer.info.name for peer in node.peers}
-        raw = Raw(recorder.id, self._home, self._begin, end, shares, clocks, missing | more, names)
+        raw = Raw(profiles.id, self._home, self._begin, end, shares, clocks, missing | more, names)
         self._timeline = merge(raw)
 
-    # What it found.
+    # Results.
 
     @property
     def timeline(self) -> Timeline:
-        """Everything, as plain records."""
+        """All results, as plain records."""
         if self._timeline is None:
-            raise BackhaulError("the profile is not over: its results are there after the `with` block")
+            raise BackhaulError("the profile is still open; read its results after the `with` block")
         return self._timeline
 
     def table(self) -> str:
-        """Per worker and per call: how often, and where the time and the bytes went."""
+        """Return a table by worker and by call: counts, times and bytes."""
         return to_table(self.timeline)
 
     def events(self) -> EventList:
-        """All operations and calls as events of ``torch.profiler``; what was done elsewhere is named by call."""
+        """Return all operations and calls as events of ``torch.profiler``. Remote events name their call."""
         return to_events(self.timeline)
 
     def key_averages(self, **options: Any) -> EventList:
-        """``events`` by name, as ``torch.profiler.profile.key_averages``."""
+        """Return averages of ``events`` by name, like ``torch.profiler.profile.key_averages``."""
         return self.events().key_averages(**options)  # type: ignore[no-any-return]
 
     def export(self, path: str | os.PathLike[str]) -> None:
@@ -167,7 +172,7 @@ class profile:
             file.write(to_chrome(self.timeline))
 
     def report(self, path: str | os.PathLike[str], *, title: str = "Backhaul profile") -> None:
-        """Write a page that shows all of it and needs nothing but a browser."""
+        """Write an HTML report. It is one file and works offline."""
         from backhaul.profiler.report import render
 
         with open(path, "w", encoding="utf-8") as file:
@@ -177,7 +182,7 @@ class profile:
 def _collect(
     client: CallClient, session: int, own: Share, timeout: float
 ) -> tuple[list[Share], dict[int, Clock], dict[int, str]]:
-    """The shares of all workers that joined, found from one to the next, their clocks, and who did not answer."""
+    """Collect the shares of all workers, following who invited whom; also their clocks, and which workers failed."""
     shares, clocks, missing = [own], {own.worker: Clock()}, dict[int, str]()
     left = list(own.joined)
     seen = {own.worker, *left}
@@ -188,7 +193,7 @@ def _collect(
             try:
                 found = call.wait()
                 if found is None:
-                    continue  # it never joined, or has given the profile up
+                    continue  # it never joined, or has dropped the profile
                 share = decode(found)
                 here = client.peers.own.record.host == client.peers.find(worker).record.host
                 ask = functools.partial(client.call, worker, clock, None, None, timeout)
@@ -203,15 +208,16 @@ def _collect(
 
 
 def _share_out(ops: list[OpRecord], own: Share, shares: list[Share]) -> None:
-    """Operations that somebody else recorded in this process go to the workers on whose threads they ran."""
+    """Assign operations that another profiler recorded in this process to the workers on whose threads they ran."""
     neighbours = {t: share for share in shares if share.pid == own.pid and share is not own for t in share.threads}
     for op in ops:
         neighbours.get(op.thread, own).ops.append(op)
 
 
 def compare_clocks(ask: Callable[[], int]) -> Clock:
-    """How far the clock that ``ask`` reads is ahead of this one, by the round trip that took the least time: the other
-    clock was read somewhere in the middle of it.
+    """Return how far the clock that ``ask`` reads is ahead of this one.
+
+    It is measured by the fastest of several round trips: the other clock was read near the middle of it.
     """
     best: Clock | None = None
     for _ in range(_PINGS):
@@ -225,14 +231,15 @@ def compare_clocks(ask: Callable[[], int]) -> Clock:
 
 
 def attach(prof: torch.profiler.profile) -> profile:
-    """Let a running ``torch.profiler.profile`` see what other workers do for this one.
+    """Add the work of other workers to a running ``torch.profiler.profile``.
 
-    To be called inside of it. When it stops, what was done elsewhere joins its events, named by call
-    (``rpc_sync#fn(worker0 -> worker1)#remote_op: aten::mm``). The profile returned has all of it, for ``export``,
-    ``report`` and ``table``. Under a schedule this sees the cycle that is being recorded; attach again in the next.
+    Call it inside the block of that profiler. When the profiler stops, its events include the work of other workers,
+    named by call (``rpc_sync#fn(worker0 -> worker1)#remote_op: aten::mm``). The returned profile holds all results, for
+    ``export``, ``report`` and ``table``. With a schedule, it covers the cycle that is being recorded; call ``attach``
+    again in the next cycle.
 
-    Workers of the same process (``bh.cluster``) cannot have a profiler of their own while this one runs. Their
-    operations are seen if it records all threads, as below.
+    Workers of the same process (``bh.cluster``) cannot run a profiler of their own while this one runs. Their
+    operations are recorded if this profiler records all threads, as in the example.
 
     Example:
         >>> import backhaul as bh, torch
@@ -246,7 +253,9 @@ def attach(prof: torch.profiler.profile) -> profile:
     require("backhaul.profile")
     core: Any = prof.profiler
     if core is None or not kineto.is_profiled():
-        raise BackhaulError("attach() is for a profiler that is running: call it inside of `with torch.profiler...`")
+        raise BackhaulError(
+            "attach() needs a running profiler; call it inside the block of `with torch.profiler.profile()`"
+        )
     if isinstance(getattr(core, _ATTACHED, None), profile):
         return getattr(core, _ATTACHED)  # type: ignore[no-any-return]
     attached = profile(record_shapes=prof.record_shapes, profile_memory=prof.profile_memory)

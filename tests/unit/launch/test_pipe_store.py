@@ -1,4 +1,4 @@
-"""The place where the workers of a launch meet, without workers."""
+"""The store of a launch, without workers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
 from backhaul._launch.pipe_store import PipeStore, Table
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.cluster.rendezvous import StoreMeeting
+from backhaul._rpc.cluster.rendezvous import StoreRendezvous
 from backhaul.errors import RendezvousError
 
 
 @contextmanager
 def stores(count: int) -> Iterator[list[PipeStore]]:
-    """So many workers' stores, and a parent that serves them until it hears nothing more of them."""
+    """The stores of ``count`` workers, and a parent that serves them until all pipes are closed."""
     pairs = [Pipe() for _ in range(count)]
     ours = [pair[0] for pair in pairs]
 
@@ -31,7 +31,7 @@ def stores(count: int) -> Iterator[list[PipeStore]]:
                 assert isinstance(pipe, multiprocessing.connection.Connection)
                 try:
                     table.serve(pipe, pickle.loads(pipe.recv_bytes()))
-                except (EOFError, OSError):  # also if it left an answer unread
+                except (EOFError, OSError):  # OSError: it left an answer unread
                     left.remove(pipe)
 
     parent = threading.Thread(target=serve)
@@ -50,7 +50,7 @@ def record(rank: int, name: str) -> WorkerRecord:
     return WorkerRecord(rank, name, "1", "here", ("unix:@x",), "", 1)
 
 
-def test_values_are_told_when_all_are_there() -> None:
+def test_a_wait_returns_when_all_keys_are_there() -> None:
     with stores(2) as (first, second):
         second.set("b", "2")
         second.check(["b"])  # it is there
@@ -67,15 +67,15 @@ def test_values_are_told_when_all_are_there() -> None:
 def test_everyone_meets_twice() -> None:
     with stores(3) as all_stores:
         for _ in range(2):
-            meetings = [StoreMeeting(store, rank, 3, 30.0) for rank, store in enumerate(all_stores)]
+            rendezvous = [StoreRendezvous(store, rank, 3, 30.0) for rank, store in enumerate(all_stores)]
             secrets: list[bytes] = []
             found: list[list[WorkerRecord]] = []
 
-            def meet(rank: int, meeting: StoreMeeting, secrets: list[bytes], found: list[list[WorkerRecord]]) -> None:
-                secrets.append(meeting.agree_on_secret(None))
-                found.append(meeting.exchange(record(rank, f"worker{rank}")))
+            def meet(rank: int, at: StoreRendezvous, secrets: list[bytes], found: list[list[WorkerRecord]]) -> None:
+                secrets.append(at.agree_on_secret(None))
+                found.append(at.exchange(record(rank, f"worker{rank}")))
 
-            threads = [threading.Thread(target=meet, args=(r, m, secrets, found)) for r, m in enumerate(meetings)]
+            threads = [threading.Thread(target=meet, args=(r, m, secrets, found)) for r, m in enumerate(rendezvous)]
             with ExitStack() as ends:
                 for thread in threads:
                     thread.start()
@@ -84,11 +84,11 @@ def test_everyone_meets_twice() -> None:
             assert len(set(secrets)) == 1
 
 
-def test_who_did_not_come_is_named_and_answers_that_come_late_are_ignored() -> None:
+def test_missing_ranks_are_named_and_late_answers_are_ignored() -> None:
     with stores(3) as (first, second, _):
         second.set("backhaul/1/worker/1", "here")
         with pytest.raises(RendezvousError, match=r"waited 0.05 s .*: 1 of 3 did not come: ranks 2"):
-            StoreMeeting(first, 0, 3, 0.05).exchange(record(0, "worker0"))
+            StoreRendezvous(first, 0, 3, 0.05).exchange(record(0, "worker0"))
         second.set("backhaul/1/worker/2", "late")
         assert first.multi_get(["backhaul/1/worker/1"]) == [b"here"]
 

@@ -49,8 +49,6 @@ PROFILE = "profile"
 """Names the note that a profile puts on a request."""
 
 _CANCELLED = 1024  # calls that one message cancels at most: no worker takes any number of values, see MIN_VALUES
-_CLOSELY = 0.0002  # seconds between calls to one worker that make it worth to send them together
-_BURST = 4  # calls that follow each other so closely before the first is held back
 _SHORT = 0.05  # seconds within which a nested call is not disturbed: most are over, and to be woken costs some time
 
 
@@ -365,11 +363,7 @@ class CallClient:
         if not isinstance(pending, AsyncCall):
             channel.send(frame, timeout=timeout)
             return
-        peer, now = pending.peer, self.worker.runtime.now()
-        peer.closely = peer.closely + 1 if now < peer.called_at + _CLOSELY else 0
-        peer.called_at = now
-        if peer.closely < _BURST or now >= peer.sent_at + _CLOSELY:
-            peer.sent_at = now
+        if pending.peer.pacing.sends_at_once(self.worker.runtime.now()):
             channel.send(frame, timeout=timeout)
         else:
             channel.send_soon(frame, timeout=timeout)

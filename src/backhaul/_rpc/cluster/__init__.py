@@ -1,1 +1,1 @@
-"""Members of the cluster: who they are, how they meet, join and leave."""
+"""The members of the cluster: who they are, how they connect, join and leave."""

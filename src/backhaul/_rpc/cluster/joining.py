@@ -1,42 +1,42 @@
-"""Becoming a member of a cluster that runs: the newcomer's side.
+"""Asks to join a running cluster: the joiner's side, before it is a worker. The members' side is in ``enrollment``.
 
-1. It asks any member, which names the leader, and then the leader. That enrols it: id, epoch, and who is there.
-2. It starts, and shows its record to all of them. When all that can be reached have admitted it, it is a member.
+The joiner asks any member, which names the leader, and then asks the leader. The leader enrolls the joiner and tells it
+its id and epoch, and who the members are.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from backhaul._devices.placement import check
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
-from backhaul._rpc.node import Node, start_node
 from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Channel, ChannelClosedError, Endpoint, Lost
-from backhaul._types import Options
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import Departure, Join, Kind, Refuse, Welcome, pack, unpack
 from backhaul._wire.value_count import LEVELS, excess
 from backhaul.errors import AuthenticationError, ProtocolError, RendezvousError
 
-_PAUSE = 0.2  # seconds before asking again
-_FIRST = 10.0  # seconds for an answer at one address, the leader's included; twice as many once that was not enough
-_MOMENT = 0.1  # seconds after which interrupts are looked for
-_AT_ONCE = 32  # members to which we show ourselves at the same time
-_STEPS = 8  # from one that is not the leader to the next
+_RETRY_SECONDS = 0.2  # before the joiner asks again
+_ANSWER_SECONDS = 10.0  # for the answer at one address, the leader's included; doubled once that was not enough
+_INTERRUPT_SECONDS = 0.1  # between checks for interrupts
+_MAX_REDIRECTS = 8  # from a member that is not the leader to the next
 
 
 class _UnansweredError(Exception):
-    """A member has not said whether we may join."""
+    """A member has not said whether the joiner may join."""
 
 
 class Enrolled(NamedTuple):
-    """What the leader has said: our record, those of the others, its own if it is among them, and proofs of who has
-    left.
+    """What the leader told the joiner.
+
+    Attributes:
+        own: The joiner's record, with its id and epoch.
+        others: The records of the members.
+        leader: The leader's record, if it is among them.
+        left: Proofs of workers that have left.
     """
 
     own: WorkerRecord
@@ -45,47 +45,24 @@ class Enrolled(NamedTuple):
     left: tuple[Departure, ...]
 
 
-def join(
-    endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], options: Options, *, runtime: Runtime | None = None
-) -> Node:
-    """Become a member of a cluster of which some listen at these addresses. Once this returns all members know it; if
-    it raises (``RendezvousError``, ``AuthenticationError``) nothing is left, and the endpoint is closed.
-    """
-    runtime = runtime or Runtime()
-    try:
-        own, others, leader, left = enrol(endpoint, own, addresses, options.rendezvous_timeout, runtime)
-        check(own, others)
-    except BaseException:
-        endpoint.close()
-        raise
-    node = start_node(own, others, endpoint, options, runtime=runtime)
-    try:
-        node.peers.enter(leader, left)
-        node.worker.run(introduce, node, options.connect_timeout)
-    except BaseException:
-        node.shutdown(graceful=False, timeout=1.0)
-        raise
-    return node
-
-
-def enrol(
+def ask_to_join(
     endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], timeout: float, runtime: Runtime
 ) -> Enrolled:
-    """Ask at these addresses to become a member.
+    """Ask the members at these addresses to let a joiner in.
 
     Raises ``RendezvousError``, ``AuthenticationError``.
     """
-    deadline, allowed = runtime.now() + timeout, _FIRST
+    deadline, allowed = runtime.now() + timeout, _ANSWER_SECONDS
     problems: dict[str, str] = {}
     while True:
         began = runtime.now()
         for number, address in enumerate(addresses):
             now = runtime.now()
-            share = (deadline - now) / (len(addresses) - number)  # so that there is time for those that follow
+            share = (deadline - now) / (len(addresses) - number)  # leaves time for the addresses that follow
             try:
-                answer = _ask_around(endpoint, own, address, now + min(allowed, share), runtime)
+                answer = _ask_leader(endpoint, own, address, now + min(allowed, share), runtime)
             except _UnansweredError as error:
-                problems.setdefault(address, str(error))  # what a member has said before tells more
+                problems.setdefault(address, str(error))  # what a member has answered before tells more
                 continue
             if isinstance(answer, Enrolled):
                 return answer
@@ -93,19 +70,20 @@ def enrol(
             if not answer.later:
                 break
         else:
-            if runtime.now() + _PAUSE < deadline:
-                if runtime.now() >= began + allowed:  # a leader may have to look for a silent member first
+            if runtime.now() + _RETRY_SECONDS < deadline:
+                if runtime.now() >= began + allowed:  # a leader may have to probe a silent member first
                     allowed *= 2
-                runtime.one_shot().wait(_PAUSE)
+                runtime.one_shot().wait(_RETRY_SECONDS)
                 continue
         why = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
         raise RendezvousError(f"worker '{own.name}' cannot join: {why}", worker=own.name)
 
 
-def _ask_around(
+def _ask_leader(
     endpoint: Endpoint, own: WorkerRecord, address: str, deadline: float, runtime: Runtime
 ) -> Enrolled | Refuse:
-    for _ in range(_STEPS):
+    """Ask the member at ``address``, then the member that it names as the leader, until one enrolls or refuses."""
+    for _ in range(_MAX_REDIRECTS):
         try:
             channel = endpoint.connect(address, timeout=max(deadline - runtime.now(), 0.001))
         except AuthenticationError as error:
@@ -135,10 +113,10 @@ def _ask_around(
 def _ask(
     endpoint: Endpoint, channel: Channel, own: WorkerRecord, deadline: float, runtime: Runtime
 ) -> Welcome | Refuse:
-    """One question. Nobody else polls the endpoint yet."""
+    """Ask one member. No other thread polls the endpoint yet."""
     channel.send(Frame(Kind.JOIN, 0, pack(Join(pack(own)))))
     while (left := deadline - runtime.now()) > 0:
-        event = endpoint.poll(min(left, _MOMENT))
+        event = endpoint.poll(min(left, _INTERRUPT_SECONDS))
         if event is None:
             interrupts.check()
             continue
@@ -149,47 +127,20 @@ def _ask(
         try:
             for frame in event.frames if event.channel is channel else ():
                 if frame.kind == Kind.WELCOME:
-                    welcome = unpack(_counted(frame.body, own), Welcome)
+                    welcome = unpack(_within_bounds(frame.body, own), Welcome)
                     for record in (welcome.record, *welcome.members):
-                        _counted(record, own)
+                        _within_bounds(record, own)
                     return welcome
                 if frame.kind == Kind.REFUSE:
-                    return unpack(_counted(frame.body, own), Refuse)
+                    return unpack(_within_bounds(frame.body, own), Refuse)
         finally:
             event.channel.release()
     raise TimeoutError("no answer in time")
 
 
-def _counted(message: Buffer, own: WorkerRecord) -> Buffer:
-    """A message, or one inside of it, unless it has more values than we take. Raises ``ProtocolError``."""
+def _within_bounds(message: Buffer, own: WorkerRecord) -> Buffer:
+    """The message, or a message inside it. Raises ``ProtocolError`` if it has more values than the joiner accepts."""
     bounds = own.bounds
     if bounds is not None and bounds.values and (option := excess(message, bounds.values, bounds.depth + LEVELS)):
         raise ProtocolError(f"the answer to a question to join exceeds Options.{option} of '{own.name}'")
     return message
-
-
-def introduce(node: Node, timeout: float) -> None:
-    """Show our record to all members. Raises ``RendezvousError`` if one of them does not accept it."""
-    peers = [peer for peer in node.peers if peer is not node.peers.own]
-    refused: dict[str, str] = {}
-    left = iter(peers)  # each takes the next; those who do not answer hold up none of the others
-    taking = threading.Lock()
-    deadline = node.worker.runtime.now() + timeout
-
-    def show() -> None:
-        while True:
-            with taking:
-                peer = next(left, None)
-            if peer is None:
-                return
-            time_left = max(deadline - node.worker.runtime.now(), 0.01)
-            if (reason := node.worker.run(node.membership.show_to, peer, time_left)) is not None:
-                refused[peer.info.name] = reason
-
-    runtime = node.worker.runtime
-    threads = [runtime.spawn(show, name=f"introduce-{number}") for number in range(min(len(peers), _AT_ONCE))]
-    for thread in threads:
-        runtime.join(thread)
-    for name, reason in refused.items():
-        why = f"worker '{node.worker.name}' cannot join: worker '{name}' {reason}"
-        raise RendezvousError(why, worker=node.worker.name)

@@ -1,27 +1,23 @@
-"""Members that had lost each other, and meet again: they compare whom they know.
+"""Members that lost each other and meet again compare which workers they know.
 
-Each lets those of whom the other has not heard show themselves to it, and forgets those that have left, which needs no
-trust where there is a proof (``departure``). Who is admitted and who is believed is not decided here, see ``peers`` and
-``membership``.
+Each asks the members unknown to the other to contact it, and removes the workers that have left; a proof makes trust
+unnecessary there (``departure``). Who is admitted and who is believed is decided in ``admission`` and ``membership``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
 
-from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.server import ServedCall
+from backhaul._rpc.cluster.admission import Admission
+from backhaul._rpc.cluster.internal_calls import InternalCalls, caller
 from backhaul._rpc.cluster.membership import Membership
 from backhaul._rpc.cluster.membership_table import Standing, WorkerRecord
-from backhaul._rpc.cluster.peers import Peer
+from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._rpc.security.policy import internal
 from backhaul._rpc.security.rate_limits import over_limits
-from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
 from backhaul._wire.messages import pack, unpack
-from backhaul._worker import deadlines
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import BackhaulError
@@ -29,29 +25,31 @@ from backhaul.errors import BackhaulError
 log = logging.getLogger("backhaul")
 
 _MAX_TASKS = 1024  # that wait
-_MAX_SHOWN = 64  # of them, to how many workers one member wants this one to show itself
-_TOLD = 3.0  # seconds that the other, and those who are to show themselves to it, have to hear of it
+_MAX_CONTACTS = 64  # workers that one member may ask this worker to contact, of the tasks that wait
+_CALL_SECONDS = 3.0  # for a member to compare, and for others to hear that they are to contact a member
 
 
 class PartitionHealing:
     """One worker's part in it. Thread-safe."""
 
     def __init__(
-        self, worker: Worker, client: CallClient, graceful_shutdown: GracefulShutdown, membership: Membership
+        self, worker: Worker, peers: Peers, admission: Admission, membership: Membership, calls: InternalCalls
     ) -> None:
         self._worker = worker
-        self._agent = client
-        self._peers = client.peers
-        self._farewell = graceful_shutdown
+        self._peers = peers
+        self._admission = admission
         self._membership = membership
+        self._calls = calls
         self._lock = threading.Lock()  # guards _tasks and _working
-        self._tasks: dict[tuple[str, str], Task] = {}  # what is to be done, and about which incarnation
-        self._working = False  # one after the other: many may meet again at the same time
-        self._peers.regained = self._on_regained
+        self._tasks: dict[tuple[str, str], Task] = {}  # by what to do, and about which incarnation
+        self._working = False  # tasks run one after the other: many members may be regained at the same time
+        peers.on_regained(self.compare_with)
         worker.attach(self)
 
-    def _soon(self, what: str, about: WorkerRecord, task: Task, most: int = _MAX_TASKS) -> None:
-        """Do something, unless ``most`` things of that kind wait, or too many of all kinds."""
+    # Tasks.
+
+    def _submit(self, what: str, about: WorkerRecord, task: Task, most: int = _MAX_TASKS) -> None:
+        """Run a task later, unless ``most`` tasks of that kind wait, or too many of all kinds."""
         with self._lock:
             if len(self._tasks) < _MAX_TASKS and sum(kind == what for kind, _ in self._tasks) < most:
                 self._tasks[what, about.incarnation] = task
@@ -65,97 +63,99 @@ class PartitionHealing:
                 try:
                     self._worker.run(task)
                 except BackhaulError as error:
-                    log.debug("a member that is there again was not told all: %s", error)
+                    log.debug("cannot reconcile with a member that was lost: %s", error)
                 except Exception:
-                    log.exception("a member that is there again was not told all")
+                    log.exception("cannot reconcile with a member that was lost")
 
     def _next(self) -> Task | None:
         with self._lock:
             self._working = bool(self._tasks) and not self._worker.closed
             return self._tasks.pop(next(iter(self._tasks))) if self._working else None
 
-    def _on_regained(self, peer: Peer) -> None:
-        if not self._farewell.started:
-            self._soon("compare", peer.record, functools.partial(self._compare, peer))
+    # Comparing.
+
+    def compare_with(self, peer: Peer) -> None:
+        """A member that was lost can be reached again: compare with it, soon."""
+        if not self._peers.shutting_down:
+            self._submit("compare", peer.record, functools.partial(self._compare, peer))
 
     def _compare(self, peer: Peer) -> None:
         if peer.channel is None:
-            return  # refused, or lost again; to open another would bring us here once more
-        told = (pack(self._peers.standing),)
-        answer = self._agent.call(peer.info, compare, told, None, _TOLD, mode="internal")
+            return  # it refused, or is lost again; opening another channel would only lead here once more
+        answer = self._calls.call(peer, compare, (pack(self._peers.standing),), _CALL_SECONDS)
         if isinstance(answer, bytes):
-            if error := over_limits(self._worker.name, self._worker.options, answer, f"what '{peer.info.name}' knows"):
+            what = f"the list of workers that '{peer.info.name}' knows"
+            if error := over_limits(self._worker.name, self._worker.options, answer, what):
                 raise error
-            self._heed(peer, unpack(answer, Standing))
+            self._reconcile(peer, unpack(answer, Standing))
 
     def compare(self, caller: Peer, standing: Standing) -> Standing:
-        """A member that has found this worker again says whom it knows; returns whom this one does."""
-        self._soon("heed", caller.record, functools.partial(self._heed, caller, standing))
+        """A member that has found this worker again says which workers it knows. Returns which ones this worker
+        knows.
+        """
+        self._submit("reconcile", caller.record, functools.partial(self._reconcile, caller, standing))
         return self._peers.standing
 
-    def _heed(self, caller: Peer, standing: Standing) -> None:
-        """Make up for what either of the two has missed, as far as this worker can."""
+    def _reconcile(self, caller: Peer, standing: Standing) -> None:
+        """Make up for what either of the two missed, as far as this worker can."""
         self._peers.take_proofs(standing.proven)
         self._forget(caller, set(standing.left))
         proven = (left.incarnation for left in standing.proven)
-        self._let_show(caller, {*standing.members, *standing.left, *proven})
+        self._bring_together(caller, {*standing.members, *standing.left, *proven})
 
     def _forget(self, caller: Peer, left: set[str]) -> None:
-        """A member says that these have left, and has no proof."""
+        """A member says, without a proof, that these workers have left."""
         meant = [peer for peer in self._others(caller) if peer.lost and peer.record.incarnation in left]
-        if not self._peers.credulous:
-            meant = [peer for peer in meant if not peer.record.seal]  # the others could have given a proof
+        if not self._admission.trusts_any_member:
+            meant = [peer for peer in meant if not peer.record.seal]  # a worker with a seal would have given a proof
         if meant and self._membership.believes(caller):
             for peer in meant:
                 self._peers.dismiss(peer)
 
-    def _let_show(self, to: Peer, known: set[str]) -> None:
-        """Let those of whom a member has not heard show themselves to it, and it to them: one of the two may believe us
-        where the other does not.
+    def _bring_together(self, member: Peer, known: set[str]) -> None:
+        """Ask the members unknown to ``member`` to contact it, and ask it to contact them: one of the two may believe
+        this worker where the other does not.
         """
-        calls, now = [], self._worker.runtime.now
-        deadline = now() + _TOLD
-        for peer in self._others(to):
-            if peer.record.incarnation in known or peer.lost:
-                continue
-            for asked, shown in ((peer, to), (to, peer)):
-                with contextlib.suppress(BackhaulError):
-                    left, told = max(deadline - now(), 0.001), (pack(shown.record),)
-                    calls.append(self._agent.call_async(asked.info, show, told, None, left, mode="internal"))
-        for call in calls:
-            with contextlib.suppress(BackhaulError):
-                call.wait()
+        asked = (
+            call
+            for peer in self._others(member)
+            if peer.record.incarnation not in known and not peer.lost
+            for call in ((peer, (pack(member.record),)), (member, (pack(peer.record),)))
+        )
+        self._calls.call_each(asked, contact, self._worker.runtime.now() + _CALL_SECONDS)
 
     def _others(self, caller: Peer) -> list[Peer]:
         return [peer for peer in self._peers if peer is not caller and peer is not self._peers.own]
 
-    def show(self, caller: Peer, record: WorkerRecord) -> None:
-        """A member says that the worker of that record has not heard of this one."""
-        what = f"show, as {caller.record.incarnation} says"
-        self._soon(what, record, functools.partial(self._show, caller, record), _MAX_SHOWN)
+    # Contacting.
 
-    def _show(self, caller: Peer, record: WorkerRecord) -> None:
+    def contact(self, caller: Peer, record: WorkerRecord) -> None:
+        """A member says that the worker with that record does not know this one: contact it, soon."""
+        what = f"contact for {caller.record.incarnation}"
+        self._submit(what, record, functools.partial(self._contact, caller, record), _MAX_CONTACTS)
+
+    def _contact(self, caller: Peer, record: WorkerRecord) -> None:
         found = self._peers.in_life(record.id, record.incarnation)
         if found is None and not self._membership.believes(caller):
-            self._peers.approach(record)
+            self._admission.approach(record)
             return
         if found is None:
-            found = self._peers.learn(record)
+            found = self._admission.learn(record)
         if isinstance(found, Peer) and found.channel is None:
-            self._membership.show_to(found, self._peers.patience)
+            self._membership.introduce_to(found, self._peers.connections.answer_seconds)
 
 
 @internal(bytes)
 def compare(standing: bytes) -> bytes:
     """Called by a member that has found this worker again."""
-    answer, partition_healing = deadlines.current.get(), current_worker().part(PartitionHealing)
-    assert isinstance(answer, ServedCall)
-    return pack(partition_healing.compare(answer.peer, unpack(standing, Standing)))
+    member, healing = caller(), current_worker().part(PartitionHealing)
+    assert member is not None
+    return pack(healing.compare(member, unpack(standing, Standing)))
 
 
 @internal(bytes)
-def show(record: bytes) -> None:
-    """Called by a member: another has not heard of this worker."""
-    answer, partition_healing = deadlines.current.get(), current_worker().part(PartitionHealing)
-    assert isinstance(answer, ServedCall)
-    partition_healing.show(answer.peer, unpack(record, WorkerRecord))
+def contact(record: bytes) -> None:
+    """Called by a member: the worker with this record does not know this worker."""
+    member, healing = caller(), current_worker().part(PartitionHealing)
+    assert member is not None
+    healing.contact(member, unpack(record, WorkerRecord))

@@ -1,5 +1,5 @@
-"""How workers find each other: each puts its record into a c10d store and waits for the others'. The store is used
-for addresses (and the secret, where none was given) and for nothing else.
+"""How workers find each other: each puts its record into a c10d store and waits for the records of the others. The
+store holds addresses, and the secret where none was given; nothing else goes through it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from backhaul.errors import RendezvousError
 
 SECRET_VARIABLE = "BACKHAUL_SECRET"
 TLS_VARIABLE = "BACKHAUL_TLS"
-"""Names the folder where ``launch`` has put the certificates of its workers."""
+"""Names the folder where ``launch`` puts the certificates of its workers."""
 
 log = logging.getLogger("backhaul")
 
-_NOTICE = 5.0  # seconds after which a worker says for whom it waits
-_LOOK, _LOOK_FOR_EACH = 0.25, 0.001  # seconds between looks at the store after that, and more for each key
-_CONNECT = 1.0  # seconds for an attempt to connect to the store
-_RUN = 4  # ranks in a row from which on only the first and the last are named
+_NOTICE_SECONDS = 5.0  # after which a worker logs which workers it waits for
+_POLL_SECONDS, _POLL_SECONDS_PER_KEY = 0.25, 0.001  # between queries of the store after that
+_CONNECT_SECONDS = 1.0  # for an attempt to connect to the store
+_MIN_RANGE = 4  # consecutive ranks that are written as a range
 
 _read_record = msgspec.json.Decoder(WorkerRecord)
 
@@ -43,9 +43,9 @@ _read_record = msgspec.json.Decoder(WorkerRecord)
 def open_store(
     rank: int | None, world_size: int | None, options: Options, *, alone: bool = False
 ) -> tuple[Store, int, int]:
-    """The store that ``options.init_method`` names (default: torchrun's environment), our rank and the size.
+    """The store that ``options.init_method`` names (default: torchrun's environment), the worker's rank, and the size.
 
-    ``alone``: the store is there already, and we are not to serve it whatever our rank is.
+    ``alone``: the store exists already, and this worker must not serve it, whatever its rank is.
     """
     rank = _from_environment("RANK", rank)
     world_size = _from_environment("WORLD_SIZE", world_size)
@@ -60,20 +60,20 @@ def open_store(
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(
-                f"init does not know where to meet: set {' and '.join(missing)} (torchrun does), or give "
+                f"init does not know where the workers meet: set {' and '.join(missing)} (torchrun does), or pass "
                 "Options(init_method='tcp://host:port' or 'file:///path'), or a store"
             )
     if method.startswith("file://"):
-        # torch would wait for the folder to appear, and stop every thread of the process meanwhile.
+        # Torch would wait until the folder appears, and stop every thread of the process meanwhile.
         folder = Path(urllib.parse.urlparse(method).path).parent
         if not folder.is_dir():
-            raise RendezvousError(f"cannot meet at {method}: there is no folder {folder}")
+            raise RendezvousError(f"cannot meet at {method}: there is no folder {folder}; create it first")
     return store_at(method, rank, world_size, options.rendezvous_timeout, alone=alone), rank, world_size
 
 
 def store_at(method: str, rank: int, world_size: int, timeout: float, *, alone: bool = False) -> Store:
-    """The store that ``method`` names. Rank 0 serves it, if nobody else does, and does not wait for the others. Raises
-    ``RendezvousError`` if it cannot be reached within ``timeout`` seconds.
+    """The store that ``method`` names. Rank 0 serves it if no other process does, and does not wait for the others.
+    Raises ``RendezvousError`` if the store cannot be reached within ``timeout`` seconds.
     """
     where, deadline = urllib.parse.urlparse(method), time.monotonic() + timeout
     try:
@@ -89,7 +89,7 @@ def store_at(method: str, rank: int, world_size: int, timeout: float, *, alone: 
         limit = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         if alone:
             return TCPStore(host or "", port, is_master=False, timeout=limit)
-        # Torch would let rank 0 wait until the number of clients is right, and could not say who is missing.
+        # With the true world_size, torch would let rank 0 wait for all clients, and could not say which are missing.
         query = "&".join(filter(None, (where.query, f"rank={rank}", "world_size=-1")))
         return _first(rendezvous(where._replace(query=query).geturl(), timeout=limit))
     except (DistError, RuntimeError, OSError) as error:
@@ -104,12 +104,12 @@ def _first(found: Iterator[tuple[Store, int, int]]) -> Store:
 
 @interrupts.waits
 def _await_server(host: str, port: int, timeout: float, why: str) -> None:
-    """Wait until somebody listens there. Torch's store would wait twice as long, and print a stack at each attempt."""
+    """Wait until a process listens there. Torch's store would wait twice as long and print a stack at each attempt."""
     deadline, pause = time.monotonic() + timeout, 0.01
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((host, port), timeout=max(min(left, _CONNECT), 0.001)).close()
+            socket.create_connection((host, port), timeout=max(min(left, _CONNECT_SECONDS), 0.001)).close()
             return
         except OSError as error:
             if time.monotonic() + pause >= deadline:
@@ -118,7 +118,7 @@ def _await_server(host: str, port: int, timeout: float, why: str) -> None:
                     f"waited {timeout:g} s for {where} (rendezvous_timeout){why}; last error: {error}"
                 ) from error
         time.sleep(pause)
-        pause = min(2 * pause, _LOOK)
+        pause = min(2 * pause, _POLL_SECONDS)
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -139,10 +139,16 @@ def _from_environment(name: str, given: int | None) -> int | None:
         raise ValueError(f"the environment's {name} is not a number: {value!r}") from None
 
 
-class StoreMeeting:
-    """One meeting of all workers at a store. A second ``init`` on the same store is a meeting of its own.
+class StoreRendezvous:
+    """One rendezvous of all workers at a store. A second ``init`` on the same store is a rendezvous of its own.
 
-    ``running``: we come to the last one, which is over. ``began``: when the time began that ``timeout`` limits.
+    Args:
+        store: The store.
+        rank: This worker's rank.
+        world_size: How many workers there are.
+        timeout: Seconds to wait for the others.
+        running: This worker looks up the members of the last rendezvous, which is over.
+        began: When the ``timeout`` began; now, if it is None.
     """
 
     def __init__(
@@ -165,7 +171,7 @@ class StoreMeeting:
             if running:
                 times = max(store.add(f"backhaul/times/{other}", 0) for other in range(world_size))
             else:
-                times = store.add(f"backhaul/times/{rank}", 1)  # every worker comes equally often
+                times = store.add(f"backhaul/times/{rank}", 1)  # every worker takes part equally often
         except (DistError, RuntimeError) as error:
             raise RendezvousError(f"the store does not answer: {error}") from error
         self._store = PrefixStore(f"backhaul/{times}", store)
@@ -173,20 +179,20 @@ class StoreMeeting:
             self._store.set(f"here/{rank}", "")
 
     def addresses(self, host: str) -> list[str]:
-        """Where the members of this meeting can be reached from that host."""
+        """The addresses at which the members of this rendezvous can be reached from ``host``."""
         keys = [f"worker/{rank}" for rank in range(self._size) if self._store.check([f"worker/{rank}"])]
         records = [_read_record.decode(self._store.get(key)) for key in keys]
         found = [choose(record, host) for record in records]
         if not any(found):
-            raise RendezvousError("the store knows no members of a running cluster that could be reached from here")
+            raise RendezvousError("the store has no member of a running cluster that can be reached from this host")
         return [address for address in found if address is not None]
 
     def replace(self, record: WorkerRecord) -> None:
-        """Let those who come later find us."""
+        """Put a new record of this worker into the store, so that later workers find it."""
         self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
 
     def agree_on_secret(self, given: bytes | None) -> bytes:
-        """The given secret, else one made by rank 0: whoever can read the store may take part."""
+        """The given secret, or one that rank 0 makes: then any process that can read the store may take part."""
         if given is not None:
             return given
         if self._rank == 0 and not self._running:
@@ -194,7 +200,7 @@ class StoreMeeting:
         return self._get(["secret"], "here")[0]
 
     def exchange(self, record: WorkerRecord) -> list[WorkerRecord]:
-        """Tell the others about us; return everyone's record by rank. Raises ``RendezvousError``."""
+        """Put this worker's record into the store and return all records by rank. Raises ``RendezvousError``."""
         self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
         found = self._get([f"worker/{rank}" for rank in range(self._size)], "worker")
         records = [_read_record.decode(text) for text in found]
@@ -213,44 +219,44 @@ class StoreMeeting:
 def values_of(  # noqa: PLR0917 (each is needed)
     store: Store, keys: list[str], sign: str, size: int, timeout: float, began: float
 ) -> list[bytes]:
-    """The values of all keys, once they are there.
+    """Wait for all keys and return their values.
 
     Args:
-        store: Where they are.
-        keys: Which.
-        sign: Begins the keys that show who is there: ``sign/rank``.
-        size: How many workers there are to be.
+        store: The store.
+        keys: The keys.
+        sign: The keys that show which ranks have come are ``sign/rank``.
+        size: How many workers are expected.
         timeout: Seconds to wait.
-        began: Since when.
+        began: When the ``timeout`` began.
 
     Raises:
-        RendezvousError: They did not come in time. Names the ranks that are missing.
+        RendezvousError: The keys did not come in time. Names the ranks that are missing.
     """
     deadline = began + timeout
     now = time.monotonic()
     try:
-        # At first all at once: a TCP store answers that in one go, however many workers there are.
-        store.wait(keys, datetime.timedelta(seconds=max(min(deadline - now, _NOTICE), 0.001)))
+        # First all keys at once: a TCP store answers that in one message, however many workers there are.
+        store.wait(keys, datetime.timedelta(seconds=max(min(deadline - now, _NOTICE_SECONDS), 0.001)))
         values: list[bytes] = store.multi_get(keys)
         return values
     except (DistError, RuntimeError) as error:
         absent = _absent(store, sign, size)
         if deadline - time.monotonic() > 0 and absent != _GONE:
             log.warning("still waiting for workers: %s; giving up after %g s (rendezvous_timeout)", absent, timeout)
-            return _look_until(store, keys, sign, size, timeout, deadline)
+            return _poll_until(store, keys, sign, size, timeout, deadline)
         raise _not_met(timeout, absent) from error
 
 
-def _look_until(  # noqa: PLR0917 (those of values_of)
+def _poll_until(  # noqa: PLR0917 (those of values_of)
     store: Store, keys: list[str], sign: str, size: int, timeout: float, deadline: float
 ) -> list[bytes]:
-    """Look now and then: unlike a wait in the store, that can be interrupted, and prints nothing."""
+    """Query the store at intervals. Unlike a wait in the store, that can be interrupted and prints nothing."""
     try:
         while not store.check(keys):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise _not_met(timeout, _absent(store, sign, size))
-            time.sleep(min(_LOOK + _LOOK_FOR_EACH * len(keys), left))
+            time.sleep(min(_POLL_SECONDS + _POLL_SECONDS_PER_KEY * len(keys), left))
         values: list[bytes] = store.multi_get(keys)
         return values
     except (DistError, RuntimeError) as error:
@@ -267,7 +273,7 @@ def _not_met(timeout: float, absent: str) -> RendezvousError:
 
 
 def _absent(store: Store, sign: str, size: int) -> str:
-    """Who has not come, for people."""
+    """Which ranks have not come, for people."""
     try:
         missing = [rank for rank in range(size) if not store.check([f"{sign}/{rank}"])]
     except (DistError, RuntimeError):
@@ -287,7 +293,7 @@ def _listed(ranks: Sequence[int]) -> str:
     found: list[str] = []
     for _, run in itertools.groupby(enumerate(ranks), lambda item: item[1] - item[0]):
         row = [rank for _, rank in run]
-        found += [f"{row[0]}-{row[-1]}"] if len(row) >= _RUN else map(str, row)
+        found += [f"{row[0]}-{row[-1]}"] if len(row) >= _MIN_RANGE else map(str, row)
     return ", ".join(found)
 
 
@@ -297,18 +303,18 @@ def secret_of(options: Options) -> bytes | None:
     if secret is None:
         return None
     if not secret:
-        raise ValueError("the cluster secret is empty")
+        raise ValueError(f"the cluster secret is empty: set {SECRET_VARIABLE} or Options(secret=...), or unset both")
     return secret.encode() if isinstance(secret, str) else secret
 
 
 def credentials_of(options: Options, rank: int) -> Credentials | None:
-    """What this worker proves itself with over TCP; None: it has nothing, and TCP is plain."""
+    """The certificate and key of this worker for TCP; None: it has none, and TCP is not encrypted."""
     if options.tls != "auto":
         return None if options.tls is None else Credentials(options.tls)
     folder = os.environ.get(TLS_VARIABLE)
     if folder is None:
         raise ValueError(
-            "tls='auto' is for workers that backhaul.launch starts, which makes their certificates; others need "
+            "tls='auto' is for workers that backhaul.launch starts and makes certificates for; other workers need "
             "Options(tls=Tls(certificate=..., key=..., authority=...))"
         )
     return Credentials(files_of(Path(folder), rank))

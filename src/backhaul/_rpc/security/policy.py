@@ -1,7 +1,8 @@
-"""Who may call what on a worker that does not trust the others. Pure: names in, functions or refusals out.
+"""Decides which functions a peer may call on a worker that does not trust others. Pure: names in, functions or
+refusals out.
 
-*Exposed* functions are the program's, *internal* ones our own: what layers above call on each other by name. Both are
-registered when they are defined, and belong to the process; a policy is one worker's.
+*Exposed* functions are the program's. *Internal* functions are Backhaul's own: layers call them on other workers by
+name. Both are registered when they are defined and belong to the process; a policy belongs to one worker.
 """
 
 from __future__ import annotations
@@ -11,13 +12,25 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
-from backhaul._rpc.cluster.peers import Peer
+from backhaul._types import WorkerInfo
 from backhaul._wire.callables import label_of, name_of
 from backhaul.errors import PermissionDeniedError, SerializationError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Callee(Protocol):
+    """What the policy needs to know of the worker that is called."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing may be pickled between it and this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +38,9 @@ class Exposed:
     """A function that others may call.
 
     Attributes:
-        name: What they call it by.
-        function: Itself.
-        to: Patterns of the workers that may; empty: all.
+        name: The name by which they call it.
+        function: The function.
+        to: Patterns of the names of workers that may call it; empty: all may.
     """
 
     name: str
@@ -48,15 +61,15 @@ def expose(function: Any = None, *, name: str | None = None, to: Sequence[str] =
     """Let others call a function on workers of this process that do not trust them (``Options(trusted=False)``).
 
     A decorator, with or without arguments; ``bh.expose(torch.add)`` works as well. The function itself is not changed.
-    Callers name it by itself if they can import it, or by its name: ``bh.rpc_sync("server", "predict", args=...)``.
+    Callers pass the function if they can import it, or its name: ``bh.rpc_sync("server", "predict", args=...)``.
 
-    Whoever exposes a function answers for what it does with any arguments of plain data and tensors.
+    An exposed function must be safe with any arguments of plain data and tensors.
 
     Args:
         function: Any callable.
-        name: What callers may call it instead of by the function; needed where they cannot import it.
-        to: Patterns (as of ``fnmatch``) of the names of workers that may call it. Default: all. Names are as good as
-            the certificates behind them, see ``Tls.names``.
+        name: A name that callers may use; needed where they cannot import the function.
+        to: Patterns (as of ``fnmatch``) of the names of workers that may call it. Default: all. A name is only as
+            reliable as the certificate behind it, see ``Tls.names``.
 
     Example:
         >>> import torch, backhaul as bh
@@ -74,26 +87,26 @@ def expose(function: Any = None, *, name: str | None = None, to: Sequence[str] =
     if isinstance(to, str):
         raise TypeError(f"to is a list of patterns, not {to!r}")
     if name is not None and (not name or ":" in name):
-        raise ValueError(f"{name!r} is no name for a function: it must not be empty, or have a colon")
+        raise ValueError(f"{name!r} is no name for a function: a name must not be empty or contain a colon")
     found = name or _future_name(function) or name_of(function, main_shared=True)
     if found is None:
-        raise ValueError(f"{label_of(function)} cannot be found by its name in its module: give it one with name=...")
+        raise ValueError(f"{label_of(function)} cannot be found by its name in its module: pass name=...")
     if (other := _exposed.get(found)) is not None and not _same(other.function, function):
-        raise ValueError(f"another function is exposed as {found!r} already")
+        raise ValueError(f"another function is exposed as {found!r} already: pass another name=...")
     _exposed[found] = Exposed(found, function, tuple(to))
     _names[function] = found
     return function
 
 
 def _future_name(function: Any) -> str | None:
-    """What ``name_of`` will say of a function or class that is just being defined."""
+    """What ``name_of`` will return for a function or class that is being defined right now."""
     if isinstance(function, (types.FunctionType, type)) and "<" not in function.__qualname__:
         return f"{function.__module__}:{function.__qualname__}"
     return None
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether one is the other, or the other loaded again."""
+    """Whether both are the same function, or one is the other after a reload of its module."""
     where = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (one, other)]
     return one is other or where[0] == where[1]
 
@@ -104,7 +117,9 @@ def find_exposed(name: str) -> Exposed | None:
 
 
 def internal(*kinds: type) -> Callable[[F], F]:
-    """Let members call one of our own functions even where they are not trusted, with arguments of just these types."""
+    """Let members call one of Backhaul's own functions even where they are not trusted. The arguments must have exactly
+    these types.
+    """
 
     def register(function: F) -> F:
         @functools.wraps(function)
@@ -121,12 +136,15 @@ def internal(*kinds: type) -> Callable[[F], F]:
 
 
 def find_internal(name: str) -> Callable[..., Any] | None:
-    """The function of our own that has that name."""
+    """The internal function with that name."""
     return _internal.get(name)
 
 
-def name_for(peer: Peer, function: Any, found: str | None) -> str | None:
-    """What to call ``function`` in a request, if not by the name under which it was ``found``; None: send it itself."""
+def name_for(peer: Callee, function: Any, found: str | None) -> str | None:
+    """The name of ``function`` in a request to ``peer``; None: send the function itself.
+
+    ``found``: the name under which the peer can import it; None if it cannot.
+    """
     if isinstance(function, str):
         return function
     if not peer.plain:
@@ -138,8 +156,8 @@ def name_for(peer: Peer, function: Any, found: str | None) -> str | None:
     if name is None:
         raise SerializationError(
             f"{label_of(function)} has no name that worker '{peer.info.name}' knows, and functions are not sent "
-            "between workers one of which does not trust the other (trusted=False): let that worker expose it, and "
-            "call it by its name",
+            "between workers of which one does not trust the other (trusted=False): expose it on that worker and call "
+            "it by its name",
             worker=peer.info.name,
             path="function",
         )
@@ -147,27 +165,27 @@ def name_for(peer: Peer, function: Any, found: str | None) -> str | None:
 
 
 class Policy:
-    """What one worker lets others call."""
+    """The functions that one worker lets others call."""
 
     def __init__(self, worker: str, allow: Mapping[str, Sequence[str]] | None) -> None:
         self._worker = worker
         self._allow = None if allow is None else [(caller, tuple(functions)) for caller, functions in allow.items()]
 
     def find(self, name: str, caller: str) -> Callable[..., Any]:
-        """The function of that name, for ``caller``. Raises ``PermissionDeniedError``."""
+        """The function with that name, if ``caller`` may call it. Raises ``PermissionDeniedError``."""
         if (own := _internal.get(name)) is not None:
             return own
         exposed = _exposed.get(name)
         if exposed is None:
             if name.startswith("backhaul."):
-                what = "it takes no references, remote modules, optimizers or profiles"
+                what = "that worker accepts no references, remote modules, optimizers or profiles"
             else:
                 what = "it is not exposed there (see backhaul.expose)"
             raise self._denied(name, caller, what)
         if exposed.to and not _matches(caller, exposed.to):
-            raise self._denied(name, caller, f"it is exposed to {', '.join(exposed.to)} alone")
+            raise self._denied(name, caller, f"it is exposed only to {', '.join(exposed.to)}")
         if self._allow is not None and not self._allows(name, caller):
-            raise self._denied(name, caller, "Options(allow=...) there does not say so")
+            raise self._denied(name, caller, "Options(allow=...) there does not allow it")
         return exposed.function
 
     def _allows(self, name: str, caller: str) -> bool:

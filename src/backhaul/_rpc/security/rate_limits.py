@@ -1,4 +1,4 @@
-"""How much one peer may ask of a worker at once. Pure but for a lock: counts in, refusals out."""
+"""Limits how much one peer may ask of a worker at once. Pure except for a lock: counts in, refusals out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backhaul._wire.memory import Buffer
 from backhaul._wire.value_count import LEVELS, Bounds, excess, most_buffers
 from backhaul.errors import LimitError
 
-_UNTRUSTED = {
+_UNTRUSTED_DEFAULTS = {
     "max_tensors": 1 << 14,
     "max_calls": 1 << 10,
     "max_bytes_in_flight": 1 << 30,
@@ -22,7 +22,7 @@ _UNTRUSTED = {
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """The limits that hold on one worker; None: none. See ``Options``."""
+    """The limits of one worker; None: no limit. See ``Options``."""
 
     tensors: int | None
     calls: int | None
@@ -32,21 +32,21 @@ class RateLimits:
 
     @classmethod
     def of(cls, options: Options) -> RateLimits:
-        """Those that are given, and where peers are not trusted the defaults."""
+        """The limits in the options; where peers are not trusted, the defaults fill in what is not given."""
         tensors, calls, nbytes, contexts = (
             getattr(options, field) if options.trusted or getattr(options, field) is not None else default
-            for field, default in _UNTRUSTED.items()
+            for field, default in _UNTRUSTED_DEFAULTS.items()
         )
         return cls(tensors, calls, nbytes, contexts, options.value_limit)
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """Whether there is any limit."""
         return any(limit is not None for limit in (self.values, self.tensors, self.calls, self.nbytes, self.contexts))
 
 
 def beyond(worker: str, limit: str, option: str, value: int, asked: str) -> LimitError:
-    """The error of a peer that asked for too much."""
+    """The error for a peer that asked for too much."""
     return LimitError(
         f"worker '{worker}' refused: {asked}, and its limit is {value} {limit} (Options.{option} there)",
         worker=worker,
@@ -60,15 +60,15 @@ _COUNTED = {"max_values": "values in one message", "max_depth": "levels of nesti
 
 
 def bounds_of(options: Options) -> Bounds | None:
-    """What a worker tells others about the messages that it takes; None: it takes any."""
-    quotas = RateLimits.of(options)
-    if quotas.values is None and quotas.tensors is None:
+    """What a worker tells others about the messages that it accepts; None: it accepts any."""
+    limits = RateLimits.of(options)
+    if limits.values is None and limits.tensors is None:
         return None
-    return Bounds(quotas.values or 0, options.max_depth if quotas.values else 0, quotas.tensors or 0)
+    return Bounds(limits.values or 0, options.max_depth if limits.values else 0, limits.tensors or 0)
 
 
 def over_limits(worker: str, options: Options, body: Buffer, what: str) -> LimitError | None:
-    """Why a worker does not decode a message: it has too many values, or they are nested too deep. None: it may."""
+    """The reason not to decode a message: it has too many values, or they are nested too deeply. None: decode it."""
     values, depth = options.value_limit, options.max_depth
     option = "" if values is None else excess(body, values, depth + LEVELS)
     if values is None or not option:
@@ -78,7 +78,7 @@ def over_limits(worker: str, options: Options, body: Buffer, what: str) -> Limit
 
 
 def over_bounds(frame: Frame, bounds: Bounds, worker: str, what: Callable[[], str]) -> LimitError | None:
-    """Why a frame, which ``what`` describes, is not sent: the worker that it is for would refuse it. None: it may."""
+    """The reason not to send a frame: its receiver would refuse it. None: send it. ``what`` describes the frame."""
     option, value = "", 0
     if bounds.values > 0:
         option = excess(frame.body, bounds.values, bounds.depth + LEVELS)
@@ -99,26 +99,28 @@ def over_bounds(frame: Frame, bounds: Bounds, worker: str, what: Callable[[], st
 
 
 class PeerUsage:
-    """What the peers of one worker have under way there. Thread-safe."""
+    """The calls that peers have under way on one worker. Thread-safe."""
 
-    def __init__(self, worker: str, quotas: RateLimits) -> None:
+    def __init__(self, worker: str, limits: RateLimits) -> None:
         self._worker = worker
-        self._quotas = quotas
-        self._lock = threading.Lock()  # guards the table
-        self._open: dict[int, tuple[int, int]] = {}  # peer -> its calls, and their bytes
+        self._limits = limits
+        self._lock = threading.Lock()  # guards _open
+        self._open: dict[int, tuple[int, int]] = {}  # by peer: the number of its calls, and their bytes
 
     def take(self, peer: int, name: str, nbytes: int, *, must: bool = False) -> None:
-        """A call came. Raises ``LimitError`` unless it ``must`` be taken, and counts nothing then."""
-        quotas = self._quotas
+        """Count a call that came. Raises ``LimitError`` if it exceeds a limit, and does not count it then. A call that
+        ``must`` be served is counted and never refused.
+        """
+        limits = self._limits
         with self._lock:
             calls, held = self._open.get(peer, (0, 0))
-            if quotas.calls is not None and calls >= quotas.calls and not must:
+            if limits.calls is not None and calls >= limits.calls and not must:
                 asked = f"'{name}' has {calls} calls under way there"
-                raise beyond(self._worker, "calls of one peer at once", "max_calls", quotas.calls, asked)
-            if quotas.nbytes is not None and calls and held + nbytes > quotas.nbytes and not must:
+                raise beyond(self._worker, "calls of one peer at once", "max_calls", limits.calls, asked)
+            if limits.nbytes is not None and calls and held + nbytes > limits.nbytes and not must:
                 asked = f"'{name}' has calls of {held} bytes under way there and sent another of {nbytes}"
                 raise beyond(
-                    self._worker, "bytes of one peer's calls at once", "max_bytes_in_flight", quotas.nbytes, asked
+                    self._worker, "bytes of one peer's calls at once", "max_bytes_in_flight", limits.nbytes, asked
                 )
             self._open[peer] = calls + 1, held + nbytes
 
@@ -133,6 +135,6 @@ class PeerUsage:
 
     @property
     def calls(self) -> int:
-        """How many are under way."""
+        """How many calls are under way."""
         with self._lock:
             return sum(calls for calls, _ in self._open.values())

@@ -1,4 +1,8 @@
-"""Graceful shutdown: carries the orders of ``quiesce`` out over the channels."""
+"""Graceful shutdown of the whole cluster: exchanges the messages that ``termination`` asks for.
+
+The leader is the member with the lowest id that can be reached. All members tell it that they are ready; it asks for
+tallies until nothing is under way anywhere, and then allows all of them to exit.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +25,32 @@ from backhaul.errors import AuthenticationError, PeerLostError, ShutdownTimeoutE
 
 log = logging.getLogger("backhaul")
 
-_PAUSE = 0.1  # seconds before a leader to which a channel was lost is told again
-_PARTING = 2.0  # seconds the leader gives the others to hear that it is over
+_RETRY_SECONDS = 0.1  # before a worker to which a channel was lost is contacted again
+_PARTING_SECONDS = 2.0  # that the leader gives the others to hear that all may exit
+
+Instruction = RequestTallies | AllowExit | None
 
 
 class GracefulShutdown:
     """One worker's part in a graceful shutdown. Thread-safe.
 
-    The leader is the member with the lowest id that can be reached. Every worker keeps a
-    ``TerminationDetector``, but only the one
-    to which all others say that they are ready gets to use it.
+    Every worker keeps a ``TerminationDetector``, but only the leader's gets to hear of all members.
     """
 
     def __init__(self, worker: Worker, client: CallClient, server: CallServer) -> None:
         self._worker = worker
-        self._agent = client
-        self._dispatcher = server
+        self._client = client
+        self._server = server
+        self._peers = client.peers
         members = {peer.record.id for peer in client.peers}
-        self._own = int(worker.info.id)
-        self._names = {peer.record.id: peer.info.name for peer in client.peers}  # of all that ever were
-        self._leader: int | None = None  # whom this worker has told that it is ready
-        self._lock = threading.Lock()  # guards _roundup and _present
-        self._roundup = TerminationDetector(members)
-        self._present = members - {self._own}  # who has not left
-        self._dismissed = worker.runtime.one_shot()
-        self._alone = worker.runtime.one_shot()  # the leader's: all others have left
-        self._mute: set[int] = set()  # members that did not answer
-        self.started = False
+        self._names = {peer.record.id: peer.info.name for peer in client.peers}  # of all workers that ever were members
+        self._leader: int | None = None  # the member to which this worker reports
+        self._lock = threading.Lock()  # guards _detector and _present
+        self._detector = TerminationDetector(members)
+        self._present = members - {self._peers.own.record.id}  # members that have not exited
+        self._may_exit = worker.runtime.one_shot()
+        self._alone = worker.runtime.one_shot()  # on the leader: all others have exited
+        self._unanswered: set[int] = set()  # members that did not answer, and did not refuse either
         worker.on_frame(Kind.READY, self._on_ready)
         worker.on_frame(Kind.COUNT, self._on_count)
         worker.on_frame(Kind.TALLY, self._on_tally)
@@ -58,100 +61,140 @@ class GracefulShutdown:
     def wait(self, timeout: float) -> None:
         """Return when every worker is done. Raises ``ShutdownTimeoutError`` after ``timeout`` seconds."""
         deadline = self._worker.runtime.now() + timeout
-        self.started = True
+        self._peers.shutting_down = True
         self._report(deadline)
-        if not self._dismissed.wait(deadline - self._worker.runtime.now()):
-            raise self._too_late(timeout)
-        if self._leader == self._own and self._present:
-            self._alone.wait(min(_PARTING, max(deadline - self._worker.runtime.now(), 0.0)))
+        if not self._may_exit.wait(deadline - self._worker.runtime.now()):
+            raise self._timed_out(timeout)
+        if self._leader == self._peers.own.record.id and self._present:
+            self._alone.wait(min(_PARTING_SECONDS, max(deadline - self._worker.runtime.now(), 0.0)))
+
+    def _timed_out(self, timeout: float) -> ShutdownTimeoutError:
+        waited = f"worker '{self._worker.name}' waited {timeout:g} s"
+        if self._leader not in (None, self._peers.own.record.id):
+            leader = self._names[self._leader]
+            why = f"{waited} for worker '{leader}' to say that everyone is done"
+            return ShutdownTimeoutError(why, worker=self._worker.name, waiting_for=(leader,))
+        with self._lock:
+            names = tuple(self._names[member] for member in sorted(self._detector.waiting_for))
+        why = f"{waited} for everyone to be done; still at work: {', '.join(names)}"
+        return ShutdownTimeoutError(why, worker=self._worker.name, waiting_for=names)
+
+    # Reporting to the leader.
 
     def _report(self, deadline: float) -> None:
-        """Say to the leader that this worker is ready."""
+        """Tell the leader that this worker is ready."""
         tried: dict[int, Peer] = {}
         leader = self._find_leader(tried, deadline)
-        # In this order; who hears of a newcomer looks for the leader. So one of the two sees the other.
+        # In this order: a thread that hears of a joiner compares it with _leader. So one of the two threads sees what
+        # the other has done.
         self._leader = leader.record.id
-        lower = [peer for peer in self._agent.peers if peer.record.id < leader.record.id]
+        lower = [peer for peer in self._peers if peer.record.id < leader.record.id]
         if any(tried.get(peer.record.id) is not peer for peer in lower):
-            self._report(deadline)  # another has come in the place of one that could not be reached
+            self._report(deadline)  # another worker has come in the place of one that could not be reached
             return
-        if leader is not self._agent.peers.own:
+        if leader is not self._peers.own:
             self._send(leader, Frame(Kind.READY), deadline)
             return
-        for peer in self._agent.peers:  # open a channel to everyone, so that we learn of losses
-            if peer.record.id not in tried and peer is not self._agent.peers.own:
-                self._worker.thread_pool.submit(functools.partial(self._meet, peer, deadline))
-        for who in tried:
-            self._gone(who, "it cannot be reached")
-        self._send(self._agent.peers.own, Frame(Kind.READY), deadline)
+        for peer in self._peers:  # open a channel to every member, so that the leader hears of losses
+            if peer.record.id not in tried and peer is not self._peers.own:
+                self._worker.thread_pool.submit(functools.partial(self._open_channel, peer, deadline))
+        for member in tried:
+            self._on_gone(member, "it cannot be reached")
+        self._send(self._peers.own, Frame(Kind.READY), deadline)
 
     def _find_leader(self, tried: dict[int, Peer], deadline: float) -> Peer:
-        for peer in self._agent.peers:
-            if peer is self._agent.peers.own:
+        """The member with the lowest id that can be reached, or that did not answer: such a member may still come."""
+        for peer in self._peers:
+            if peer is self._peers.own:
                 break
             tried[peer.record.id] = peer
-            if self._reach(peer, deadline) is not None or self._silent(peer):
+            if self._reach(peer, deadline) is not None or peer.record.id in self._unanswered:
                 return peer
-        return self._agent.peers.own
+        return self._peers.own
 
-    def _silent(self, peer: Peer) -> bool:
-        """Whether a worker that was not reached did not refuse either: it may yet come."""
-        return peer.record.id in self._mute
-
-    def _too_late(self, timeout: float) -> ShutdownTimeoutError:
-        if self._leader not in (None, self._own):
-            leader = self._names[self._leader]
-            return ShutdownTimeoutError(
-                f"worker '{self._worker.name}' waited {timeout:g} s for worker '{leader}' to say that everyone is done",
-                worker=self._worker.name,
-                waiting_for=(leader,),
-            )
-        with self._lock:
-            names = tuple(self._names[who] for who in sorted(self._roundup.waiting_for))
-        return ShutdownTimeoutError(
-            f"worker '{self._worker.name}' waited {timeout:g} s for everyone to be done; still at work: "
-            f"{', '.join(names)}",
-            worker=self._worker.name,
-            waiting_for=names,
-        )
-
-    def _on_change(self, what: str, peer: Peer, reason: str) -> None:
-        """Members come and go while some wait for all to be done."""
-        who = peer.record.id
-        if what == "joined":
-            with self._lock:
-                self._names[who] = peer.info.name
-                if not self._roundup.over:
-                    self._roundup.joined(who)
-                    self._present.add(who)
-                leader = self._leader
-            if self.started and leader is not None and who < leader and not self._dismissed.opened:
-                self._follow()  # the others may have heard of it earlier, and report to it
-        elif what in ("left", "replaced"):
-            with self._lock:
-                self._present.discard(who)
-                order = self._roundup.gone(who)
-                follow = self.started and self._leader == who
-            # Not here: who tells us has locks.
-            if order is not None:
-                self._worker.thread_pool.submit(functools.partial(self._carry_out, order))
-            if follow:
-                self._follow()
-
-    def _follow(self) -> None:
+    def _report_again(self) -> None:
         """There is another leader: report to it."""
         deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
         self._worker.thread_pool.submit(functools.partial(self._report, deadline))
 
+    # Members come and go.
+
+    def _on_change(self, what: str, peer: Peer, reason: str) -> None:
+        """Members may come and go while some wait for all to be done."""
+        member = peer.record.id
+        if what == "joined":
+            with self._lock:
+                self._names[member] = peer.info.name
+                if not self._detector.over:
+                    self._detector.joined(member)
+                    self._present.add(member)
+                leader = self._leader
+            if self._peers.shutting_down and leader is not None and member < leader and not self._may_exit.opened:
+                self._report_again()  # other members may have heard of it earlier, and report to it
+        elif what in ("left", "replaced"):
+            with self._lock:
+                self._present.discard(member)
+                instruction = self._detector.gone(member)
+                lost_leader = self._peers.shutting_down and self._leader == member
+            # On another thread: the caller of this listener holds locks.
+            if instruction is not None:
+                self._worker.thread_pool.submit(functools.partial(self._carry_out, instruction))
+            if lost_leader:
+                self._report_again()
+
+    def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
+        """A channel is lost. The worker may still be there: find out after a pause, since it may lose several."""
+        if peer.gone:
+            return
+        refused = reason.startswith("refused: ")  # the worker is there, and will not accept this one
+        if self._leader == peer.record.id and not self._may_exit.opened and not refused:
+            deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
+            self._retry(functools.partial(self._send, peer, Frame(Kind.READY), deadline))
+        elif self._leader == self._peers.own.record.id and not self._detector.over and not refused:
+            self._retry(functools.partial(self._look_for, peer, reason))
+        else:
+            self._on_gone(peer.record.id, reason)
+
+    def _retry(self, task: Task) -> None:
+        at = self._worker.runtime.now() + _RETRY_SECONDS
+        self._worker.thread_pool.call_at(at, functools.partial(self._worker.thread_pool.submit, task))
+
+    def _look_for(self, peer: Peer, reason: str) -> None:
+        """On the leader: see whether a worker to which a channel was lost is still there, and repeat what it missed."""
+        if self._reach(peer, self._worker.runtime.now() + self._worker.options.connect_timeout) is None:
+            self._on_gone(peer.record.id, reason)
+            return
+        with self._lock:
+            instruction = self._detector.again(peer.record.id)
+        self._carry_out(instruction)
+
+    def _on_gone(self, member: int, reason: str) -> None:
+        if self._leader == member and not self._may_exit.wait(0):
+            log.warning("worker '%s' is gone (%s): not waiting for the others", self._names[member], reason)
+            self._may_exit.open()
+        if self._leader != self._peers.own.record.id:
+            return
+        with self._lock:
+            if member not in self._present:
+                return
+            self._present.discard(member)
+            early = not self._detector.over
+            instruction = self._detector.gone(member)
+            if not self._present:
+                self._alone.open()
+        if early:
+            log.warning("worker '%s' is gone before everyone was done: %s", self._names[member], reason)
+        self._carry_out(instruction)
+
     # Frames.
 
     def _on_ready(self, channel: Channel, frame: Frame) -> Task | None:
-        return self._advance(channel, lambda termination, who: termination.ready(who))
+        return self._advance(channel, lambda detector, member: detector.ready(member))
 
     def _on_tally(self, channel: Channel, frame: Frame) -> Task | None:
         tally = unpack(frame.body, CallTally)
         return self._advance(
-            channel, lambda termination, who: termination.counted(who, tally.wave, tally.sent, tally.served)
+            channel, lambda detector, member: detector.counted(member, tally.wave, tally.sent, tally.served)
         )
 
     def _on_count(self, channel: Channel, frame: Frame) -> Task | None:
@@ -160,105 +203,61 @@ class GracefulShutdown:
             return None
 
         def answer() -> None:
-            tally = CallTally(wave, self._agent.sent, self._dispatcher.served)
-            with contextlib.suppress(ChannelClosedError):  # if the leader is there it asks again
+            tally = CallTally(wave, self._client.sent, self._server.served)
+            with contextlib.suppress(ChannelClosedError):  # if the leader is still there, it asks again
                 channel.send(Frame(Kind.TALLY, 0, pack(tally)), timeout=0)
 
-        return functools.partial(self._agent.when_idle, answer)
+        return functools.partial(self._client.when_idle, answer)
 
     def _on_leave(self, channel: Channel, frame: Frame) -> None:
         if self._is_leader(channel):
-            self._dismissed.open()
+            self._may_exit.open()
 
     def _is_leader(self, channel: Channel) -> bool:
-        """Whether the one who may ask and dismiss is at the other end."""
-        peer = self._agent.peers.of(channel)
+        """Whether the leader is at the other end. Only the leader may ask for tallies and allow to exit."""
+        peer = self._peers.of(channel)
         return peer is not None and peer.record.id == self._leader
 
-    def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        if peer.gone:
-            return
-        refused = reason.startswith("refused: ")  # it is there and does not listen to us, nor will it
-        if self._leader == peer.record.id and not self._dismissed.opened and not refused:
-            # Perhaps only the channel is gone: see whether the leader is still there. If one after the other is, not
-            # without a pause.
-            now = self._worker.runtime.now()
-            again = functools.partial(self._send, peer, Frame(Kind.READY), now + self._worker.options.connect_timeout)
-            self._worker.thread_pool.call_at(now + _PAUSE, functools.partial(self._worker.thread_pool.submit, again))
-        elif self._leader == self._own and not self._roundup.over and not refused:
-            look = functools.partial(self._look_for, peer, reason)  # the same
-            self._worker.thread_pool.call_at(
-                self._worker.runtime.now() + _PAUSE, functools.partial(self._worker.thread_pool.submit, look)
-            )
-        else:
-            self._gone(peer.record.id, reason)
+    # Instructions of the detector.
 
-    def _look_for(self, peer: Peer, reason: str) -> None:
-        """The leader's: see whether a worker to which a channel was lost is still there, and tell it what it missed."""
-        if self._reach(peer, self._worker.runtime.now() + self._worker.options.connect_timeout) is None:
-            self._gone(peer.record.id, reason)
-            return
-        with self._lock:
-            order = self._roundup.again(peer.record.id)
-        self._carry_out(order)
-
-    def _gone(self, who: int, reason: str) -> None:
-        if self._leader == who and not self._dismissed.wait(0):
-            log.warning("worker '%s' is gone (%s): not waiting for the others", self._names[who], reason)
-            self._dismissed.open()
-        if self._leader != self._own:
-            return
-        with self._lock:
-            if who not in self._present:
-                return
-            self._present.discard(who)
-            early = not self._roundup.over
-            order = self._roundup.gone(who)
-            if not self._present:
-                self._alone.open()
-        if early:
-            log.warning("worker '%s' is gone before everyone was done: %s", self._names[who], reason)
-        self._carry_out(order)
-
-    # Orders.
-
-    def _advance(
-        self, channel: Channel, event: Callable[[TerminationDetector, int], RequestTallies | AllowExit | None]
-    ) -> Task | None:
-        peer = self._agent.peers.of(channel)
+    def _advance(self, channel: Channel, event: Callable[[TerminationDetector, int], Instruction]) -> Task | None:
+        peer = self._peers.of(channel)
         if peer is None:
             return None
         with self._lock:
-            order = event(self._roundup, peer.record.id)
-        return None if order is None else functools.partial(self._carry_out, order)
+            instruction = event(self._detector, peer.record.id)
+        return None if instruction is None else functools.partial(self._carry_out, instruction)
 
-    def _carry_out(self, order: RequestTallies | AllowExit | None) -> None:
-        if order is None:
+    def _carry_out(self, instruction: Instruction) -> None:
+        if instruction is None:
             return
-        frame = (
-            Frame(Kind.COUNT, 0, pack(Count(order.wave))) if isinstance(order, RequestTallies) else Frame(Kind.LEAVE)
-        )
+        if isinstance(instruction, RequestTallies):
+            frame = Frame(Kind.COUNT, 0, pack(Count(instruction.wave)))
+        else:
+            frame = Frame(Kind.LEAVE)
         deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
-        peers = {peer.record.id: peer for peer in self._agent.peers}
-        for who in sorted(order.to, key=lambda who: (who == self._own, who)):  # the leader itself last
-            if who in peers:
-                self._send(peers[who], frame, deadline)
+        peers = {peer.record.id: peer for peer in self._peers}
+        for member in sorted(
+            instruction.to, key=lambda member: (member == self._peers.own.record.id, member)
+        ):  # the leader last
+            if member in peers:
+                self._send(peers[member], frame, deadline)
 
-    def _meet(self, peer: Peer, deadline: float) -> None:
+    def _send(self, peer: Peer, frame: Frame, deadline: float) -> None:
+        channel = self._reach(peer, deadline)
+        with contextlib.suppress(ChannelClosedError):  # _on_lost hears of it
+            if channel is not None:
+                channel.send(frame, timeout=0)
+
+    def _open_channel(self, peer: Peer, deadline: float) -> None:
         self._reach(peer, deadline)
 
     def _reach(self, peer: Peer, deadline: float) -> Channel | None:
         try:
-            return self._agent.peers.channel_to(peer, max(deadline - self._worker.runtime.now(), 0.001))
+            return self._peers.channel_to(peer, max(deadline - self._worker.runtime.now(), 0.001))
         except (PeerLostError, AuthenticationError) as error:
-            if isinstance(error.__cause__, TimeoutError):  # one that does not answer may yet come
-                self._mute.add(peer.record.id)
+            if isinstance(error.__cause__, TimeoutError):  # it does not answer, and may still come
+                self._unanswered.add(peer.record.id)
             else:
-                self._gone(peer.record.id, str(error))
+                self._on_gone(peer.record.id, str(error))
             return None
-
-    def _send(self, peer: Peer, frame: Frame, deadline: float) -> None:
-        channel = self._reach(peer, deadline)
-        with contextlib.suppress(ChannelClosedError):  # its loss is told, and dealt with then
-            if channel is not None:
-                channel.send(frame, timeout=0)

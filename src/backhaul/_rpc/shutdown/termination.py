@@ -1,11 +1,12 @@
-"""When is everyone done? Pure logic of a graceful shutdown, as the leader (the lowest id) sees it.
+"""Detects that all workers are done. Pure logic of a graceful shutdown, as the leader (the lowest id) sees it.
 
 1. Every worker says READY when its program has called ``shutdown``.
-2. When all are ready, the leader asks for a tally of calls sent and served; each answers when it is idle.
-3. If two tallies in a row are the same, nothing happened between them, so nothing is under way anywhere: all may leave.
-   (One is not enough: a worker that was idle when asked may since have been called by one that was not.)
+2. When all are ready, the leader asks for a tally of calls sent and served. Each worker answers when it is idle.
+3. If two tallies in a row are the same, nothing happened between them, so nothing is under way anywhere: all may exit.
+   One tally is not enough: a worker that was idle when asked may since have been called by a worker that was not.
 
-Workers that are lost count as gone, and counting begins anew. If only a channel was, what is missing is asked again.
+Workers that are lost count as gone, and counting begins again. If only a channel was lost, the leader repeats what is
+unanswered.
 """
 
 from __future__ import annotations
@@ -24,36 +25,40 @@ class RequestTallies:
 
 @dataclass(frozen=True, slots=True)
 class AllowExit:
-    """Send LEAVE to these workers; it is over."""
+    """Send LEAVE to these workers: the shutdown is complete."""
 
     to: frozenset[int]
 
 
 class TerminationDetector:
-    """Events in, instructions out."""
+    """Events in, instructions out.
+
+    Attributes:
+        over: Whether all may exit.
+    """
 
     def __init__(self, members: Iterable[int]) -> None:
         self._members = set(members)
         self._unready = set(self._members)
         self._wave = 0
-        self._asked: set[int] = set()  # in that wave
-        self._tallies: dict[int, tuple[int, int]] = {}
-        self._before: dict[int, tuple[int, int]] = {}
+        self._asked: set[int] = set()  # in the current wave
+        self._tallies: dict[int, tuple[int, int]] = {}  # of the current wave: calls sent and served
+        self._before: dict[int, tuple[int, int]] = {}  # of the wave before
         self.over = False
 
     @property
     def waiting_for(self) -> frozenset[int]:
-        """Who has not done what was last asked of all."""
+        """The workers that have not done what was last asked of all."""
         return frozenset(self._unready or self._members - self._tallies.keys())
 
     def ready(self, who: int) -> RequestTallies | AllowExit | None:
-        """A worker has called ``shutdown``. One that says so again has lost its channel, and perhaps our question."""
+        """A worker has called ``shutdown``. If it says so again, it has lost its channel, and perhaps a request."""
         self._unready.discard(who)
         return self._advance() or self.again(who)
 
     def again(self, who: int) -> RequestTallies | AllowExit | None:
-        """What a worker has to hear once more, after a channel to it was lost. An answer that comes twice is as good as
-        one: both are given before the next wave begins, or ignored.
+        """What to repeat to a worker after a channel to it was lost. A second answer does no harm: it comes before the
+        next wave begins, or is ignored.
         """
         if who not in self._members:
             return None
@@ -62,7 +67,7 @@ class TerminationDetector:
         return RequestTallies(self._wave, frozenset({who})) if who in self._asked - self._tallies.keys() else None
 
     def joined(self, who: int) -> None:
-        """There is one more worker to wait for. One that is only there again has said what it had to."""
+        """There is one more worker to wait for. A worker that only came back need not say READY again."""
         if who not in self._members:
             self._members.add(who)
             self._unready.add(who)
@@ -92,7 +97,7 @@ class TerminationDetector:
         missing = self._members - self._tallies.keys()
         if missing & self._asked:
             return None
-        # One that came during a wave has not been asked: all are, once more.
+        # A worker that joined during a wave was not asked in it. Then all are asked once more.
         same = (
             not missing and bool(self._before) and all(self._tallies[w] == self._before.get(w) for w in self._members)
         )

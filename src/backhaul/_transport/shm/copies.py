@@ -12,7 +12,7 @@ from typing import Any
 from backhaul._wire.memory import Buffer, Recycler, address_of
 
 _HELD = 256 << 10  # a copy up to this size is over sooner than the interpreter could be given away
-_HELPED = 32 << 20  # from this size on others help; below, one thread is as fast, see docs/design.md
+_HELPED = 32 << 20  # from this size on others help; below, one thread is as fast, see docs/design/transport.md
 _PIECE = 4 << 20  # what a thread copies at a time
 _MAX_HELPERS = 3
 

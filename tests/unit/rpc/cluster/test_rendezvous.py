@@ -1,4 +1,4 @@
-"""A meeting has one deadline, and says who is late before it gives up."""
+"""A rendezvous has one deadline, and names the ranks that are late before it gives up."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.distributed import HashStore
 
 from backhaul._rpc.cluster import rendezvous
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.cluster.rendezvous import StoreMeeting
+from backhaul._rpc.cluster.rendezvous import StoreRendezvous
 from backhaul.errors import RendezvousError
 
-LONG = 1e6  # seconds; no test takes so long
+LONG_SECONDS = 1e6  # no test takes that long
 
 
 def record(rank: int) -> WorkerRecord:
@@ -24,27 +24,29 @@ def record(rank: int) -> WorkerRecord:
 @pytest.mark.parametrize(
     ("rank", "step", "missing"),
     [
-        (0, lambda meeting: meeting.exchange(record(0)), "2 of 3 did not come: ranks 1, 2"),
-        (1, lambda meeting: meeting.agree_on_secret(None), "2 of 3 did not come: ranks 0, 2"),
+        (0, lambda found: found.exchange(record(0)), "2 of 3 did not come: ranks 1, 2"),
+        (1, lambda found: found.agree_on_secret(None), "2 of 3 did not come: ranks 0, 2"),
     ],
 )
-def test_each_step_has_what_is_left_of_the_time(
-    rank: int, step: Callable[[StoreMeeting], object], missing: str
+def test_each_step_gets_the_time_that_is_left(
+    rank: int, step: Callable[[StoreRendezvous], object], missing: str
 ) -> None:
-    meeting = StoreMeeting(HashStore(), rank, 3, LONG, began=time.monotonic() - LONG)
+    late = StoreRendezvous(HashStore(), rank, 3, LONG_SECONDS, began=time.monotonic() - LONG_SECONDS)
     with pytest.raises(RendezvousError, match=f"waited 1e\\+06 s .*{missing}$"):
-        step(meeting)
+        step(late)
 
 
-def test_one_that_came_and_did_not_go_on() -> None:
+def test_a_rank_that_came_and_then_hangs() -> None:
     store = HashStore()
-    meetings = [StoreMeeting(store, rank, 3, LONG, began=time.monotonic() - LONG) for rank in range(3)]
+    all_ranks = [
+        StoreRendezvous(store, rank, 3, LONG_SECONDS, began=time.monotonic() - LONG_SECONDS) for rank in range(3)
+    ]
     with pytest.raises(RendezvousError, match="all came, but one of them has ended or hangs"):
-        meetings[1].agree_on_secret(None)
+        all_ranks[1].agree_on_secret(None)
 
 
-def test_one_that_comes_late_is_named_and_then_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_NOTICE", 0.01)
+def test_a_late_rank_is_named_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.01)
     store, noted = HashStore(), list[str]()
 
     class Come(logging.Handler):
@@ -56,7 +58,7 @@ def test_one_that_comes_late_is_named_and_then_met(monkeypatch: pytest.MonkeyPat
     log.addHandler(handler)
     try:
         store.set("sign/0", "first")
-        found = rendezvous.values_of(store, ["sign/0", "sign/1"], "sign", 2, LONG, time.monotonic())
+        found = rendezvous.values_of(store, ["sign/0", "sign/1"], "sign", 2, LONG_SECONDS, time.monotonic())
     finally:
         log.removeHandler(handler)
     assert found == [b"first", b"here"]

@@ -1,4 +1,4 @@
-"""Who may call what, and how much at once."""
+"""Which functions a peer may call, and how much it may ask for at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_patterns() -> None:
         rules.find("train", caller)
     for caller in ("Trainer", "administrator", "x-trainer"):
         rules.find("look", caller)
-        with pytest.raises(PermissionDeniedError, match="alone"):
+        with pytest.raises(PermissionDeniedError, match="exposed only to"):
             rules.find("train", caller)
     listed = Policy("server", {"admin": ["*"], "view*": ["look"]})
     assert listed.find("train", "admin") is open_function
@@ -69,7 +69,7 @@ def test_what_cannot_be_exposed() -> None:
         expose(torch.add, name="mine")
 
 
-def test_internal_functions_take_just_their_types() -> None:
+def test_internal_functions_accept_exactly_their_types() -> None:
     @internal(int, str)
     def ours(number: int, text: str) -> str:
         return text * number
@@ -81,7 +81,7 @@ def test_internal_functions_take_just_their_types() -> None:
             found(*wrong)
 
 
-def test_limits_are_for_those_who_are_not_trusted_or_who_are_given_some() -> None:
+def test_limits_apply_without_trust_or_where_options_give_them() -> None:
     assert not RateLimits.of(Options()).any
     assert None not in [getattr(RateLimits.of(Options(trusted=False)), name) for name in RateLimits.__slots__]
     given = RateLimits.of(Options(max_calls=5))
@@ -91,19 +91,19 @@ def test_limits_are_for_those_who_are_not_trusted_or_who_are_given_some() -> Non
             Options(**wrong)  # type: ignore[arg-type]
 
 
-def test_ledger() -> None:
-    ledger = PeerUsage("server", RateLimits(None, 2, 100, None))
-    ledger.take(1, "a", 1000)  # a single one is bounded by the size of frames alone
+def test_usage() -> None:
+    usage = PeerUsage("server", RateLimits(None, 2, 100, None))
+    usage.take(1, "a", 1000)  # the first call is limited only by the size of frames
     with pytest.raises(LimitError) as caught:
-        ledger.take(1, "a", 1)
+        usage.take(1, "a", 1)
     assert (caught.value.option, caught.value.value) == ("max_bytes_in_flight", 100)
-    ledger.take(2, "b", 60)
-    ledger.take(2, "b", 40)
+    usage.take(2, "b", 60)
+    usage.take(2, "b", 40)
     with pytest.raises(LimitError) as caught:
-        ledger.take(2, "b", 0)
+        usage.take(2, "b", 0)
     assert caught.value.option == "max_calls"
-    ledger.take(2, "b", 50, must=True)
+    usage.take(2, "b", 50, must=True)
     for nbytes in (60, 40, 50):
-        ledger.give_back(2, nbytes)
-    ledger.take(2, "b", 100)
-    assert ledger.calls == 2
+        usage.give_back(2, nbytes)
+    usage.take(2, "b", 100)
+    assert usage.calls == 2

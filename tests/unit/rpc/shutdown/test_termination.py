@@ -1,7 +1,7 @@
-"""Nobody is dismissed while a call is under way, and everybody is in the end.
+"""No worker may exit while a call is under way, and in the end all workers may.
 
-A small world plays all workers: messages between two of them keep their order and take any time, handlers call on,
-and Hypothesis decides what happens next. ``TerminationDetector`` sees what a leader sees.
+A model simulates all workers: messages between two of them keep their order and take any time, handlers make further
+calls, and Hypothesis decides what happens next. ``TerminationDetector`` sees what a leader sees.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ LEADER = 0
 
 
 class Participant:
-    """What one worker does and counts. It is idle while it neither serves nor waits for a reply."""
+    """What one worker does and counts. It is idle while it serves no call and waits for no reply."""
 
     def __init__(self) -> None:
         self.ready = False
         self.sent = 0
         self.served = 0
-        self.pending: dict[int, int] = {}  # number of a call -> whom it went to
-        self.serving: dict[int, int] = {}  # number of a call -> who made it
-        self.asked: list[int] = []  # waves to be answered when idle
+        self.pending: dict[int, int] = {}  # number of a call -> the worker that serves it
+        self.serving: dict[int, int] = {}  # number of a call -> the worker that made it
+        self.asked: list[int] = []  # waves to answer when idle
         self.left = False
 
     @property
@@ -40,13 +40,13 @@ class Participant:
 
 
 class World:
-    """Everyone, and everything under way between them. A lost worker takes along what it has not delivered."""
+    """All workers and all messages under way. The messages that a lost worker has not delivered are lost with it."""
 
     def __init__(self, chance: random.Random, size: int, calls: int, losses: int, breaks: int = 0) -> None:
         self.chance = chance
-        self.calls = calls  # that may still be made
-        self.losses = losses  # that may still happen
-        self.breaks = breaks  # the same, of channels alone
+        self.calls = calls  # calls that may still be made
+        self.losses = losses  # losses of workers that may still happen
+        self.breaks = breaks  # losses of channels that may still happen
         self.alive = {who: Participant() for who in range(size)}
         self.channels: dict[tuple[int, int], collections.deque[tuple[Any, ...]]] = collections.defaultdict(
             collections.deque
@@ -181,7 +181,7 @@ def assert_all_have_left(world: World) -> None:
 
 
 @given(worlds)
-def test_dismissed_when_nothing_is_under_way_and_not_before(world: World) -> None:
+def test_workers_exit_when_nothing_is_under_way_and_not_before(world: World) -> None:
     world.run()
     assert_all_have_left(world)
 
@@ -193,7 +193,7 @@ def test_lost_workers_are_not_waited_for(world: World) -> None:
 
 
 @pytest.mark.parametrize("start", range(0, 3000, 1000))
-def test_many_worlds_by_the_dice(start: int) -> None:
+def test_many_random_worlds(start: int) -> None:
     for seed in range(start, start + 1000):
         chance = random.Random(seed)
         world = World(chance, chance.randint(2, 5), chance.randint(0, 25), losses=0)
@@ -202,7 +202,7 @@ def test_many_worlds_by_the_dice(start: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(0, 3000, 1000))
-def test_many_dangerous_worlds_by_the_dice(start: int) -> None:
+def test_many_random_worlds_with_lost_workers(start: int) -> None:
     for seed in range(start, start + 1000):
         chance = random.Random(seed)
         world = World(chance, chance.randint(2, 5), chance.randint(0, 25), losses=chance.randint(1, 3))
@@ -211,7 +211,7 @@ def test_many_dangerous_worlds_by_the_dice(start: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(0, 3000, 1000))
-def test_many_worlds_whose_channels_break_by_the_dice(start: int) -> None:
+def test_many_random_worlds_with_lost_channels(start: int) -> None:
     for seed in range(start, start + 1000):
         chance = random.Random(seed)
         losses, breaks = chance.randint(0, 1), chance.randint(1, 6)
@@ -220,7 +220,7 @@ def test_many_worlds_whose_channels_break_by_the_dice(start: int) -> None:
         assert_all_have_left(world)
 
 
-# One step after the other.
+# Single steps.
 
 
 def asked(termination: TerminationDetector, order: RequestTallies | AllowExit | None, wave: int) -> None:
@@ -247,7 +247,7 @@ def test_nobody_is_asked_before_all_are_ready() -> None:
     asked(termination, termination.ready(2), 1)
 
 
-def test_a_change_between_two_tallies_means_one_more() -> None:
+def test_a_change_between_two_tallies_requires_another() -> None:
     termination = TerminationDetector([0, 1])
     termination.ready(0)
     asked(termination, termination.ready(1), 1)
@@ -261,7 +261,7 @@ def test_a_change_between_two_tallies_means_one_more() -> None:
 
 
 def test_a_call_from_one_to_the_other_and_back_is_a_change() -> None:
-    """The sums would be the same, had somebody sent less."""
+    """The sums over all workers could be the same."""
     termination = TerminationDetector([0, 1])
     termination.ready(0)
     termination.ready(1)
@@ -271,7 +271,7 @@ def test_a_call_from_one_to_the_other_and_back_is_a_change() -> None:
     asked(termination, termination.counted(1, 2, 1, 0), 3)
 
 
-def test_answers_to_earlier_waves_and_of_strangers_are_ignored() -> None:
+def test_answers_to_earlier_waves_and_of_unknown_workers_are_ignored() -> None:
     termination = TerminationDetector([0, 1])
     assert termination.counted(0, 0, 0, 0) is None
     termination.ready(0)
@@ -302,7 +302,7 @@ def test_a_worker_that_owes_an_answer_may_be_lost() -> None:
     assert order.to == {0}
 
 
-def test_the_same_loss_and_strangers_count_once() -> None:
+def test_a_repeated_loss_and_unknown_workers_change_nothing() -> None:
     termination = TerminationDetector([0, 1, 2])
     assert termination.gone(9) is None
     assert termination.gone(2) is None
@@ -313,7 +313,7 @@ def test_the_same_loss_and_strangers_count_once() -> None:
     assert termination.counted(2, 1, 0, 0) is None
 
 
-def test_the_counts_of_the_lost_do_not_matter() -> None:
+def test_tallies_of_lost_workers_do_not_matter() -> None:
     termination = TerminationDetector([0, 1])
     termination.ready(0)
     termination.ready(1)
@@ -348,12 +348,14 @@ def test_what_is_over_stays_over() -> None:
     assert termination.counted(0, 2, 1, 1) is None
     assert termination.gone(1) is None
     assert termination.ready(1) is None
-    assert termination.ready(0) == AllowExit(frozenset({0}))  # it has not heard it
+    assert termination.ready(0) == AllowExit(frozenset({0}))  # it has not received the first AllowExit
     assert termination.over
 
 
 def test_a_worker_lost_with_a_call_under_way_does_not_hide_it() -> None:
-    """2 was called by 1, has called 0 and is lost before it can count; 0 has counted before that call reached it."""
+    """Worker 1 called worker 2, which called worker 0 and was lost before its tally. Worker 0 gave its tally before
+    that call reached it.
+    """
     termination = TerminationDetector([0, 1, 2])
     for who in range(3):
         termination.ready(who)
@@ -362,11 +364,11 @@ def test_a_worker_lost_with_a_call_under_way_does_not_hide_it() -> None:
     asked(termination, termination.counted(1, 1, 1, 0), 2)
     assert termination.counted(0, 2, 0, 0) is None
     assert termination.counted(1, 2, 1, 0) is None
-    assert isinstance(termination.gone(2), RequestTallies)  # 0 must be asked once more: it may serve what 2 has sent
+    assert isinstance(termination.gone(2), RequestTallies)  # worker 0 is asked again: it may serve the call of worker 2
 
 
-def test_one_that_comes_while_others_are_asked() -> None:
-    """All are asked once more; the leader had waited for an answer to what it had not asked."""
+def test_a_worker_that_joins_during_a_wave() -> None:
+    """All are asked once more. Once, the leader waited for the answer to a question that it had not asked."""
     termination = TerminationDetector([0, 1])
     termination.ready(0)
     asked(termination, termination.ready(1), 1)
@@ -381,15 +383,15 @@ def test_one_that_comes_while_others_are_asked() -> None:
     assert isinstance(termination.counted(1, 3, 0, 0), AllowExit)
 
 
-def test_one_that_is_there_again_has_said_what_it_had_to() -> None:
-    """Seeds 119 and 179: its channel was opened anew after it had said that it is ready."""
+def test_a_worker_that_came_back_need_not_say_ready_again() -> None:
+    """Seeds 119 and 179: its channel was opened again after it had said READY."""
     termination = TerminationDetector([0, 1])
     termination.ready(1)
     termination.joined(1)
     assert termination.ready(0) == RequestTallies(1, frozenset({0, 1}))
 
 
-def test_what_was_lost_with_a_channel_is_asked_again() -> None:
+def test_a_request_lost_with_a_channel_is_repeated() -> None:
     termination = TerminationDetector([0, 1])
     assert termination.again(1) is None
     termination.ready(0)

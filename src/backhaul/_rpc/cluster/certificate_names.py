@@ -1,0 +1,33 @@
+"""Compares the name that a worker claims with the names in the certificate at the other end of its channel."""
+
+from __future__ import annotations
+
+from backhaul._transport.base import Channel
+from backhaul._types import Options, Tls
+
+
+class CertificateNames:
+    """One worker's rule about names in certificates."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    @property
+    def bound(self) -> bool:
+        """Whether a certificate is valid only for the workers that it names."""
+        tls = self._options.tls
+        return tls.names if isinstance(tls, Tls) else tls is not None
+
+    def allow(self, channel: Channel, name: str) -> bool:
+        """Whether the peer of a channel may be the worker ``name``. A channel without a certificate allows any name."""
+        return not self.bound or channel.names is None or name in channel.names
+
+    @staticmethod
+    def listed(channel: Channel) -> str:
+        """The names in the certificate of the peer, for an error."""
+        return ", ".join(f"'{name}'" for name in sorted(channel.names or ())) or "nobody by name"
+
+    @classmethod
+    def mismatch(cls, channel: Channel, name: str) -> str:
+        """The reason to refuse a worker whose certificate does not name it."""
+        return f"the certificate of '{name}' is for {cls.listed(channel)}"

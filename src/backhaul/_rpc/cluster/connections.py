@@ -1,0 +1,238 @@
+"""The channels to the other members. A channel opens at its first use; a lost channel is replaced at the next use.
+
+Decides nothing about who may be a member (``admission``) and keeps no table of members (``peers``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from backhaul._rpc.cluster.certificate_names import CertificateNames
+from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
+from backhaul._runtime import interrupts
+from backhaul._transport.base import Channel, ChannelClosedError
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import Departure, Hello, Kind, Refuse, pack, unpack
+from backhaul._worker.worker import Worker
+from backhaul.errors import AuthenticationError, PeerLostError
+
+if TYPE_CHECKING:
+    from backhaul._rpc.cluster.peers import Peer
+
+log = logging.getLogger("backhaul")
+
+LossListener = Callable[["Peer", Channel, str], None]
+ChannelListener = Callable[[Channel], None]
+
+
+class Members(Protocol):
+    """What connections tell the table of members, and what they need of it."""
+
+    def lose(self, peer: Peer, reason: str) -> None:
+        """No channel leads to a member any more."""
+
+    def regain(self, peer: Peer) -> None:
+        """A channel leads to a member again."""
+
+    @property
+    def predecessors(self) -> tuple[Departure, ...]:
+        """Workers that have left and had the name or the id of this worker."""
+
+
+class Connections:
+    """The channels of one worker to all members. Thread-safe.
+
+    Attributes:
+        certificates: Which names the peer of a channel may have.
+        of: ``of(channel)`` is the member at the other end, or None if it has not said hello. The bound C function of
+            a dictionary, because every request asks.
+    """
+
+    of: Callable[[Channel], Peer | None]
+
+    def __init__(self, worker: Worker, own: WorkerRecord, members: Members) -> None:
+        self._worker = worker
+        self._own = own
+        self._members = members
+        self.certificates = CertificateNames(worker.options)
+        self._lock = threading.Lock()  # guards _by_channel, _refusals, _closed_bytes and the channels of all peers
+        self._by_channel: dict[Channel, Peer] = {}
+        self._refusals: dict[Channel, str] = {}  # the reason that a peer gave before it closed the channel
+        self._closed_bytes = 0  # bytes sent over channels that are gone
+        self._loss_listeners: list[LossListener] = []
+        self._channel_listeners: list[ChannelListener] = []
+        self.of = self._by_channel.get
+        worker.on_frame(Kind.REFUSE, self._on_refuse)
+        worker.on_lost(self._on_lost)
+
+    # Opening.
+
+    @property
+    def answer_seconds(self) -> float:
+        """How long to wait for a worker that does not answer before it counts as unreachable."""
+        options = self._worker.options
+        watched = options.lost_after if options.heartbeat_interval and options.lost_after else options.connect_timeout
+        return min(options.connect_timeout, watched)
+
+    def channel_to(self, peer: Peer, timeout: float) -> Channel:
+        """The channel to ``peer``, opened if there is none. Raises ``PeerLostError`` or ``AuthenticationError``."""
+        channel = peer.channel
+        if channel is not None:
+            return channel
+        with self._worker.thread_pool.blocking():
+            return self._connect(peer, min(timeout, self.answer_seconds))
+
+    def _connect(self, peer: Peer, timeout: float) -> Channel:
+        """Open a channel, one thread at a time. A thread that waits for another thread's attempt shares its failure."""
+        attempts = peer.attempts
+        now, failures = self._worker.runtime.now, attempts.failures
+        deadline = now() + timeout
+        if not interrupts.acquire(attempts.lock, timeout):
+            raise _unreachable(peer, f"no answer within {timeout:g} s")
+        try:
+            if peer.channel is not None:
+                return peer.channel
+            if attempts.failures > failures:
+                raise _unreachable(peer, peer.lost or peer.gone or "another attempt failed")
+            try:
+                return self._open(peer, max(deadline - now(), 0.001))
+            except PeerLostError:
+                attempts.failures += 1
+                raise
+        finally:
+            attempts.lock.release()
+
+    def _open(self, peer: Peer, timeout: float) -> Channel:
+        name, address = peer.info.name, self._address_of(peer.record)
+        if peer.gone:
+            raise PeerLostError(f"lost worker '{name}': it {peer.gone}", worker=name, reason=peer.gone)
+        try:
+            channel = self._worker.endpoint.connect(address, timeout=timeout)
+            if not self.certificates.allow(channel, name):
+                channel.close()
+                listed = self.certificates.listed(channel)
+                raise AuthenticationError(f"its certificate is for {listed}, not for '{name}'")
+            self.adopt(channel, peer)
+            channel.send(self.hello_to(peer.record))
+        except AuthenticationError as error:
+            raise AuthenticationError(f"cannot talk to worker '{name}' at {address}: {error}", worker=name) from None
+        except (ConnectionError, ChannelClosedError) as error:
+            self._members.lose(peer, str(error))
+            raise _unreachable(peer, str(error)) from error
+        with self._lock:
+            kept = channel in self._by_channel
+            if kept:
+                peer.channel = channel
+        # If the channel is not kept, its loss (for example a refusal) was reported already. The next use opens another.
+        if kept:
+            self._announce(channel, peer)
+        return channel
+
+    def _address_of(self, record: WorkerRecord) -> str:
+        address = choose(record, self._own.host)
+        if address is not None:
+            return address
+        raise PeerLostError(
+            f"worker '{record.name}' is on another host but listens only on its own; start it with Options(bind=...)",
+            worker=record.name,
+            reason="not reachable from this host",
+        )
+
+    def hello_to(self, record: WorkerRecord, *, answer: bool = False) -> Frame:
+        """The frame that tells a worker who this worker is. ``answer``: it is asked to say hello in turn."""
+        hello = Hello(record.name, record.incarnation, pack(self._own), self._members.predecessors, answer)
+        return Frame(Kind.HELLO, 0, pack(hello))
+
+    # The channels there are.
+
+    def adopt(self, channel: Channel, peer: Peer) -> None:
+        """From now on this channel is one of the peer's."""
+        with self._lock:
+            self._by_channel[channel] = peer
+            peer.add_channel(channel)
+        if peer.link is not None:
+            peer.link.opened(channel)
+            if channel not in self._by_channel:  # lost meanwhile; nobody reports that again
+                peer.link.lost(channel)
+
+    def adopt_incoming(self, channel: Channel, peer: Peer) -> None:
+        """A peer has opened this channel and has been admitted."""
+        self.adopt(channel, peer)
+        peer.use_incoming(channel)
+        self._announce(channel, peer)
+
+    def _announce(self, channel: Channel, peer: Peer) -> None:
+        self._members.regain(peer)
+        for listener in self._channel_listeners:
+            listener(channel)
+
+    def channels(self) -> list[tuple[Channel, Peer]]:
+        """All channels to other workers whose peer is known, with the peer."""
+        with self._lock:
+            return [(channel, peer) for channel, peer in self._by_channel.items() if peer.record is not self._own]
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes went to other workers, over all channels that ever existed."""
+        with self._lock:
+            return self._closed_bytes + sum(channel.bytes_sent for channel in self._by_channel)
+
+    def on_channel(self, listener: ChannelListener) -> None:
+        """Call ``listener`` with each new channel to a worker. It must not block."""
+        self._channel_listeners.append(listener)
+
+    def close(self) -> None:
+        """Close all channels. That wakes the threads that read or write them."""
+        for channel in list(self._by_channel):
+            channel.close()
+
+    # Refusals and losses.
+
+    @staticmethod
+    def refuse(channel: Channel, name: str, problem: str) -> None:
+        """Tell a worker why it is not accepted, and close its channel."""
+        log.warning("refused %.130r at %s: %s", name, channel.peer, problem)
+        try:
+            channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
+        except ChannelClosedError:
+            pass
+        channel.close()
+
+    def _on_refuse(self, channel: Channel, frame: Frame) -> None:
+        reason = unpack(frame.body, Refuse).reason
+        log.warning("%s refused this worker: %s", channel.peer, reason)
+        with self._lock:
+            if channel in self._by_channel:
+                self._refusals[channel] = f"refused: {reason}"
+        channel.abort(f"refused: {reason}")  # the other end may have closed it already
+
+    def on_lost(self, listener: LossListener) -> None:
+        """Call ``listener`` when a channel to a known worker is gone, in the order of registration."""
+        self._loss_listeners.append(listener)
+
+    def _on_lost(self, channel: Channel, reason: str) -> None:
+        with self._lock:
+            peer = self._by_channel.pop(channel, None)
+            reason = self._refusals.pop(channel, reason)
+            if peer is not None:
+                peer.remove_channel(channel)
+            self._closed_bytes += channel.bytes_sent
+        if peer is None:
+            return
+        if not peer.channels:
+            peer.suspicion = ""
+            self._members.lose(peer, reason)
+        if peer.gone:
+            reason = f"worker '{peer.info.name}' {peer.gone}"
+        for listener in self._loss_listeners:
+            listener(peer, channel, reason)
+        if peer.link is not None:
+            peer.link.lost(channel)
+
+
+def _unreachable(peer: Peer, why: str) -> PeerLostError:
+    name = peer.info.name
+    return PeerLostError(f"cannot reach worker '{name}': {why}", worker=name, reason=why)
