@@ -15,7 +15,7 @@ from backhaul._wire.frames import Frame
 from backhaul._wire.messages import pack, unpack
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
-from backhaul.errors import UnknownContextError, UnknownWorkerError
+from backhaul.errors import UnknownContextError
 
 _TOGETHER_SECONDS = 0.0002  # releases that follow each other within this time are sent together
 
@@ -71,10 +71,10 @@ class ContextRelease:
         """Tell a worker that a context is over, through the channel that the context went through. A worker that has
         lost that channel since asks (it is ``doubtful``), and is told through every channel.
         """
-        try:
-            channel = self._peers.find(worker).channel
-        except UnknownWorkerError:  # it is gone
+        peer = self._peers.with_id(worker)
+        if peer is None:
             return
+        channel = peer.channel
         if doubtful or channel is None or not self._messenger.send_hint(worker, channel, frame, soon=soon):
             self._messenger.hint(worker, frame)
 

@@ -87,7 +87,8 @@ class PassDriver:
         """
         share, over = self.share, self.ledger.over
         left = None if share.deadline is None else share.deadline - self._worker.runtime.now()
-        channels = dict.fromkeys(c for to in list(share.sent_to) for c in self._messenger.channels_of(to))
+        peers = [peer for to in list(share.sent_to) if (peer := self._client.peers.with_id(to)) is not None]
+        channels = dict.fromkeys(channel for peer in peers for channel in peer.channels)
         try:
             held = [channel for channel in channels if channel.acquire(self)]
             if not held:

@@ -41,17 +41,13 @@ class PassMessenger:
         """The name of a worker; of this one for -1."""
         if worker < 0:
             return self._worker.name
-        try:
-            return self._client.peers.find(worker).info.name
-        except UnknownWorkerError:  # it is gone
-            return f"{worker}"
+        peer = self._client.peers.with_id(worker)
+        return f"{worker}" if peer is None else peer.info.name
 
     def channels_of(self, worker: int) -> Sequence[Channel]:
         """The channels to a worker; none if it is gone."""
-        try:
-            return self._client.peers.find(worker).channels
-        except UnknownWorkerError:
-            return ()
+        peer = self._client.peers.with_id(worker)
+        return () if peer is None else peer.channels
 
     def call(self, worker: int, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
         """Call one of our own functions on a worker, outside any context."""

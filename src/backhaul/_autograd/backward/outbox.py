@@ -152,7 +152,7 @@ class GradientOutbox:
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep), now
 
     def _send(self, run: LocalPass, to: int, parcel: _Parcel) -> None:
-        peer = self._peers.find(to)
+        peer = self._peers.with_id(to) or self._peers.find(to)  # which raises the error
         frame, now = self._frame(run, to, parcel)
         self._send_frame(run, peer, parcel, frame, now=now)
 
