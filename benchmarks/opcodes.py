@@ -1,5 +1,5 @@
-"""How much Python a small call runs: opcodes and calls of each function, on both sides. Unlike times these do not
-depend on what else the machine does, so they show what a change of the hot path gained.
+"""Counts the Python that a small call runs: opcodes and calls of each function, on both sides. Unlike times, the
+counts do not depend on the load of the machine. So they show what a change of the hot path has gained.
 
     .venv/bin/python benchmarks/opcodes.py hop --top 40
 """
@@ -22,10 +22,10 @@ import backhaul as bh
 from backhaul._autograd.backward import receiver
 
 Function = tuple[str, str]
-"""Its file and its name."""
+"""A function: its file and its name."""
 
 Counts = tuple[dict[Function, int], dict[Function, int]]
-"""Calls and opcodes."""
+"""The calls and the opcodes of each function."""
 
 _counting = False
 _calls: collections.Counter[Function] = collections.Counter()
@@ -48,13 +48,13 @@ def _trace(frame: FrameType, event: str, argument: Any) -> Any:
 
 
 def begin() -> None:
-    """Count from now on."""
+    """Begin to count."""
     global _counting
     _counting = True
 
 
 def end() -> Counts:
-    """Count no more; what was counted."""
+    """Stop counting; return the counts."""
     global _counting
     _counting = False
     found = dict(_calls), dict(_opcodes)

@@ -1,12 +1,12 @@
-"""Where the time of a small call goes: timestamps at each stage, on both sides.
+"""Shows where the time of a small call goes: timestamps at each stage, on both sides.
 
     .venv/bin/python benchmarks/stages.py empty
     .venv/bin/python benchmarks/stages.py hop
     .venv/bin/python benchmarks/stages.py chain --hops 4 --one
 
-Methods of Backhaul are wrapped to note when they begin (>) and end (<), which costs a microsecond or two each. The
-clocks of processes of one host agree. Prints the timeline of the usual course of events as medians; with ``--one``
-the timeline of a single run, the one of median length, with the thread of each stage.
+Wraps methods of Backhaul to note when they begin (>) and end (<). That costs one or two microseconds each. The clocks
+of processes on one host agree. Prints the medians of the most frequent sequence of stages. ``--one`` prints a single
+run, the one of median length, with the thread of each stage.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STAGES: list[tuple[type, str]] = [
 ]
 
 Stamp = tuple[int, str, int]
-"""When, what, and on which thread."""
+"""The time of a stage, its name, and its thread."""
 
 _stamps: list[Stamp] = []
 weight = torch.full((16,), 0.99, requires_grad=True)
@@ -66,7 +66,7 @@ def mark(label: str) -> None:
 
 
 def watch(owner: type, name: str) -> None:
-    """Note when a method begins and ends; a read that found nothing is left out."""
+    """Note when a method begins and ends. A read that found nothing is left out."""
     method: Callable[..., Any] = getattr(owner, name)
     label = f"{owner.__name__}.{name}"
 
@@ -89,7 +89,7 @@ for _owner, _name in STAGES:
 
 
 def take() -> list[Stamp]:
-    """All that was noted here since the last time."""
+    """The stamps of this worker since the last call."""
     found = list(_stamps)
     _stamps.clear()
     return found

@@ -57,23 +57,23 @@ class GradientOutbox:
         self._peers = peers
         self._container = container
 
-    def put(self, run: LocalPass, fired: Sequence[Fired], parcels: Parcels) -> None:
+    def put(self, share: LocalPass, fired: Sequence[Fired], parcels: Parcels) -> None:
         """Send gradients to the senders of their messages: at once if they are large, else with ``ship``. The caller
         has called ``StreamOrder.depart``. Raises ``PeerLostError``, or what encoding raised.
         """
-        if run.spec.profiles and (observer := self._worker.observer) is not None:
-            self._send_observed(run, fired, observer)
+        if share.spec.profiles and (observer := self._worker.observer) is not None:
+            self._send_observed(share, fired, observer)
             return
         for recv, grads in fired:
             to = recv.sender
-            encoded, note = self._encode(run, recv, grads)
+            encoded, note = self._encode(share, recv, grads)
             nbytes = _DESCRIPTION_BYTES + len(encoded.payload.pickle)
             for buffer in encoded.buffers:
                 nbytes += _DESCRIPTION_BYTES + len(buffer)
             parcel = parcels.get(to)
             if parcel is None or parcel.nbytes + nbytes > _MAX_PARCEL_BYTES:
                 if parcel is not None:
-                    self._send(run, to, parcel)
+                    self._send(share, to, parcel)
                 parcel = parcels[to] = _Parcel()
             parcel.nbytes += nbytes
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
@@ -83,54 +83,54 @@ class GradientOutbox:
                 parcel.leases.append(encoded.lease)
             if parcel.nbytes > _MAX_PARCEL_BYTES or len(parcel.gradients) >= TOGETHER:
                 del parcels[to]
-                self._send(run, to, parcel)
+                self._send(share, to, parcel)
 
-    def ship(self, run: LocalPass, parcels: Parcels) -> None:
+    def ship(self, share: LocalPass, parcels: Parcels) -> None:
         """Send all parcels."""
         for to, parcel in parcels.items():
-            self._send(run, to, parcel)
+            self._send(share, to, parcel)
 
-    def send(self, run: LocalPass, recv: Recv, grads: Grads) -> None:
+    def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
         if self._worker.device_context is not None:
             self._worker.device_context.stream_order.depart()
         parcels: Parcels = {}
-        self.put(run, ((recv, grads),), parcels)
-        self.ship(run, parcels)
+        self.put(share, ((recv, grads),), parcels)
+        self.ship(share, parcels)
 
-    def _send_observed(self, run: LocalPass, fired: Sequence[Fired], observer: Observer) -> None:
+    def _send_observed(self, share: LocalPass, fired: Sequence[Fired], observer: Observer) -> None:
         """Send gradients one by one: a profile shows each."""
-        spec = run.spec
+        spec = share.spec
         for recv, grads in fired:
             observer.prepare(spec.profiles, recv.sender)
             begun = observer.now()
-            encoded, note = self._encode(run, recv, grads)
+            encoded, note = self._encode(share, recv, grads)
             parcel = _Parcel()
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
             parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
             if encoded.lease is not None:
                 parcel.leases.append(encoded.lease)
-            frame, now = self._frame(run, recv.sender, parcel)
+            frame, now = self._frame(share, recv.sender, parcel)
             observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
-            self._send_frame(run, self._peers.find(recv.sender), parcel, frame, now=now)
+            self._send_frame(share, self._peers.find(recv.sender), parcel, frame, now=now)
 
-    def _encode(self, run: LocalPass, recv: Recv, grads: Grads) -> tuple[Encoded, AutogradNote | None]:
-        if run.failed:
+    def _encode(self, share: LocalPass, recv: Recv, grads: Grads) -> tuple[Encoded, AutogradNote | None]:
+        if share.failed:
             raise ContextError(
-                f"pass {run.spec.number} of context {run.spec.context} was aborted; its driver raises the reason",
-                context=run.spec.context,
+                f"pass {share.spec.number} of context {share.spec.context} was aborted; its driver raises the reason",
+                context=share.spec.context,
             )
-        if recv.message in run.context.orphans:
-            raise peer_lost(run.spec, *run.context.orphans[recv.message], (recv.message,))
+        if recv.message in share.context.orphans:
+            raise peer_lost(share.spec, *share.context.orphans[recv.message], (recv.message,))
         link = self._link_for(recv) if self._peers.linked else None
         names, plain = ["a gradient"] * len(grads), recv.sender in self._peers.plain
         encoded = encode(grads, names=names, plain=plain, link=link)
-        spec = run.spec
+        spec = share.spec
         if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
             return encoded, None
         return encoded, record_send(
             self._container,
-            run.context,
+            share.context,
             recv.sender,
             encoded.tensors,
             place=(*recv.order, spec.number),
@@ -145,18 +145,18 @@ class GradientOutbox:
             return None
         return peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
 
-    def _frame(self, run: LocalPass, to: int, parcel: _Parcel) -> tuple[Frame, bool]:
+    def _frame(self, share: LocalPass, to: int, parcel: _Parcel) -> tuple[Frame, bool]:
         """The frame of a parcel, and whether it is sent at once."""
-        tally, now = run.depart(to, few=to in self._peers.plain)
-        message = Gradients(run.spec, parcel.gradients, tally)
+        tally, now = share.depart(to, few=to in self._peers.plain)
+        message = Gradients(share.spec, parcel.gradients, tally)
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep), now
 
-    def _send(self, run: LocalPass, to: int, parcel: _Parcel) -> None:
+    def _send(self, share: LocalPass, to: int, parcel: _Parcel) -> None:
         peer = self._peers.with_id(to) or self._peers.find(to)  # which raises the error
-        frame, now = self._frame(run, to, parcel)
-        self._send_frame(run, peer, parcel, frame, now=now)
+        frame, now = self._frame(share, to, parcel)
+        self._send_frame(share, peer, parcel, frame, now=now)
 
-    def _send_frame(self, run: LocalPass, peer: Peer, parcel: _Parcel, frame: Frame, *, now: bool) -> None:
+    def _send_frame(self, share: LocalPass, peer: Peer, parcel: _Parcel, frame: Frame, *, now: bool) -> None:
         if peer.plain:
             check_size(frame, peer, "a message of gradients")
         try:
@@ -165,16 +165,16 @@ class GradientOutbox:
                 for lease in parcel.leases:
                     hand_over(lease, channel)
                 peer.link.tell()
-            left = None if run.deadline is None else max(run.deadline - self._worker.runtime.now(), 0.0)
+            left = None if share.deadline is None else max(share.deadline - self._worker.runtime.now(), 0.0)
             if now:
                 channel.send(frame, timeout=left)
             else:
-                run.flush_later(channel)
+                share.flush_later(channel)
                 channel.send_soon(frame, timeout=left)
         except (ChannelClosedError, PeerLostError) as error:
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
             messages = [gradient.message for gradient in parcel.gradients]
-            raise peer_lost(run.spec, peer.info.name, reason, messages) from error
+            raise peer_lost(share.spec, peer.info.name, reason, messages) from error
 
 
 def key_of(spec: PassSpec, message: int) -> GradientKey:
