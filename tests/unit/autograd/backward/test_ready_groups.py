@@ -1,4 +1,4 @@
-"""One worker's share of a pass, without workers: whatever the order of arrival, the same as one native call."""
+"""The groups of one worker in a pass, without workers: any order of arrival gives the result of one native call."""
 
 from __future__ import annotations
 
