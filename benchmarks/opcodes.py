@@ -1,5 +1,5 @@
-"""How much Python a small call runs: opcodes and calls of each function, on both sides. Unlike times these do not
-depend on what else the machine does, so they show what a change of the hot path gained.
+"""Counts the Python that a small call runs: opcodes and calls of each function, on both sides. Unlike times, the
+counts do not depend on the load of the machine. So they show what a change of the hot path has gained.
 
     .venv/bin/python benchmarks/opcodes.py hop --top 40
 """
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 import backhaul as bh
-from backhaul._autograd.backward import engine
+from backhaul._autograd.backward import receiver
 
 Function = tuple[str, str]
-"""Its file and its name."""
+"""A function: its file and its name."""
 
 Counts = tuple[dict[Function, int], dict[Function, int]]
-"""Calls and opcodes."""
+"""The calls and the opcodes of each function."""
 
 _counting = False
 _calls: collections.Counter[Function] = collections.Counter()
@@ -48,13 +48,13 @@ def _trace(frame: FrameType, event: str, argument: Any) -> Any:
 
 
 def begin() -> None:
-    """Count from now on."""
+    """Begin to count."""
     global _counting
     _counting = True
 
 
 def end() -> Counts:
-    """Count no more; what was counted."""
+    """Stop counting; return the counts."""
     global _counting
     _counting = False
     found = dict(_calls), dict(_opcodes)
@@ -153,7 +153,7 @@ def show(found: list[Counts], repeat: int, top: int) -> None:
             print(f"  {count / repeat:8.1f} opcodes {calls.get((file, name), 0) / repeat:6.2f} calls  {where}: {name}")
 
 
-engine._LONG = 60.0  # counting makes everything slow; no gradient is to be taken for a long one for that
+receiver.SHARE_OUT_SECONDS = 60.0  # counting makes everything slow; gradients stay on their thread nevertheless
 threading.settrace(_trace)
 sys.settrace(_trace)
 

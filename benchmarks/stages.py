@@ -1,12 +1,12 @@
-"""Where the time of a small call goes: timestamps at each stage, on both sides.
+"""Shows where the time of a small call goes: timestamps at each stage, on both sides.
 
     .venv/bin/python benchmarks/stages.py empty
     .venv/bin/python benchmarks/stages.py hop
     .venv/bin/python benchmarks/stages.py chain --hops 4 --one
 
-Methods of Backhaul are wrapped to note when they begin (>) and end (<), which costs a microsecond or two each. The
-clocks of processes of one host agree. Prints the timeline of the usual course of events as medians; with ``--one``
-the timeline of a single run, the one of median length, with the thread of each stage.
+Wraps methods of Backhaul to note when they begin (>) and end (<). That costs one or two microseconds each. The clocks
+of processes on one host agree. Prints the medians of the most frequent sequence of stages. ``--one`` prints a single
+run, the one of median length, with the thread of each stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import backhaul as bh
-from backhaul._autograd.backward import engine, leaves, local_pass, outbox
+from backhaul._autograd.backward import context_release, engine, leaves, outbox, pass_ledger, ready_groups, receiver
 from backhaul._rpc import futures
 from backhaul._rpc.calls import client, pending, server
 from backhaul._transport.sockets import channel, endpoint
@@ -44,17 +44,17 @@ STAGES: list[tuple[type, str]] = [
     (endpoint.SocketEndpoint, "wake"),
     (thread_pool.ThreadPool, "submit"),
     (engine.Engine, "backward"),
-    (engine.Engine, "_take_gradients"),
-    (engine.Engine, "run_of"),
+    (receiver.GradientReceiver, "_take_gradients"),
+    (receiver.GradientReceiver, "local_pass_of"),
     (outbox.GradientOutbox, "put"),
-    (engine.Engine, "_account"),
-    (engine.Engine, "release"),
-    (local_pass.LocalPass, "arrive"),
+    (pass_ledger.PassLedger, "account"),
+    (context_release.ContextRelease, "release"),
+    (ready_groups.ReadyGroups, "arrive"),
     (leaves.Leaves, "compute"),
 ]
 
 Stamp = tuple[int, str, int]
-"""When, what, and on which thread."""
+"""The time of a stage, its name, and its thread."""
 
 _stamps: list[Stamp] = []
 weight = torch.full((16,), 0.99, requires_grad=True)
@@ -66,7 +66,7 @@ def mark(label: str) -> None:
 
 
 def watch(owner: type, name: str) -> None:
-    """Note when a method begins and ends; a read that found nothing is left out."""
+    """Note when a method begins and ends. A read that found nothing is left out."""
     method: Callable[..., Any] = getattr(owner, name)
     label = f"{owner.__name__}.{name}"
 
@@ -89,7 +89,7 @@ for _owner, _name in STAGES:
 
 
 def take() -> list[Stamp]:
-    """All that was noted here since the last time."""
+    """The stamps of this worker since the last call."""
     found = list(_stamps)
     _stamps.clear()
     return found

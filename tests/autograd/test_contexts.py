@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul._autograd.backward.context_release import ContextRelease
 from backhaul._autograd.backward.engine import Engine
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.recording import ForwardRecorder, current_scope
@@ -479,22 +480,22 @@ def test_a_call_that_outlives_its_context(gate: str) -> None:
 
 def test_a_release_that_overtakes_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Different threads may handle messages of one channel."""
-    over, request_in, release = threading.Event(), ForwardRecorder.request_in, Engine.release
+    over, request_in, release = threading.Event(), ForwardRecorder.request_in, ContextRelease.release
 
     def hold(self: ForwardRecorder, *args: Any) -> Any:
         if self._worker.name == "worker1":
             assert over.wait(DEADLINE_SECONDS)
         return request_in(self, *args)
 
-    def tell(self: Engine, *args: Any) -> None:
+    def tell(self: ContextRelease, *args: Any) -> None:
         release(self, *args)
-        if self.worker.name == "worker1":
+        if self._worker.name == "worker1":
             over.set()
 
     with bh.cluster(2) as workers:
         bh.rpc_sync(1, len, args=("",))
         monkeypatch.setattr(ForwardRecorder, "request_in", hold)
-        monkeypatch.setattr(Engine, "release", tell)
+        monkeypatch.setattr(ContextRelease, "release", tell)
         with bh.context() as ctx:
             late = bh.rpc_async(1, torch.mul, args=(vector(3.0), 2))
             # The driver has told nobody yet; this is its message, delivered early.

@@ -17,7 +17,7 @@ import torch
 
 import backhaul as bh
 from backhaul._autograd.backward import outbox
-from backhaul._autograd.backward.engine import Engine
+from backhaul._autograd.backward.receiver import GradientReceiver
 
 from .worlds import DEADLINE_SECONDS, gradients_on
 
@@ -38,9 +38,9 @@ class Arrivals:
         self._lock = threading.Lock()  # guards the tables below
         self._held: list[Callable[[], None]] = []
 
-    def take(self, original: Callable[..., None], engine: Engine, *args: Any) -> None:
-        enter = functools.partial(original, engine, *args)
-        if engine.worker.name != self.worker or self.order is None:
+    def take(self, original: Callable[..., None], receiver: GradientReceiver, *args: Any) -> None:
+        enter = functools.partial(original, receiver, *args)
+        if receiver._worker.name != self.worker or self.order is None:
             enter()
             return
         with self._lock:
@@ -57,9 +57,9 @@ class Arrivals:
 @pytest.fixture
 def arrivals(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Arrivals]:
     def watch(worker: str) -> Arrivals:
-        made, original = Arrivals(worker), Engine._take_gradients
+        made, original = Arrivals(worker), GradientReceiver._take_gradients
         monkeypatch.setattr(outbox, "TOGETHER", 1)
-        monkeypatch.setattr(Engine, "_take_gradients", lambda engine, *args: made.take(original, engine, *args))
+        monkeypatch.setattr(GradientReceiver, "_take_gradients", lambda self, *args: made.take(original, self, *args))
         return made
 
     return watch

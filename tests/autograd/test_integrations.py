@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import backhaul as bh
-from backhaul._autograd.backward.leaves import reducers
+from backhaul._autograd.torch_engine.reducers import reducers
 
 from .worlds import DEADLINE_SECONDS, World, vector
 from .worlds import check as check_once
@@ -368,6 +368,6 @@ def test_the_look_for_replicas_disturbs_nothing(monkeypatch: pytest.MonkeyPatch)
 
     touchy = Touchy()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(reducers, "_looked", False)
+    monkeypatch.setattr(reducers, "_searched", False)
     assert reducers.module_of(torch.ones(1, requires_grad=True)) is None
     del touchy

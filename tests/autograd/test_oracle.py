@@ -18,8 +18,8 @@ import torch
 from hypothesis import strategies as st
 
 import backhaul as bh
-from backhaul._autograd.backward import engine, leaves, local_pass, outbox
-from backhaul._autograd.backward.engine import Engine
+from backhaul._autograd.backward import early_sends, leaves, outbox, ready_groups, receiver
+from backhaul._autograd.backward.receiver import GradientReceiver
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward import functions
 from backhaul._autograd.messages import AutogradKind
@@ -53,10 +53,10 @@ def unruly_threads() -> Iterator[None]:
 @pytest.fixture
 def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker handles gradients that are there at the same time in random order."""
-    take, choose, lock = Engine._take_gradients, random.Random(0), threading.Lock()
+    take, choose, lock = GradientReceiver._take_gradients, random.Random(0), threading.Lock()
     waiting: dict[int, list[Callable[[], None]]] = collections.defaultdict(list)
 
-    def swap(self: Engine, *args: Any) -> None:
+    def swap(self: GradientReceiver, *args: Any) -> None:
         with lock:
             mine = waiting[id(self)]
             mine.append(lambda: take(self, *args))
@@ -65,7 +65,7 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
         task()
 
     monkeypatch.setattr(outbox, "TOGETHER", 1)
-    monkeypatch.setattr(Engine, "_take_gradients", swap)
+    monkeypatch.setattr(GradientReceiver, "_take_gradients", swap)
 
 
 def difference(program: Program, *, order: int = 1, **options: Any) -> list[str]:
@@ -124,7 +124,7 @@ def test_fast_mode(workers: int, first: int) -> None:
 @pytest.mark.parametrize("order", [1, 2])
 def test_gradients_that_are_sent_as_soon_as_they_are_there(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
     """As in large groups."""
-    monkeypatch.setattr(local_pass, "LARGE", -1)
+    monkeypatch.setattr(early_sends, "SEND_EARLY_NODES", -1)
     sweep(range(9200, 9260 - 20 * order), workers=3, order=order)
 
 
@@ -271,13 +271,13 @@ def test_a_contribution_that_is_added_twice_is_noticed(monkeypatch: pytest.Monke
 
 def test_a_gradient_that_is_lost_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth message arrives, but without its gradients."""
-    arrive, calls = local_pass.LocalPass.arrive, iter(range(1 << 30))
+    arrive, calls = ready_groups.ReadyGroups.arrive, iter(range(1 << 30))
 
-    def lose(self: local_pass.LocalPass, source: Any, grads: Any) -> Any:
+    def lose(self: ready_groups.ReadyGroups, source: Any, grads: Any, *rest: Any) -> Any:
         keep = source == functions.ROOTS or next(calls) % 4
-        return arrive(self, source, grads if keep else [None] * len(grads))
+        return arrive(self, source, grads if keep else [None] * len(grads), *rest)
 
-    monkeypatch.setattr(local_pass.LocalPass, "arrive", lose)
+    monkeypatch.setattr(ready_groups.ReadyGroups, "arrive", lose)
     assert count_differences() > 5
 
 
@@ -433,7 +433,7 @@ def nest(x: torch.Tensor, left: int) -> torch.Tensor:
 def test_gradients_for_one_worker_go_together(frames: Frames, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     """Small gradients travel in one frame, together with the report about them."""
     monkeypatch.setattr(outbox, "TOGETHER", together)
-    monkeypatch.setattr(engine, "_LONG", DEADLINE_SECONDS)
+    monkeypatch.setattr(receiver, "SHARE_OUT_SECONDS", DEADLINE_SECONDS)
     a, count = torch.ones(2, requires_grad=True), 64
     with bh.cluster(2), bh.context() as ctx:
         results = [bh.rpc_sync(1, torch.mul, args=(a, 2)) for _ in range(count)]
@@ -457,7 +457,7 @@ def test_large_gradients_go_alone(frames: Frames) -> None:
 def test_gradients_that_came_together_are_shared_out_when_they_take_long(
     frames: Frames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_LONG", 0.0)
+    monkeypatch.setattr(receiver, "SHARE_OUT_SECONDS", 0.0)
     a = torch.ones(2, requires_grad=True)
     with bh.cluster(2), bh.context() as ctx:
         results = [bh.rpc_sync(1, torch.mul, args=(a, 2)) for _ in range(16)]

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from backhaul._autograd.backward.driver import PassDriver
-from backhaul._autograd.backward.report_buffer import ReportBuffer
+from backhaul._autograd.backward.local_pass import ReportBuffer
+from backhaul._autograd.backward.pass_ledger import PassLedger
+from backhaul._autograd.ids import ContextId
 from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._runtime.runtime import Runtime
 from tools.kill_tests import RANDOM, KillOutcome, KillSetting, run, table
@@ -41,13 +42,13 @@ def test_a_worker_that_is_stopped_and_goes_on() -> None:
     assert isinstance(verdict.outcomes[0], KillOutcome)
 
 
-def drive() -> PassDriver:
-    return PassDriver(PassSpec(1, 0, 1), None, Runtime())  # type: ignore[arg-type]
+def ledger() -> PassLedger:
+    return PassLedger(PassSpec(ContextId(1), 0, 1), Runtime())
 
 
 def test_a_worker_that_reported_what_it_had_not_sent_yet_takes_the_pass_with_it() -> None:
     """Message 8 is on the account of worker 3, but worker 2 died before it was sent."""
-    passing = drive()
+    passing = ledger()
     assert passing.account(PassTally((0,), {7: 2})) is None
     assert passing.account(PassTally((7,), {8: 3})) is None
     assert not passing.lose(4, "four", "never took part")
@@ -55,7 +56,7 @@ def test_a_worker_that_reported_what_it_had_not_sent_yet_takes_the_pass_with_it(
 
 
 def test_a_worker_lost_before_its_report_came_by_another_way() -> None:
-    passing = drive()
+    passing = ledger()
     assert not passing.lose(2, "two", "gone")
     loss = passing.account(PassTally((0,), {7: 2}))
     assert loss is not None
@@ -63,7 +64,7 @@ def test_a_worker_lost_before_its_report_came_by_another_way() -> None:
 
 
 def test_a_worker_that_is_lost_when_all_is_done_harms_nobody() -> None:
-    passing = drive()
+    passing = ledger()
     passing.account(PassTally((0,), {7: 2}))
     passing.account(PassTally((7,), {}))
     assert not passing.lose(2, "two", "gone")
@@ -71,8 +72,8 @@ def test_a_worker_that_is_lost_when_all_is_done_harms_nobody() -> None:
 
 def test_what_a_group_that_is_not_done_has_produced_is_reported() -> None:
     """The driver has to know where its gradients went, should a worker there be lost."""
-    journal = ReportBuffer()
-    journal.begin()
-    journal.add(PassTally((), {7: 2}))
-    tally, _ = journal.end()
+    buffer = ReportBuffer()
+    buffer.begin()
+    buffer.add(PassTally((), {7: 2}))
+    tally, _ = buffer.end()
     assert tally == PassTally((), {7: 2})

@@ -45,16 +45,15 @@ def describe(engine: Engine, context: int) -> dict[str, Any] | None:
 
 
 def _describe_run(engine: Engine, run: LocalPass) -> dict[str, Any]:
-    drive = engine.drives.get((run.spec.context, run.spec.number))
+    drive = engine.drivers.get((run.spec.context, run.spec.number))
     described = {
         "driver": engine.name_of(run.spec.driver),
         "number": run.spec.number,
         "failed": run.failed,
-        "waiting": run.waiting,
+        "waiting": run.groups.waiting,
     }
     if drive is not None and run.spec.driver == engine.id:
-        with drive.lock:
-            described["outstanding"] = {m: engine.name_of(w) for m, w in drive.ledger.outstanding.items()}
+        described["outstanding"] = {m: engine.name_of(w) for m, w in drive.ledger.outstanding.items()}
     return described
 
 

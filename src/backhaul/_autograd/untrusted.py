@@ -16,7 +16,7 @@ from backhaul._autograd.container import Container
 from backhaul._autograd.forward.recording import UNRECORDED, ForwardRecorder
 from backhaul._autograd.ids import split
 from backhaul._autograd.messages import Abort, AutogradNote, Gradients, Know, Release, Report
-from backhaul._autograd.plan.termination import Summary
+from backhaul._autograd.plan.plan import Summary
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.node import Node
 from backhaul._rpc.security.frame_checks import strict_payload

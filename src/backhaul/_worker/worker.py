@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from backhaul._devices.device_context import DeviceContext
-from backhaul._runtime import interrupts
+from backhaul._runtime import interrupts, worker_patches
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.interrupts import SIGINT, getsignal
 from backhaul._runtime.observer import Observer
@@ -120,6 +120,7 @@ class Worker:
         with _alive_lock:
             _alive.add(self)
             _find_only()
+            worker_patches.begin()
         interrupts.defer()
 
     def __repr__(self) -> str:
@@ -171,6 +172,8 @@ class Worker:
             _find_only()
             _closed_last = self.name
             last = not _alive
+            if last:
+                worker_patches.end()
         if last:
             interrupts.defer_no_more()
         return True
@@ -258,6 +261,7 @@ def _forget_all() -> None:
         worker.closed = True
         worker.endpoint.sever()
     _alive.clear()
+    worker_patches.end()
     _find_only()
     _current.set(None)
     in_handler.set(False)

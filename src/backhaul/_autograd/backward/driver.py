@@ -1,82 +1,146 @@
-"""A pass at its driver: what is under way, how it ends, and the plan it follows."""
+"""A pass at its driver: run ready groups, send their gradients, until the ledger balances."""
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import threading
-from collections.abc import Sequence
 
+from backhaul._autograd.backward import pass_errors
 from backhaul._autograd.backward.local_pass import LocalPass
-from backhaul._autograd.messages import PassSpec, PassTally
-from backhaul._autograd.plan.termination import Ledger, Plan
-from backhaul._runtime.runtime import Runtime
-from backhaul._worker.thread_pool import Task
-from backhaul.errors import PeerLostError
+from backhaul._autograd.backward.messenger import PassMessenger
+from backhaul._autograd.backward.pass_graph import PassGraph
+from backhaul._autograd.backward.pass_ledger import PassLedger
+from backhaul._autograd.backward.receiver import told_by
+from backhaul._autograd.forward.functions import Grads
+from backhaul._autograd.ids import ROOTS
+from backhaul._autograd.messages import PassTally
+from backhaul._autograd.plan.plan import Plan
+from backhaul._rpc.calls.client import CallClient
+from backhaul._runtime.runtime import Lock
+from backhaul._worker import deadlines
+from backhaul._worker.deadlines import FOREVER
+from backhaul._worker.worker import Worker
+from backhaul.errors import BackwardTimeoutError, PeerLostError
+
+_ASK_SECONDS = 1.0  # a worker has so long to say what it knows of a pass that is too late
+_NOT_WOKEN = contextlib.nullcontext()
 
 
 class PassDriver:
-    """Thread-safe."""
+    """Carries one pass out on the thread that called ``backward``. Other threads report to it.
 
-    def __init__(self, spec: PassSpec, run: LocalPass, runtime: Runtime) -> None:
-        self.spec = spec
-        self.run = run
-        self.one_shot = runtime.one_shot()
-        self.error: BaseException | None = None
-        self.lock = threading.Lock()  # guards ledger, lost and error
-        self.ledger = Ledger()
-        self.lost: dict[int, tuple[str, str]] = {}  # workers lost since the pass began: name, and why
-        self.planning = runtime.lock()  # held while the plan is made
+    Attributes:
+        spec: The pass.
+        share: The driver's own share of it.
+        ledger: The messages under way, and how the pass ends.
+        plan: The plan, once a worker has asked for orders.
+    """
+
+    _planning: Lock | None = None
+
+    def __init__(
+        self, worker: Worker, client: CallClient, messenger: PassMessenger, share: LocalPass, ledger: PassLedger
+    ) -> None:
+        self.spec = share.spec
+        self.share = share
+        self.ledger = ledger
         self.plan: Plan | None = None
-        self.attendant = 0  # the thread that reads for the pass while it waits for its end
-        self.inbox: collections.deque[Task] = collections.deque()  # what it has to do
+        self._worker = worker
+        self._client = client
+        self._messenger = messenger
 
-    def account(self, tally: PassTally) -> PeerLostError | None:
-        """Messages were consumed and produced. Returns an error if a lost worker took part; see ``lose``."""
-        with self.lock:
-            self.ledger.report(tally.consumed, tally.produced)
-            over = self.ledger.over
-            for worker in self.lost:  # it was noticed before this report came
-                if (missed := self._missed(worker)) is not None:
-                    return missed
-        if over:
-            self.one_shot.open()
-        return None
+    def run(self, seeds: Grads, timeout: float) -> None:
+        """Run the pass over all workers; return when it is over, raise if it failed."""
+        observer = self._worker.observer
+        if observer is None or not self.spec.profiles:
+            self.share.start(seeds)
+            self._run_until_balanced(timeout)
+            return
+        with observer.drive(self.spec.profiles, self.spec.context, self.spec.number):
+            with self.share.observed(ROOTS):
+                self.share.start(seeds)
+            self._run_until_balanced(timeout)
 
-    def lose(self, worker: int, name: str, reason: str, tally: PassTally | None = None) -> PeerLostError | None:
-        """A worker is lost. Returns an error if the pass is, too: if gradients went there, as far as is known with
-        ``tally``. It may have reported what it had not sent yet, so that it is not enough to look for what is under way
-        to it.
+    def _run_until_balanced(self, timeout: float) -> None:
+        """Run ready groups and send what they produce, until the ledger balances or the pass fails."""
+        scope, share, over, cut_by = deadlines.current.get(), self.share, self.ledger.over, None
+        if scope is not None and scope.until < (FOREVER if share.deadline is None else share.deadline):
+            share.deadline, cut_by = scope.until, scope.label
+        if not over.opened:
+            with self._worker.blocking(), _NOT_WOKEN if scope is None else scope.waking(over.open):
+                while not over.opened and self._await_gradients():
+                    while share.inbox:
+                        share.inbox.popleft()()
+            if scope is not None and scope.root.cancelled:
+                raise scope.cancelled_error(f"backward of context {self.spec.context} was not done")
+            if not over.opened:
+                raise self._too_late(timeout, cut_by)
+        if self._worker.device_context is not None:
+            self._worker.device_context.stream_order.arrive()
+        if self.ledger.error is not None:
+            raise self.ledger.error
+
+    def _await_gradients(self) -> bool:
+        """Wait until gradients of the pass are in the inbox, or the pass is over; False if the time is over before.
+
+        This thread reads the channels to the workers that gradients went to, and handles gradients of the pass that
+        arrive there. That saves hand-offs between threads.
         """
-        with self.lock:
-            if tally is not None:
-                self.ledger.report(tally.consumed, tally.produced)
-            self.lost[worker] = name, reason
-            return self._missed(worker)
+        share, over = self.share, self.ledger.over
+        left = None if share.deadline is None else share.deadline - self._worker.runtime.now()
+        peers = [peer for to in list(share.sent_to) if (peer := self._client.peers.with_id(to)) is not None]
+        channels = dict.fromkeys(channel for peer in peers for channel in peer.channels)
+        try:
+            held = [channel for channel in channels if channel.acquire(self)]
+            if not held:
+                return over.wait(left)
+            share.attendant = threading.get_ident()
+            in_time = self._worker.receiver.attend(held, over, left, share.inbox)
+            share.attendant = 0
+        except BaseException as error:
+            share.attendant = 0
+            self._worker.receiver.recover_after_interrupt(error, self, *channels)
+            raise
+        return in_time or bool(share.inbox)
 
-    def _missed(self, lost: int) -> PeerLostError | None:
-        if self.ledger.over or lost not in self.ledger.workers:
-            return None
-        messages = tuple(m for m, worker in self.ledger.outstanding.items() if worker == lost)
-        return loss_of(self.spec, *self.lost[lost], messages)
+    def _too_late(self, timeout: float, cut_by: str | None) -> BackwardTimeoutError:
+        self._ask_around()
+        waiting = {m: self._messenger.name_of(worker) for m, worker in self.ledger.outstanding.items()}
+        return pass_errors.too_late(self.spec, self._worker.name, timeout, cut_by, waiting)
 
-    def end(self, error: BaseException) -> None:
-        """The pass has failed; the first error counts."""
-        with self.lock:
-            if self.error is None:
-                self.error = error
-        self.one_shot.open()
+    def _ask_around(self) -> None:
+        """Find out where the pass is stuck: a tally may be with gradients that are still under way."""
+        asked = {self._worker.info.id, -1}
+        while ahead := set(self.ledger.outstanding.values()) - asked:
+            for worker in ahead:
+                asked.add(worker)
+                with contextlib.suppress(Exception):  # it may be the worker that does not answer
+                    self.ledger.note(self._messenger.call(worker, told_by, self.spec, timeout=_ASK_SECONDS))
 
+    def abort(self) -> None:
+        """Compute nothing more for the pass, here and on every worker that gradients went to."""
+        self.share.failed = self.share.aborted = True
+        self._messenger.abort(self.spec, self.ledger.workers | self.share.sent_to)
 
-def loss_of(spec: PassSpec, name: str, reason: str, messages: Sequence[int] = ()) -> PeerLostError:
-    """The error of a pass that needs a worker which is lost."""
-    what = ", ".join(f"message {message}" for message in messages[:4])
-    what += f" and {len(messages) - 4} more" if len(messages) > 4 else ""
-    where = f", where {what} was due" if what else ""
-    return PeerLostError(
-        f"lost worker '{name}' in backward pass {spec.number} of context {spec.context}{where}: {reason}",
-        worker=name,
-        reason=reason,
-        context=spec.context,
-        pass_number=spec.number,
-        messages=tuple(messages),
-    )
+    def lose(self, worker: int, name: str, reason: str, tally: PassTally | None = None) -> None:
+        """A worker is lost: the pass fails if that worker took part. ``tally`` is what another worker knows of it."""
+        self.ledger.lose(worker, name, reason, self.share.told(worker) if tally is None else tally)
+
+    # For the planner.
+
+    @property
+    def graph(self) -> PassGraph:
+        """The driver's own graph."""
+        return self.share.groups.graph
+
+    @property
+    def planning(self) -> Lock:
+        """Held while the plan is made."""
+        with self.share.context.lock:
+            if self._planning is None:
+                self._planning = self._worker.runtime.lock()
+            return self._planning
+
+    def loss_of(self, worker: int, reason: str) -> PeerLostError:
+        """The error of a pass that needs a lost worker."""
+        return pass_errors.peer_lost(self.spec, self._messenger.name_of(worker), reason)

@@ -1,8 +1,8 @@
-"""What must run together. Walks a worker's graph from its sources and sorts them into groups.
+"""Groups: the sources of a worker that must run together.
 
-Two sources belong to one group when they share a node that is not a leaf, or a leaf that carries hooks: gradients
-of both meet there, and no node may run before all it is going to get is there. Knows no message and no pass;
-changes nothing.
+Two sources belong to one group if they share a node that is not a leaf, or a leaf with hooks. Gradients of both meet
+there, and a node may run only when all its gradients have arrived. This module walks a worker's graph from its sources
+and sorts them into groups. It knows no frame and no pass, and changes nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ import torch
 
 from backhaul._autograd.forward.functions import End, Grads, Recv, edge_of, recv_of
 from backhaul._autograd.ids import NO_CONTEXT, MessageId
-from backhaul._autograd.torch_engine.run import (
-    DEEP,
-    BoundaryNodeClass,
-    LeafNode,
-    Node,
-    free_one_by_one,
-    node_hooks,
-    pass_hooks,
-)
+from backhaul._autograd.torch_engine.boundary import MARK, BoundaryNodeClass
+from backhaul._autograd.torch_engine.freeing import DEEP_NODES, free_one_by_one
+from backhaul._autograd.torch_engine.hooks import node_hooks, pass_hooks
+from backhaul._autograd.torch_engine.run import LeafNode, Node
 
 
 def hooked(leaf: torch.Tensor) -> object:
-    """Joins the sources of a leaf that carries hooks, which must see their sum."""
+    """A key that joins the sources of a leaf with hooks: the hooks must see the sum of their gradients."""
     return id(leaf) if leaf._backward_hooks or leaf._post_accumulate_grad_hooks else None
 
 
@@ -39,7 +34,7 @@ class RecvEnd:
         self.nodes = {} if nodes is None else nodes
 
     def answer(self, found: Mapping[int, torch.Tensor | None]) -> Grads:
-        """The gradients of all tensors of the message, from those that came to its nodes."""
+        """The gradients of all tensors of the message, from those that arrived at its nodes."""
         grads: list[torch.Tensor | None] = [None] * self.recv.count
         for index, grad in found.items():
             grads[index] = pass_hooks(self.nodes[index], grad) if node_hooks.possible else grad
@@ -57,9 +52,9 @@ class Group:
 
     def __init__(self, source: MessageId) -> None:
         self.sources = [source]
-        self.nodes: list[Node] = []  # but for leaves and recv nodes
+        self.nodes: list[Node] = []  # without leaves and recv nodes
         self.leaves: dict[int, torch.Tensor] = {}  # by id
-        self.frozen: dict[Node, None] = {}  # accumulation nodes of leaves that need no gradient any more
+        self.frozen: dict[Node, None] = {}  # accumulation nodes of leaves that no longer need a gradient
         self.recvs: dict[MessageId, RecvEnd] = {}
         self.foreign: dict[Node, Recv] = {}  # recv nodes of other contexts, which take no gradient here
 
@@ -81,14 +76,17 @@ class Grouping:
     """The groups of one worker, for given sources. Immutable.
 
     Args:
-        sources: Where gradients may enter: for each source its ends.
-        joins: What joins the sources that reach a leaf: those whose leaves give equal answers run together, None joins
-            nothing.
-        context: The context of the sources; recv nodes of others are foreign.
+        sources: Where gradients may enter: the ends of each source.
+        joins: Returns a key for a leaf. Sources that reach leaves with equal keys run together; None joins nothing.
+        context: The context of the sources. Recv nodes of other contexts are foreign.
 
     Attributes:
+        ends: The ends of each source.
         foreign: All foreign recv nodes.
+        find: Returns the group of a source; None if there is no such source.
     """
+
+    find: Callable[[MessageId], Group | None]
 
     def __init__(
         self,
@@ -100,15 +98,16 @@ class Grouping:
         self.foreign: set[Node] = set()
         self._context = context
         self._joins = joins
-        self._owner: dict[Node, MessageId] = {}  # which source came to a node first
-        self._meeting: dict[object, MessageId] = {}  # likewise to what joins sources
-        self._parent: dict[MessageId, MessageId] = {}  # empty as long as nothing is joined
+        self._owner: dict[Node, MessageId] = {}  # the source that reached a node first
+        self._meeting: dict[object, MessageId] = {}  # likewise for keys that join sources
+        self._parent: dict[MessageId, MessageId] = {}  # union-find; empty as long as nothing is joined
         self._group_of = {source: self._walk(source, ends) for source, ends in sources.items()}
+        self.find = self._group_of.get
         if self._parent:
             self._merge()
-        if len(self._owner) > DEEP:
+        if len(self._owner) > DEEP_NODES:
             for group in self.groups:
-                if len(group.nodes) > DEEP:
+                if len(group.nodes) > DEEP_NODES:
                     ends = [end for source in group.sources for end in sources[source]]
                     free_one_by_one(
                         [node for node in nodes_behind(ends) if type(node) not in (LeafNode, BoundaryNodeClass)]
@@ -116,12 +115,8 @@ class Grouping:
         del self._owner, self._meeting
 
     def of(self, source: MessageId) -> Group:
-        """The group that a source belongs to."""
+        """The group of a source."""
         return self._group_of[source]
-
-    def find(self, source: MessageId) -> Group | None:
-        """As ``of``; None if there is no such source."""
-        return self._group_of.get(source)
 
     @property
     def groups(self) -> list[Group]:
@@ -131,24 +126,24 @@ class Grouping:
     def _merge(self) -> None:
         merged: dict[MessageId, Group] = {}
         for source, group in self._group_of.items():
-            first = merged.setdefault(self._find(source), group)
+            first = merged.setdefault(self._first_of(source), group)
             if first is not group:
                 first.absorb(group)
                 self._group_of[source] = first
 
-    def _find(self, source: MessageId) -> MessageId:
+    def _first_of(self, source: MessageId) -> MessageId:
         parent = self._parent
         while (above := parent.get(source, source)) != source:
             parent[source] = source = parent.get(above, above)
         return source
 
     def _join(self, one: MessageId, other: MessageId) -> None:
-        one, other = self._find(one), self._find(other)
+        one, other = self._first_of(one), self._first_of(other)
         if one != other:
             self._parent[one] = other
 
     def _walk(self, source: MessageId, ends: Sequence[End]) -> Group:
-        """Visit what no source before has visited, and join those that meet."""
+        """Visit what no earlier source has visited, and join sources that meet."""
         group = Group(source)
         owner = self._owner
         stack: list[Node] = []
@@ -171,7 +166,7 @@ class Grouping:
                 self._join(source, first)
             else:
                 owner[node] = source
-                if kind is BoundaryNodeClass and (mark := recv_of(node)) is not None:
+                if kind is BoundaryNodeClass and (mark := node.metadata.get(MARK)) is not None:
                     self._reach_recv(source, group, node, mark)
                 else:
                     group.nodes.append(node)
@@ -191,27 +186,28 @@ class Grouping:
         group.recvs[recv.message] = RecvEnd(recv, {index: node})
         first = self._meeting.setdefault(recv, source)
         if first != source:
-            self._join(source, first)  # a message gets its gradients at once
+            self._join(source, first)  # one gradient message answers all tensors of a message
 
     def _reach_leaf(self, source: MessageId, group: Group, leaf: torch.Tensor) -> bool:
         if not leaf.requires_grad:
-            return False  # frozen since: its gradient is dropped, as in one process
+            return False  # frozen since the forward: its gradient is dropped, as in one process
         group.leaves[id(leaf)] = leaf
-        place = self._joins(leaf)
-        if place is not None:
-            self._join(source, self._meeting.setdefault(place, source))
+        key = self._joins(leaf)
+        if key is not None:
+            self._join(source, self._meeting.setdefault(key, source))
         return True
 
     def reach(self) -> dict[MessageId, frozenset[MessageId]]:
-        """For each source, the recv nodes that it reaches itself (not: that its group reaches)."""
+        """For each source, the recv nodes that the source itself reaches, not its whole group."""
         masks = RecvMasks(self.foreign)
         found = {source: masks.of(ends) for source, ends in self.ends.items()}
         return {source: masks.names(mask) for source, mask in found.items()}
 
 
 class RecvMasks:
-    """For each node, the messages whose recv nodes lie behind it, as the bits of an int. Linear in the size of the
-    graph.
+    """For each node, the messages whose recv nodes lie behind it, as the bits of an int.
+
+    The work is linear in the size of the graph.
 
     Args:
         foreign: Recv nodes that do not count.
@@ -235,7 +231,7 @@ class RecvMasks:
     def names(self, mask: int) -> frozenset[MessageId]:
         """The messages that a mask stands for."""
         found = []
-        while mask:  # from bit to bit: most masks have few
+        while mask:  # visit set bits only: most masks have few
             lowest = mask & -mask
             found.append(self._messages[lowest.bit_length() - 1])
             mask ^= lowest
@@ -249,7 +245,7 @@ class RecvMasks:
 
     def _visit(self, start: Node) -> None:
         masks = self.masks
-        stack = [start]  # not recursive: graphs are deeper than Python's stack
+        stack = [start]  # no recursion: graphs are deeper than Python's stack
         while stack:
             node = stack[-1]
             if node in masks:
@@ -274,8 +270,8 @@ class RecvMasks:
 
 
 def nodes_behind(ends: Iterable[End]) -> dict[Node, None]:
-    """All nodes of this worker behind ``ends``, each after those behind it, in an order that depends on the graph and
-    the order of ``ends`` alone.
+    """All nodes of this worker behind ``ends``, each after those behind it. The order depends only on the graph and on
+    the order of ``ends``.
     """
     found: dict[Node, None] = {}
     entered: set[Node] = set()

@@ -1,15 +1,14 @@
-"""Where gradients end: how a native call is made so that leaves get theirs, once, with everything that hangs on them.
+"""The leaves of a worker in a pass: each gets its gradient once, and all its hooks are called.
 
-The engine is asked for the gradients of the leaves (their tensor hooks fire, nothing is written) and they are summed in
-the context. For ``accumulate="grad"`` it then runs the accumulation nodes, which write ``.grad`` as ``loss.backward()``
-does. It does so too where something hangs on an accumulation node itself (hooks of Python's, or of a DDP reducer): then
-``.grad`` is put aside meanwhile and what was accumulated is taken into the context.
+A pass asks the engine for the gradients of the leaves. Tensor hooks are called, and nothing is written to ``.grad``.
+The pass then adds the gradients to the context. For ``accumulate="grad"`` it runs the accumulation nodes instead, which
+write ``.grad`` as ``loss.backward()`` does. It also runs an accumulation node that has hooks of its own (of Python, or
+of a DDP reducer). Then it sets ``.grad`` aside meanwhile, and moves what was accumulated to the context.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 import warnings
@@ -18,19 +17,17 @@ from typing import ClassVar
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Grads, add
 from backhaul._autograd.messages import PassSpec
+from backhaul._autograd.torch_engine.hooks import node_hooks
+from backhaul._autograd.torch_engine.reducers import reducers
 from backhaul._autograd.torch_engine.run import (
     Node,
     is_own,
     leaf_edge,
-    node_hooks,
-    own_handles,
     run_accumulation,
     run_engine,
     set_grad_enabled,
@@ -39,16 +36,18 @@ from backhaul._devices.cuda import process
 from backhaul._runtime import interrupts
 
 
-class _Swapping(contextlib.AbstractContextManager[None]):
-    """Held while the ``.grad`` of leaves is put aside: they may belong to several contexts. A lock for each leaf, since
-    hooks run meanwhile, and may do anything.
+class _GradLock(contextlib.AbstractContextManager[None]):
+    """Held while ``.grad`` of leaves is set aside or changed. A leaf may belong to several contexts. Each leaf has a
+    lock of its own, because hooks run meanwhile, and hooks may do anything.
     """
 
     _locks: ClassVar[WeakIdKeyDictionary] = WeakIdKeyDictionary()
     _making: ClassVar[threading.Lock] = threading.Lock()  # guards _locks
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        ordered = sorted({id(leaf): leaf for leaf in leaves}.values(), key=id)  # the same order for all
+        ordered = sorted(
+            {id(leaf): leaf for leaf in leaves}.values(), key=id
+        )  # every thread takes the locks in this order
         with self._making:
             self._held = [self._locks.setdefault(leaf, threading.RLock()) for leaf in ordered]
 
@@ -61,34 +60,34 @@ class _Swapping(contextlib.AbstractContextManager[None]):
             lock.release()
 
 
-_ALONE = 2  # references to what a local variable alone refers to: that, and the argument of getrefcount
+_SOLE_REFERENCE_COUNT = 2  # a local variable holds the only reference: the variable, and the argument of getrefcount
 
 
 class Leaves:
-    """What one pass does with the leaves of one worker."""
+    """What one pass does with the leaves of one worker. Thread-safe."""
 
     def __init__(self, context: Context, spec: PassSpec, inputs: Sequence[torch.Tensor] | None) -> None:
         self._context = context
         self._spec = spec
         self._inputs = inputs
-        self._runs_node: dict[int, bool] = {}  # by id of the leaf, which the graph keeps
-        self._reducers = reducers.possible
-        self._adds_alone = not (spec.into_grad or spec.restricted)  # where a leaf carries nothing
+        self._runs_node: dict[int, bool] = {}  # by id of the leaf, which the graph keeps alive
+        self._reducers = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._adds_only = not (spec.into_grad or spec.restricted)  # a leaf without hooks only gets its gradient added
 
     def join(self, leaf: torch.Tensor) -> object:
-        """What joins the sources that reach ``leaf``, so that what hangs on it sees their sum, once; None: nothing.
+        """A key that joins the sources that reach ``leaf``; None if nothing joins them.
 
-        Sources whose leaves give equal answers run together.
+        Sources whose leaves give equal keys run together, so that hooks on the leaf see the sum of all gradients, once.
         """
         hooks = leaf._backward_hooks
         if not (hooks or leaf._post_accumulate_grad_hooks or self._reducers or node_hooks.possible):
             return id(leaf) if self._spec.deterministic and self._spec.into_grad else None
         if hooks and any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks.values()):
-            return "multi-grad hooks"  # they span leaves, and count on one run of the engine
+            return "multi-grad hooks"  # they span leaves, and rely on one run of the engine
         if (module := reducers.module_of(leaf)) is not None:
-            return "reducer", module  # it averages when the last of its parameters is there: let that be one run
+            return "reducer", module  # it averages when the last of its parameters has arrived: in one run
         if self._spec.deterministic and self._spec.into_grad:
-            return id(leaf)  # the engine adds to ``.grad`` in whatever order the groups run: let there be one
+            return id(leaf)  # several groups would add to ``.grad`` in any order; one group has one order
         return id(leaf) if hooks or leaf._post_accumulate_grad_hooks or self._must_run_node(leaf) else None
 
     def _must_run_node(self, leaf: torch.Tensor) -> bool:
@@ -99,9 +98,13 @@ class Leaves:
             known = self._runs_node[id(leaf)] = runs_node(leaf)
         return known
 
-    def is_plain(self, leaf: torch.Tensor) -> bool:
-        """Whether the gradient of ``leaf`` is just to be added."""
-        return self._adds_alone and self.join(leaf) is None
+    def keep_plain(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...], *, shared: bool) -> bool:
+        """Add to the gradient of a leaf that needs no run of the engine; False if ``leaf`` needs one."""
+        if not self._adds_only or self.join(leaf) is not None:
+            return False
+        if leaf.requires_grad:
+            self.keep(leaf, grad, order, shared=shared)
+        return True
 
     def compute(
         self,
@@ -113,8 +116,8 @@ class Leaves:
         *,
         check: Callable[[Grads], None] | None = None,
     ) -> Grads:
-        """Run the engine from ``edges`` to ``leaves``, which keep what they get, and ``ends``, whose gradients are
-        returned. ``check`` sees these before anything is kept, and may raise.
+        """Run the engine from ``edges`` to ``leaves``, whose gradients are kept, and ``ends``, whose gradients are
+        returned. ``check`` gets the latter before anything is kept, and may raise.
         """
         spec = self._spec
         wanted = list(self._inputs or ()) if spec.restricted else leaves
@@ -123,7 +126,7 @@ class Leaves:
         asked = [leaf if leaf.layout is torch.strided else leaf_edge(leaf) for leaf in wanted]
         grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
         if process.stream_order is not None:
-            process.stream_order.adopt(grads)  # they are in memory of the forward's streams, and used on this thread's
+            process.stream_order.adopt(grads)  # made on streams of the forward, used on those of this thread
         found = grads[len(wanted) :]
         if check is not None:
             check(found)
@@ -134,10 +137,10 @@ class Leaves:
         return found
 
     def _take(self, leaves: Iterable[torch.Tensor], grads: list[torch.Tensor | None], order: tuple[int, ...]) -> None:
-        """Takes the gradients out of the list, so that it can tell which of them nobody else has."""
-        plain = self._adds_alone and not (self._reducers or node_hooks.possible)
+        """Keep gradients. Takes each out of the list first: its reference count then tells whether it is shared."""
+        plain = self._adds_only and not (self._reducers or node_hooks.possible)
         run_nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        seen: set[int] = set()  # ids: one that comes again is that of a gradient which several leaves share
+        seen: set[int] = set()  # ids of gradients; several leaves share one whose id comes again
         for index, leaf in enumerate(leaves):
             grad, grads[index] = grads[index], None
             if grad is None:
@@ -145,7 +148,9 @@ class Leaves:
             if not plain and leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf)):
                 run_nodes.append((leaf, grad))
             else:
-                shared = sys.getrefcount(grad) > _ALONE  # not in the call below, whose arguments refer to it too
+                shared = (
+                    sys.getrefcount(grad) > _SOLE_REFERENCE_COUNT
+                )  # before the call below, whose argument is one more
                 self.keep(leaf, grad, order, shared=shared or id(grad) in seen)
             seen.add(id(grad))
         if run_nodes:
@@ -157,12 +162,12 @@ class Leaves:
             self._accumulate_aside(leaves, grads)
             return
         if not create:
-            self._part_from_graph(leaves)
+            self._detach_grads(leaves)
         run_accumulation(leaves, grads, create=create)
 
-    def _part_from_graph(self, leaves: Sequence[torch.Tensor]) -> None:
-        """The engine is going to add to ``.grad`` in place; what an earlier pass recorded must not change."""
-        with _Swapping(leaves):
+    def _detach_grads(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Copy each ``.grad`` that an earlier pass recorded: the engine adds to ``.grad`` in place."""
+        with _GradLock(leaves):
             for leaf in leaves:
                 if leaf.is_leaf and leaf.grad is not None and leaf.grad.grad_fn is not None:
                     leaf.grad = leaf.grad.detach().clone()
@@ -170,13 +175,15 @@ class Leaves:
     def keep(
         self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] = (), *, shared: bool = False
     ) -> None:
-        """Add to a leaf's gradient."""
+        """Add to a leaf's gradient. ``shared``: other code may see the memory of ``grad``."""
         spec = self._spec
         if spec.into_grad:
             if leaf.retains_grad:
-                return  # the tensor has seen to it itself
-            with _Swapping([leaf]), torch.set_grad_enabled(spec.create), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf: that is what was asked for
+                return  # retain_grad() has written .grad already
+            with _GradLock([leaf]), torch.set_grad_enabled(spec.create), warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # torch warns about .grad of a tensor that is no leaf; the user asked for it
                 if process.stream_order is not None:
                     process.stream_order.adopt(leaf.grad)
                 leaf.grad = add(leaf.grad, grad)
@@ -198,8 +205,8 @@ class Leaves:
 
     @interrupts.calls_out
     def _call_hooks(self, leaf: torch.Tensor, hooks: Sequence[object]) -> None:
-        """Post-accumulate hooks look at ``.grad``: show them the context's there."""
-        with _Swapping([leaf]):
+        """Call post-accumulate hooks. They read ``.grad``, so put the gradient of the context there meanwhile."""
+        with _GradLock([leaf]):
             aside, leaf.grad = leaf.grad, self._context.gradient(leaf)
             try:
                 for hook in hooks:
@@ -209,15 +216,16 @@ class Leaves:
                 leaf.grad = aside
 
     def _accumulate_aside(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        with _Swapping(leaves):
+        """Run accumulation nodes for the context, with the leaves' own ``.grad`` set aside."""
+        with _GradLock(leaves):
             aside = [leaf.grad for leaf in leaves]
-            for leaf in leaves:  # hooks see the sum so far
+            for leaf in leaves:  # hooks see the sum so far in .grad
                 so_far = self._context.gradient(leaf)
                 leaf.grad = None if so_far is None else so_far.clone()  # the engine adds in place
             try:
                 run_accumulation(leaves, grads, create=self._spec.create)
                 for leaf in leaves:
-                    # A reducer may have made .grad a view of memory that it uses again.
+                    # A reducer may have made .grad a view of memory that it reuses.
                     own = leaf.grad if leaf.grad is None or leaf.grad._base is None else leaf.grad.clone()
                     self._context.replace(leaf, own)
             finally:
@@ -226,7 +234,7 @@ class Leaves:
 
 
 def runs_node(leaf: torch.Tensor) -> bool:
-    """Whether something hangs on the accumulation node of ``leaf``, so that it has to run."""
+    """Whether the accumulation node of ``leaf`` has hooks or a reducer, so that the node has to run."""
     if not (leaf.is_leaf and leaf.requires_grad):
         return False
     if reducers.module_of(leaf) is not None:
@@ -235,45 +243,3 @@ def runs_node(leaf: torch.Tensor) -> bool:
         return False
     node: Node = leaf_edge(leaf).node
     return bool(node_hooks.of(node.register_hook) or node_hooks.of(node.register_prehook))
-
-
-class _Reducers:
-    """Knows the parameters of DDP modules, whose reducers hang on accumulation nodes where Python cannot see it.
-
-    Modules made before this one was imported are found by looking once; later ones tell by a hook of torch's that is
-    called when a module gets a sub-module.
-    """
-
-    def __init__(self) -> None:
-        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._looked = False
-        register_module_module_registration_hook(self._on_submodule)
-
-    @property
-    def possible(self) -> bool:
-        """Whether there may be any."""
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-    def module_of(self, leaf: torch.Tensor) -> int | None:
-        """Names the DDP module that reduces ``leaf``, if one does."""
-        if not self.possible:
-            return None
-        if not self._looked:
-            self._looked = True
-            for thing in gc.get_objects():
-                if issubclass(type(thing), DistributedDataParallel):  # not isinstance: there may be dead proxies
-                    self._note(thing, thing)
-        found: int | None = self._parameters.get(leaf)
-        return found
-
-    def _on_submodule(self, module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
-        if isinstance(module, DistributedDataParallel) and submodule is not None:
-            self._note(module, submodule)
-
-    def _note(self, module: torch.nn.Module, part: torch.nn.Module) -> None:
-        for parameter in part.parameters():
-            self._parameters[parameter] = id(module)
-
-
-reducers = _Reducers()
-own_handles()

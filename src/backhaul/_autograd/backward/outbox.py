@@ -1,19 +1,18 @@
-"""Gradients on their way out: encodes them, and sends those that go to one worker together as far as they are small."""
+"""Gradients on their way out: encodes them, and sends small ones that go to one worker together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from backhaul._autograd.backward.driver import loss_of
 from backhaul._autograd.backward.groups import Fired
-from backhaul._autograd.backward.local_pass import LocalPass
+from backhaul._autograd.backward.pass_errors import peer_lost
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import Grads, Recv, record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
 from backhaul._devices.channel_link import ChannelLink, hand_over
 from backhaul._rpc.calls.pending import check_size
-from backhaul._rpc.cluster.peers import Peers
+from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._runtime.observer import GradientKey, Observer
 from backhaul._transport.base import ChannelClosedError
 from backhaul._wire.codec import Encoded, encode
@@ -24,9 +23,12 @@ from backhaul._wire.messages import pack
 from backhaul._worker.worker import Worker
 from backhaul.errors import ContextError, PeerLostError
 
-TOGETHER = 16  # gradients that go together at most: who gets them should not have to wait for all
-_SMALL = 1 << 15  # bytes of them; with what describes them they are less than any worker accepts
-_DESCRIBED = 64  # bytes that describe a buffer, about
+if TYPE_CHECKING:
+    from backhaul._autograd.backward.local_pass import LocalPass
+
+TOGETHER = 16  # at most so many gradients go together: the receiver should not have to wait for all
+_MAX_PARCEL_BYTES = 1 << 15  # of gradients that go together; with their descriptions less than any worker accepts
+_DESCRIPTION_BYTES = 64  # about what the description of a buffer takes
 
 
 class _Parcel:
@@ -35,7 +37,7 @@ class _Parcel:
     __slots__ = ("buffers", "gradients", "keep", "leases", "nbytes")
 
     def __init__(self) -> None:
-        self.leases: list[Lease] = []  # slots of device memory that they take with them
+        self.leases: list[Lease] = []  # the slots of device memory that hold them
         self.gradients: list[Gradient] = []
         self.buffers: list[Buffer] = []
         self.keep: list[Any] = []
@@ -43,7 +45,7 @@ class _Parcel:
 
 
 Parcels = dict[int, _Parcel]
-"""By the worker they go to."""
+"""Gradients to send, by the worker they go to."""
 
 
 class GradientOutbox:
@@ -51,27 +53,26 @@ class GradientOutbox:
 
     def __init__(self, worker: Worker, peers: Peers, container: Container) -> None:
         self._worker = worker
-        self._id = worker.info.id
         self._peers = peers
         self._container = container
 
-    def put(self, run: LocalPass, fired: Sequence[Fired], parcels: Parcels) -> None:
-        """Let gradients go where their messages came from: at once if they are large, else with ``ship``. What they
-        come of has departed. Raises ``PeerLostError``, or what encoding raised.
+    def put(self, share: LocalPass, fired: Sequence[Fired], parcels: Parcels) -> None:
+        """Send gradients to the senders of their messages: at once if they are large, else with ``ship``. The caller
+        has called ``StreamOrder.depart``. Raises ``PeerLostError``, or what encoding raised.
         """
-        if run.spec.profiles and (observer := self._worker.observer) is not None:
-            self._send_observed(run, fired, observer)
+        if share.spec.profiles and (observer := self._worker.observer) is not None:
+            self._send_observed(share, fired, observer)
             return
         for recv, grads in fired:
             to = recv.sender
-            encoded, note = self._encode(run, recv, grads)
-            nbytes = _DESCRIBED + len(encoded.payload.pickle)
+            encoded, note = self._encode(share, recv, grads)
+            nbytes = _DESCRIPTION_BYTES + len(encoded.payload.pickle)
             for buffer in encoded.buffers:
-                nbytes += _DESCRIBED + len(buffer)
+                nbytes += _DESCRIPTION_BYTES + len(buffer)
             parcel = parcels.get(to)
-            if parcel is None or parcel.nbytes + nbytes > _SMALL:
+            if parcel is None or parcel.nbytes + nbytes > _MAX_PARCEL_BYTES:
                 if parcel is not None:
-                    self._send(run, to, parcel)
+                    self._send(share, to, parcel)
                 parcel = parcels[to] = _Parcel()
             parcel.nbytes += nbytes
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
@@ -79,53 +80,56 @@ class GradientOutbox:
             parcel.keep.append(encoded.keep)
             if encoded.lease is not None:
                 parcel.leases.append(encoded.lease)
-            if parcel.nbytes > _SMALL or len(parcel.gradients) >= TOGETHER:
+            if parcel.nbytes > _MAX_PARCEL_BYTES or len(parcel.gradients) >= TOGETHER:
                 del parcels[to]
-                self._send(run, to, parcel)
+                self._send(share, to, parcel)
 
-    def ship(self, run: LocalPass, parcels: Parcels) -> None:
-        """Send what has been put there."""
+    def ship(self, share: LocalPass, parcels: Parcels) -> None:
+        """Send all parcels."""
         for to, parcel in parcels.items():
-            self._send(run, to, parcel)
+            self._send(share, to, parcel)
 
-    def send(self, run: LocalPass, recv: Recv, grads: Grads) -> None:
+    def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
         if self._worker.device_context is not None:
             self._worker.device_context.stream_order.depart()
         parcels: Parcels = {}
-        self.put(run, ((recv, grads),), parcels)
-        self.ship(run, parcels)
+        self.put(share, ((recv, grads),), parcels)
+        self.ship(share, parcels)
 
-    def _send_observed(self, run: LocalPass, fired: Sequence[Fired], observer: Observer) -> None:
-        """One by one: a profile shows each."""
-        spec = run.spec
+    def _send_observed(self, share: LocalPass, fired: Sequence[Fired], observer: Observer) -> None:
+        """Send gradients one by one: a profile shows each."""
+        spec = share.spec
         for recv, grads in fired:
             observer.prepare(spec.profiles, recv.sender)
             begun = observer.now()
-            encoded, note = self._encode(run, recv, grads)
+            encoded, note = self._encode(share, recv, grads)
             parcel = _Parcel()
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
             parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
             if encoded.lease is not None:
                 parcel.leases.append(encoded.lease)
-            frame = self._frame(run, recv.sender, parcel)
+            frame, now = self._frame(share, recv.sender, parcel)
             observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
-            self._send(run, recv.sender, parcel, frame)
+            self._send_frame(share, self._peers.find(recv.sender), parcel, frame, now=now)
 
-    def _encode(self, run: LocalPass, recv: Recv, grads: Grads) -> tuple[Encoded, AutogradNote | None]:
-        if run.failed:
-            raise ContextError("the pass was aborted", context=run.spec.context)
-        if recv.message in run.context.orphans:
-            raise loss_of(run.spec, *run.context.orphans[recv.message], (recv.message,))
+    def _encode(self, share: LocalPass, recv: Recv, grads: Grads) -> tuple[Encoded, AutogradNote | None]:
+        if share.failed:
+            raise ContextError(
+                f"pass {share.spec.number} of context {share.spec.context} was aborted; its driver raises the reason",
+                context=share.spec.context,
+            )
+        if recv.message in share.context.orphans:
+            raise peer_lost(share.spec, *share.context.orphans[recv.message], (recv.message,))
         link = self._link_for(recv) if self._peers.linked else None
         names, plain = ["a gradient"] * len(grads), recv.sender in self._peers.plain
         encoded = encode(grads, names=names, plain=plain, link=link)
-        spec = run.spec
+        spec = share.spec
         if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
             return encoded, None
         return encoded, record_send(
             self._container,
-            run.context,
+            share.context,
             recv.sender,
             encoded.tensors,
             place=(*recv.order, spec.number),
@@ -134,27 +138,24 @@ class GradientOutbox:
         )
 
     def _link_for(self, recv: Recv) -> ChannelLink | None:
-        """What takes gradients of devices back the way that their message came."""
+        """The link that takes gradients in device memory back the way that their message came."""
         peer = self._peers.linked.get(recv.sender)
         if peer is None or peer.link is None:
             return None
         return peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
 
-    def _frame(self, run: LocalPass, to: int, parcel: _Parcel) -> Frame:
-        run.sent_to.add(to)
-        driver = run.spec.driver
-        tally = None
-        if driver != self._id:
-            tally = run.journal.take_along(to == driver, few=to in self._peers.plain)
-            if tally is not None:
-                run.entrusted.setdefault(to, []).append(tally)
-        message = Gradients(run.spec, parcel.gradients, tally)
-        return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep)
+    def _frame(self, share: LocalPass, to: int, parcel: _Parcel) -> tuple[Frame, bool]:
+        """The frame of a parcel, and whether it is sent at once."""
+        tally, now = share.depart(to, few=to in self._peers.plain)
+        message = Gradients(share.spec, parcel.gradients, tally)
+        return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep), now
 
-    def _send(self, run: LocalPass, to: int, parcel: _Parcel, frame: Frame | None = None) -> None:
-        peer = self._peers.find(to)
-        if frame is None:
-            frame = self._frame(run, to, parcel)
+    def _send(self, share: LocalPass, to: int, parcel: _Parcel) -> None:
+        peer = self._peers.with_id(to) or self._peers.find(to)  # which raises the error
+        frame, now = self._frame(share, to, parcel)
+        self._send_frame(share, peer, parcel, frame, now=now)
+
+    def _send_frame(self, share: LocalPass, peer: Peer, parcel: _Parcel, frame: Frame, *, now: bool) -> None:
         if peer.plain:
             check_size(frame, peer, "a message of gradients")
         try:
@@ -163,15 +164,16 @@ class GradientOutbox:
                 for lease in parcel.leases:
                     hand_over(lease, channel)
                 peer.link.tell()
-            left = None if run.deadline is None else max(run.deadline - self._worker.runtime.now(), 0.0)
-            if run.journal.is_last(channel):
+            left = None if share.deadline is None else max(share.deadline - self._worker.runtime.now(), 0.0)
+            if now:
                 channel.send(frame, timeout=left)
             else:
+                share.flush_later(channel)
                 channel.send_soon(frame, timeout=left)
         except (ChannelClosedError, PeerLostError) as error:
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
             messages = [gradient.message for gradient in parcel.gradients]
-            raise loss_of(run.spec, peer.info.name, reason, messages) from error
+            raise peer_lost(share.spec, peer.info.name, reason, messages) from error
 
 
 def key_of(spec: PassSpec, message: int) -> GradientKey:

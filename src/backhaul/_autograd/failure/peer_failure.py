@@ -13,8 +13,6 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
-from backhaul._autograd.backward.driver import PassDriver
-from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.ids import split
 from backhaul._autograd.messages import AutogradKind, Know, Release, Report
 from backhaul._autograd.untrusted import check_know
@@ -25,7 +23,9 @@ from backhaul._wire.messages import pack, unpack
 from backhaul._worker.thread_pool import Task
 
 if TYPE_CHECKING:
+    from backhaul._autograd.backward.driver import PassDriver
     from backhaul._autograd.backward.engine import Engine
+    from backhaul._autograd.backward.local_pass import LocalPass
 
 log = logging.getLogger("backhaul")
 
@@ -42,14 +42,12 @@ class PeerFailures:
         peers.on_lost(self._on_lost)
         peers.on_change(self._on_change)
 
-    def take(self, drive: PassDriver, report: Report, reporter: int) -> None:
+    def take(self, driver: PassDriver, report: Report, reporter: int) -> None:
         """On the driver of a pass: a worker reports that it has lost another worker, or its channel to this one. It may
         have noticed long after this worker did; then what it sent meanwhile has not arrived.
         """
         lost = reporter if report.lost == self._engine.id else report.lost
-        loss = drive.lose(lost, self._engine.name_of(lost), report.reason, report.tally)
-        if loss is not None:
-            drive.end(loss)
+        driver.lose(lost, self._engine.name_of(lost), report.reason, report.tally)
 
     def _on_change(self, what: str, peer: Peer, reason: str) -> None:
         """A member has changed. A worker that is gone for good takes its share of the graph with it, even if another
@@ -71,10 +69,8 @@ class PeerFailures:
 
     def _lose(self, peer: Peer, reason: str) -> None:
         lost = peer.record.id
-        for drive in list(self._engine.drives.values()):
-            loss = drive.lose(lost, peer.info.name, reason, drive.run.told(lost))
-            if loss is not None:
-                drive.end(loss)
+        for driver in list(self._engine.drivers.values()):
+            driver.lose(lost, peer.info.name, reason)
 
     def _spread(self, lost: int, reason: str) -> None:
         """Tell the workers that may not have noticed."""

@@ -92,7 +92,7 @@ class ReplayMember:
     def await_idle(self, run: LocalPass) -> None:
         """Wait until no task of a failed pass runs here: such a task would still add to gradients."""
         with self._worker.blocking():
-            while run.journal.at_hand:
+            while run.busy:
                 self._worker.runtime.one_shot().wait(_IDLE_POLL_SECONDS)
 
 

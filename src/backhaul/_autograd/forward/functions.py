@@ -32,7 +32,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul._autograd.ids import NO_CONTEXT, ROOTS, ContextId, MessageId
 from backhaul._autograd.messages import AutogradNote
-from backhaul._autograd.torch_engine.run import BoundaryNode, Node, leaf_edge
+from backhaul._autograd.torch_engine.boundary import BoundaryNode
+from backhaul._autograd.torch_engine.run import Node, leaf_edge
 from backhaul._wire.tensors.subclasses import TensorList, mark_refused, may_require_grad
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""The plan of a pass and the test that it has ended. Pure."""
+"""The plan of a pass and the test that the pass is over; the pure parts apart from the shell."""

@@ -1,79 +1,136 @@
-"""The plan of a pass, as workers ask for it and as its driver makes it: the shell around ``passes.Plan``."""
+"""The shell around ``plan``: workers ask the driver of a pass for orders, the driver asks workers for summaries."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from backhaul._autograd.backward.driver import PassDriver, loss_of
 from backhaul._autograd.forward.recording import enter, leave
 from backhaul._autograd.messages import PassSpec
-from backhaul._autograd.plan.termination import Plan, Summary
-from backhaul._rpc.futures import Future
+from backhaul._autograd.plan.plan import Plan, Summary
+from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.security.policy import internal
-from backhaul._worker.worker import current_worker
+from backhaul._runtime.runtime import Lock
+from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import ContextError, PeerLostError
 
-if TYPE_CHECKING:
-    from backhaul._autograd.backward.engine import Engine
+OrdersSource = Callable[[], tuple[Any, ...]]
+"""Returns the fields of ``Orders``, or raises what kept the driver from making the plan."""
 
-T = TypeVar("T")
+
+class PlannedGraph(Protocol):
+    """One worker's graph in a pass, as far as a plan needs it."""
+
+    def summary(self) -> Summary:
+        """What the sources of this worker reach."""
+
+    def leads_to_inputs(self) -> set[Any]:
+        """The sources that reach one of the inputs."""
+
+
+class PlannedPass(Protocol):
+    """A pass at its driver, as far as the planner needs it."""
+
+    spec: PassSpec
+    plan: Plan | None
+
+    @property
+    def graph(self) -> PlannedGraph:
+        """The driver's own graph."""
+
+    @property
+    def planning(self) -> Lock:
+        """Held while the plan is made."""
+
+    def loss_of(self, worker: int, reason: str) -> BaseException:
+        """The error of a pass that needs a lost worker."""
 
 
 class Planner:
-    """One worker's. Thread-safe."""
+    """Makes the plans of the passes that this worker drives, and asks other drivers for orders. Thread-safe.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        engine.worker.attach(self)
+    Args:
+        worker: The worker; the planner becomes one of its parts.
+        client: Makes calls.
+        find_pass: Finds a pass that this worker drives, by context and number.
+        find_graph: Finds this worker's graph in a pass of another driver.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        client: CallClient,
+        find_pass: Callable[[tuple[int, int]], PlannedPass | None],
+        find_graph: Callable[[PassSpec], PlannedGraph],
+    ) -> None:
+        self._id = worker.info.id
+        self._client = client
+        self._find_pass = find_pass
+        self._find_graph = find_graph
+        worker.attach(self)
+
+    def request_orders(self, spec: PassSpec, follow: Callable[[OrdersSource], None]) -> None:
+        """Get this worker's orders for a pass. Calls ``follow`` when the driver has answered: on this thread if this
+        worker is the driver, else on another.
+        """
+        arguments = spec.context, spec.number, self._id
+        if spec.driver == self._id:
+            follow(lambda: self.orders_for(*arguments))
+            return
+        token = enter(None)
+        try:
+            future = self._client.call_async(spec.driver, orders_for, arguments, None, 0, mode="internal")
+        finally:
+            leave(token)
+        future._when_done(lambda done: follow(done.value))
 
     def orders_for(self, context: int, number: int, worker: int) -> tuple[Any, ...]:
-        """At the driver: what the plan says about ``worker``; the plan is made at the first question."""
-        drive = self._engine.drives.get((context, number))
-        if drive is None:
-            raise ContextError(f"pass {number} of context {context} is over", context=context)
-        with drive.planning:
-            if drive.plan is None:
-                drive.plan = self._make_plan(drive)
-        plan = drive.plan
-        active = frozenset(plan.active.get(worker, ()))
-        circular = frozenset(plan.circular.get(worker, ()))
-        return active, circular, None if plan.useful is None else frozenset(plan.useful)
+        """At the driver: the orders of ``worker``. The first question makes the plan."""
+        planned = self._find_pass((context, number))
+        if planned is None:
+            raise ContextError(
+                f"pass {number} of context {context} is over; worker {worker} asked for its orders too late",
+                context=context,
+            )
+        with planned.planning:
+            if planned.plan is None:
+                planned.plan = self._make_plan(planned)
+        orders = planned.plan.orders_for(worker)
+        return orders.active, orders.circular, orders.useful
 
-    def _make_plan(self, drive: PassDriver) -> Plan:
-        own, client = self._engine.id, self._engine.client
-        plan = Plan(own, drive.run.leads_to_inputs() if drive.spec.restricted else None)
+    def _make_plan(self, planned: PlannedPass) -> Plan:
+        plan = Plan(self._id, planned.graph.leads_to_inputs() if planned.spec.restricted else None)
         while missing := plan.missing():
             calls = {}
             token = enter(None)
             try:
-                for worker in missing - {own}:
-                    calls[worker] = client.call_async(worker, summary_of, (drive.spec,), None, 0, mode="internal")
+                for worker in missing - {self._id}:
+                    arguments = (planned.spec,)
+                    calls[worker] = self._client.call_async(worker, summary_of, arguments, None, 0, mode="internal")
             finally:
                 leave(token)
-            if own in missing:
-                plan.add(own, drive.run.summary())
+            if self._id in missing:
+                plan.add(self._id, planned.graph.summary())
             for worker, call in calls.items():
-                plan.add(worker, self._answer_of(drive.spec, worker, call))
+                try:
+                    summary = call.wait()
+                except PeerLostError as error:
+                    raise planned.loss_of(worker, error.reason or str(error)) from error
+                plan.add(worker, summary)
         return plan
-
-    def _answer_of(self, spec: PassSpec, worker: int, call: Future[T]) -> T:
-        try:
-            return call.wait()
-        except PeerLostError as error:
-            raise loss_of(spec, self._engine.name_of(worker), error.reason or str(error)) from error
 
     def summary_of(self, spec: PassSpec) -> Summary:
         """What the driver of a pass needs to know of this worker's graph."""
-        return self._engine.run_of(self._engine.container.get(spec.context), spec).summary()
+        return self._find_graph(spec).summary()
 
 
 @internal(int, int, int)
 def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
-    """Called on the driver of a pass; see ``Planner.orders_for``."""
+    """A worker calls this on the driver of a pass; see ``Planner.orders_for``."""
     return current_worker().part(Planner).orders_for(context, number, worker)
 
 
 @internal(PassSpec)
 def summary_of(spec: PassSpec) -> Summary:
-    """Called by the driver of a pass; see ``Planner.summary_of``."""
+    """The driver of a pass calls this; see ``Planner.summary_of``."""
     return current_worker().part(Planner).summary_of(spec)

@@ -1,1 +1,1 @@
-"""PyTorch's own autograd engine: every private name of torch that autograd uses."""
+"""PyTorch's own autograd engine. Every private name of torch that a backward pass uses is in this package."""

@@ -1,8 +1,8 @@
-"""Anomaly mode (``torch.autograd.detect_anomaly``) over all workers of a pass, and of the calls of a context.
+"""Anomaly mode (``torch.autograd.detect_anomaly``) on all workers of a pass, and for the calls of a context.
 
-torch has one switch for the whole process. So a pass does not touch it: the nodes that it runs get hooks, which look
-for NaN as the engine does and know which node has failed. Only while a handler runs for a caller in anomaly mode is
-torch's own switched on, since nothing else makes it note where nodes come from.
+Torch has one switch for the whole process, so a pass does not touch it. Instead, the nodes that the pass runs get
+hooks, which look for NaN as the engine does and know which node has failed. Torch's own switch is on only while a
+handler runs for a caller in anomaly mode: nothing else makes torch note where nodes come from.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from typing import Any
 
 import torch
 
-from backhaul._autograd.torch_engine.run import Node, own_hook
+from backhaul._autograd.torch_engine.hooks import own_hook
+from backhaul._autograd.torch_engine.run import Node
 
 OFF, ON, CHECK_NAN = 0, 1, 2
-"""Levels: off, on with ``check_nan=False``, on."""
+"""Levels of anomaly mode: off, on with ``check_nan=False``, on."""
 
-_TRACE, _PARENT = "traceback_", "parent_"  # under which torch keeps, with a node, where it comes from
+_TRACE, _PARENT = "traceback_", "parent_"  # keys in a node's metadata: where torch notes its origin
 
 
 def level() -> int:
-    """The level of what runs here: that of the caller in a handler that holds torch's switch, else the program's."""
+    """The level that holds here: the caller's in a handler that holds torch's switch, else the program's."""
     if not (torch.is_anomaly_enabled() or _switch.moved):
         return OFF
     return _switch.level() if not _switch.held_only else _handled.get()
 
 
 def hold_for_handler(level: int) -> Hold:
-    """Switch anomaly mode on for a handler that is about to run in this context of execution."""
+    """Switch anomaly mode on for a handler that is about to run with these context variables."""
     _handled.set(level)
     return _switch.hold(level)
 
@@ -42,7 +43,7 @@ _handled: contextvars.ContextVar[int] = contextvars.ContextVar("backhaul_anomaly
 
 
 def watching(nodes: Iterable[Node], level: int) -> contextlib.AbstractContextManager[object]:
-    """While inside, this thread runs these nodes in anomaly mode."""
+    """A context manager: inside, this thread runs these nodes in anomaly mode."""
     return _WatchedPass(nodes, level) if level else _UNWATCHED
 
 
@@ -50,15 +51,17 @@ _UNWATCHED = contextlib.nullcontext()
 
 
 class StopEngine(Exception):
-    """Raised in a hook to stop the engine: nothing has gone wrong. torch's anomaly mode tells of an error on the way if
-    the switch is on then; see ``begin_stop``.
+    """A hook raises this to stop the engine; nothing has gone wrong. If torch's switch is on, torch prints an error
+    nevertheless; see ``begin_stop``.
     """
 
 
 class _WatchedPass(contextlib.AbstractContextManager[None]):
+    """Nodes with hooks that look for NaN. If one of them fails, the error says where the node comes from."""
+
     def __init__(self, nodes: Iterable[Node], level: int) -> None:
-        self._thread = threading.get_ident()  # others may run the same nodes, in passes of their own
-        self._running: Node = None  # the node that was begun last
+        self._thread = threading.get_ident()  # other threads may run the same nodes in other passes
+        self._running: Node = None  # the node that began last
         self._handles: list[Any] = []
         for node in nodes:
             self._handles.append(node.register_prehook(own_hook(functools.partial(self._begin, node))))
@@ -70,7 +73,7 @@ class _WatchedPass(contextlib.AbstractContextManager[None]):
             self._running = node
 
     def _check(self, node: Node, grads: Sequence[torch.Tensor | None], _: object) -> None:
-        """As the engine does it, in its words."""
+        """Look for NaN as the engine does; the text of the error is the engine's."""
         if self._thread != threading.get_ident():
             return
         with torch.no_grad():
@@ -90,7 +93,7 @@ class _WatchedPass(contextlib.AbstractContextManager[None]):
 
 
 def _origins(node: Node) -> Iterator[str]:
-    """Where a node comes from; where it was made by a backward function, where that comes from, too."""
+    """Where a node comes from. If a backward function made the node, also where that function's node comes from."""
     found = node.metadata.get(_TRACE)
     if found is None:
         yield (
@@ -107,29 +110,29 @@ def _origins(node: Node) -> Iterator[str]:
 
 
 class _Switch:
-    """torch's own switch. Thread-safe.
+    """Torch's own switch. Thread-safe.
 
-    It is on while anybody holds it, and off while the engine is being stopped. The program may use it at the same time:
-    what the program has switched on stays on, and what it has switched off stays off. Where a block of the program
-    begins on another thread while the switch is held, and ends later, the switch is left as if two threads of one
-    program had used such blocks.
+    The switch is on while a handler holds it, and off while a hook stops the engine. The program may use the switch at
+    the same time: what the program has switched on stays on, and what it has switched off stays off. If a
+    ``detect_anomaly`` block of the program begins on another thread while a handler holds the switch, and ends later,
+    the switch is left as if two threads of the program had used such blocks.
     """
 
     def __init__(self) -> None:
-        self.moved = False  # whether the engine was ever stopped while it was on
+        self.moved = False  # whether a hook has ever stopped the engine while the switch was on
         self._lock = threading.Lock()  # guards what follows
         self._holders = 0
-        self._ours = False  # it was off when one of them came
+        self._ours = False  # the switch was off when a holder came
         self._stopping = 0
-        self._before = OFF  # while stopping: where it was, and will be
+        self._before = OFF  # while a hook stops the engine: the level to go back to
 
     @property
     def held_only(self) -> bool:
-        """Whether it is on for handlers alone, and the program has not switched it on."""
+        """Whether the switch is on only for handlers: the program has not switched it on."""
         return self._ours
 
     def level(self) -> int:
-        """Where it is, but for being stopped."""
+        """The level of the switch; while a hook stops the engine, the level before."""
         with self._lock:
             return self._level()
 
@@ -147,7 +150,7 @@ class _Switch:
             torch.set_anomaly_enabled(level != OFF, level != ON)
 
     def hold(self, level: int) -> Hold:
-        """Switch it on, until ``release`` of what is returned."""
+        """Switch it on, until ``Hold.release``."""
         with self._lock:
             self._holders += 1
             now = self._level()
@@ -156,8 +159,8 @@ class _Switch:
                 self._set(level)
         return Hold(self)
 
-    def let_go(self) -> None:
-        """One holder less."""
+    def drop_hold(self) -> None:
+        """A holder no longer needs the switch."""
         with self._lock:
             self._holders -= 1
             if not self._holders and self._ours:
@@ -165,7 +168,9 @@ class _Switch:
                 self._set(OFF)
 
     def begin_stop(self) -> bool:
-        """A hook is about to raise ``StopEngine``. Returns whether ``end_stop`` must follow once the engine is over."""
+        """A hook is about to raise ``StopEngine``: switch anomaly mode off, so that torch prints nothing. Returns
+        whether ``end_stop`` must follow after the engine has stopped.
+        """
         if not (torch.is_anomaly_enabled() or self.moved) or self.level() == OFF:
             return False
         self.moved = True
@@ -185,18 +190,18 @@ class _Switch:
 
 
 class Hold:
-    """That torch's switch is on."""
+    """Keeps torch's switch on until ``release``."""
 
     def __init__(self, switch: _Switch) -> None:
         self._switch: _Switch | None = switch
-        self._lock = threading.Lock()  # guards it
+        self._lock = threading.Lock()  # guards _switch
 
     def release(self) -> None:
-        """It need not be any more; counts once."""
+        """Let the switch go back; only the first call has an effect."""
         with self._lock:
             held, self._switch = self._switch, None
         if held is not None:
-            held.let_go()
+            held.drop_hold()
 
 
 _switch = _Switch()

@@ -15,12 +15,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from backhaul import _autograd
 from backhaul._autograd.backward import groups
-from backhaul._autograd.backward.local_pass import LocalPass, Orders
+from backhaul._autograd.backward.ready_groups import ReadyGroups
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Recv, SendRecord, receive
 from backhaul._autograd.ids import ROOTS, ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
-from backhaul._autograd.torch_engine import run as native
+from backhaul._autograd.plan.plan import Orders
+from backhaul._autograd.torch_engine import freeing
 
 HERE = str(Path(_autograd.__file__).parent)
 SEED = [torch.ones(2)]
@@ -67,11 +68,11 @@ def apart(count: int) -> Callable[[], None]:
     context = context_of([received(number) * weight for number in range(count)])
 
     def work() -> None:
-        run = LocalPass(PassSpec(ContextId(1), 7, 1), context)
+        run = ReadyGroups(PassSpec(ContextId(1), 7, 1), context)
         for number in range(1, count + 1):
             (outcome,) = run.arrive(MessageId(number), SEED) or ()
             assert len(outcome.fired) == 1
-        run.summary()
+        run.graph.summary()
 
     return work
 
@@ -82,13 +83,13 @@ def together(count: int, **mode: Any) -> Callable[[], None]:
     context = context_of([shared * number for number in range(count)])
 
     def work() -> None:
-        run = LocalPass(PassSpec(ContextId(1), 7, 1, **mode), context)
+        run = ReadyGroups(PassSpec(ContextId(1), 7, 1, **mode), context)
         sources = range(1, count + 1)
         outcomes = run.follow(Orders(frozenset(sources), frozenset()))
         for number in sources:
             outcomes += run.arrive(MessageId(number), SEED) or ()
         assert [len(outcome.fired) for outcome in outcomes] == [1]
-        run.summary()
+        run.graph.summary()
 
     return work
 
@@ -98,7 +99,7 @@ def in_a_circle(count: int) -> Callable[[], None]:
     context = context_of([shared * number + received(number) for number in range(1, count)])
 
     def work() -> None:
-        run = LocalPass(PassSpec(ContextId(1), 7, 1, fast=True), context)
+        run = ReadyGroups(PassSpec(ContextId(1), 7, 1, fast=True), context)
         fired = [out.fired for number in range(1, count) for out in run.arrive(MessageId(number), SEED) or ()]
         assert sum(map(len, fired)) == count
 
@@ -114,7 +115,7 @@ def deep(count: int) -> Callable[[], None]:
 
     def work() -> None:
         (outcome,) = (
-            LocalPass(PassSpec(ContextId(1), 7, 1, deterministic=True), context).arrive(MessageId(1), SEED) or ()
+            ReadyGroups(PassSpec(ContextId(1), 7, 1, deterministic=True), context).arrive(MessageId(1), SEED) or ()
         )
         assert len(outcome.fired) == 1
 
@@ -123,7 +124,7 @@ def deep(count: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("kind", [apart, together, in_a_circle, deep])
 def test_work_is_linear(kind: Callable[[int], Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "DEEP", 20)
+    monkeypatch.setattr(groups, "DEEP_NODES", 20)
     few, many = (count_opcodes(kind(count)) for count in (50, 200))
     assert few > 50 * 5
     assert many < 4.2 * few
@@ -143,7 +144,7 @@ def test_part_of_a_graph_of_many_nodes_may_be_kept() -> None:
             kept.append(value)
     context = context_of(kept)
     sources = range(1, len(kept) + 1)
-    run = LocalPass(PassSpec(ContextId(1), 7, 1), context)
+    run = ReadyGroups(PassSpec(ContextId(1), 7, 1), context)
     run.follow(Orders(frozenset(sources), frozenset()))
     for number in sources:
         run.arrive(MessageId(number), SEED)
@@ -170,8 +171,8 @@ def two_branches(length: int) -> tuple[torch.Tensor, torch.Tensor, list[weakref.
 
 @pytest.fixture
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "DEEP", 20)
-    monkeypatch.setattr(native, "_ROW", 7)
+    monkeypatch.setattr(groups, "DEEP_NODES", 20)
+    monkeypatch.setattr(freeing, "_MAX_RECURSION_NODES", 7)
 
 
 @pytest.mark.usefixtures("short_rows")

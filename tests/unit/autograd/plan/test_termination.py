@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from backhaul._autograd.ids import ContextId
 from backhaul._autograd.messages import PassSpec, PassTally, Report, in_parts
-from backhaul._autograd.plan.termination import Ledger, Plan, Summary, on_cycles
+from backhaul._autograd.plan.plan import Plan, Summary, on_cycles
+from backhaul._autograd.plan.termination import Ledger
 
 # The ledger.
 

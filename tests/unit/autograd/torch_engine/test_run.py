@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from backhaul._autograd.torch_engine.run import OfRun, Task, run_engine
+from backhaul._autograd.torch_engine.graph_task import GraphTask
+from backhaul._autograd.torch_engine.run import OfRun, run_engine
 
 
 def test_a_task_is_entered_again_and_again() -> None:
-    task = Task(1, set)
+    task = GraphTask(1, set)
     before = sys.getrefcount(task)
     for _ in range(10):
         with task:

@@ -1,4 +1,4 @@
-"""One worker's share of a pass, without workers: whatever the order of arrival, the same as one native call."""
+"""The groups of one worker in a pass, without workers: any order of arrival gives the result of one native call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import GradientEdge
 
-from backhaul._autograd.backward.local_pass import LocalPass, Orders, Outcome
+from backhaul._autograd.backward.ready_groups import Outcome, ReadyGroups
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Grads, Recv, SendRecord, recv_of
 from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
+from backhaul._autograd.plan.plan import Orders
 from backhaul._devices.cuda import process
 from backhaul._devices.tensor_walk import tensors_in
 from tests.unit.autograd.graphs import CONTEXT, Graph
@@ -52,7 +53,7 @@ class Share:
         self.sent: dict[MessageId, Grads] = {}
         self.outcomes: list[Outcome] = []
         self._lock = threading.Lock()  # guards sent and outcomes
-        self.run = LocalPass(PassSpec(CONTEXT, 7, 1, **options), self.context)
+        self.run = ReadyGroups(PassSpec(CONTEXT, 7, 1, **options), self.context)
 
     def natively(self) -> tuple[dict[torch.Tensor, torch.Tensor], dict[MessageId, list[torch.Tensor | None]]]:
         """All at once, as plain autograd does; what a leaf's hooks do besides is not seen by it."""
@@ -209,7 +210,7 @@ def test_what_a_pass_used_is_spent(seed: int, retain: bool) -> None:
 @given(SEEDS)
 def test_the_summary_is_what_the_graph_says(seed: int) -> None:
     share = Share(seed)
-    summary = share.run.summary()
+    summary = share.run.graph.summary()
     assert {frozenset(group) for group in summary.groups} == share.graph.groups()
     for group in summary.groups:
         assert {source: set(reach) for source, reach in group.items()} == {
@@ -227,7 +228,7 @@ def test_a_group_in_a_circle_is_freed_without_the_garbage_collector(over: bool) 
     context = Context(ContextId(1))
     for number in (1, 2):
         context.add_send(SendRecord(MessageId(number), 0, [shared * number], (number,)))
-    run = LocalPass(PassSpec(ContextId(1), 7, 1, retain=True), context)
+    run = ReadyGroups(PassSpec(ContextId(1), 7, 1, retain=True), context)
     run.follow(Orders(frozenset({1, 2}), frozenset({1, 2})))
     gone = weakref.ref(leaf)
     gc.collect()
@@ -273,7 +274,7 @@ def test_memory_of_gradients_is_kept_for_the_thread_that_goes_on_with_them(
     context = Context(CONTEXT)
     for number in (1, 2):
         context.add_send(SendRecord(MessageId(number), 0, [leaf * number], (number,)))
-    run = LocalPass(PassSpec(CONTEXT, 7, 1), context)
+    run = ReadyGroups(PassSpec(CONTEXT, 7, 1), context)
     active = frozenset({1, 2})
     run.follow(Orders(active, active if circular else frozenset()))
     first, second = torch.ones(2), torch.ones(2)

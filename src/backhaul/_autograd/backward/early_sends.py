@@ -1,0 +1,47 @@
+"""Sends gradients of a large group while the rest of the group still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from backhaul._autograd.backward.groups import Fired, RecvEnd
+from backhaul._autograd.forward.functions import Grads, Recv
+from backhaul._autograd.ids import MessageId
+from backhaul._autograd.torch_engine.hooks import NodeWatch
+from backhaul._autograd.torch_engine.run import Node
+
+SEND_EARLY_NODES = 64
+"""A group with more nodes than this sends the gradients of a message while the rest of the group still runs."""
+
+SendEarly = Callable[[Recv, Grads], None]
+"""Sends the gradients of a message before the group that they come from has run to its end."""
+
+
+class EarlySends:
+    """Until ``__exit__``, sends the gradients of a message as soon as all of them have arrived."""
+
+    def __init__(self, send: SendEarly, ends: Iterable[RecvEnd]) -> None:
+        self._send = send
+        self._ends = {node: (end, index) for end in ends for index, node in end.nodes.items()}
+        self._found: dict[MessageId, dict[int, torch.Tensor | None]] = {}
+        self._sent: set[MessageId] = set()
+        self._watch = NodeWatch(self._ends, self._on_gradient)
+
+    def _on_gradient(self, node: Node, grad: torch.Tensor | None) -> None:
+        end, index = self._ends[node]
+        found = self._found.setdefault(end.recv.message, {})
+        found[index] = grad
+        if len(found) == len(end.nodes):
+            self._sent.add(end.recv.message)
+            self._send(end.recv, end.answer(found))
+
+    def left(self, fired: Iterable[Fired]) -> list[Fired]:
+        """The answers that have not been sent."""
+        return [(recv, grads) for recv, grads in fired if recv.message not in self._sent]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None:
+        self._watch.__exit__(*args)

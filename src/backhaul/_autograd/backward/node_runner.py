@@ -1,0 +1,87 @@
+"""Runs single nodes of the graph with PyTorch's engine, and stops the engine behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from backhaul._autograd.messages import PassSpec
+from backhaul._autograd.torch_engine.anomaly import StopEngine, begin_stop, end_stop, watching
+from backhaul._autograd.torch_engine.hooks import own_hook
+from backhaul._autograd.torch_engine.run import Node, run_engine
+from backhaul._devices.cuda import process
+
+
+class NodeRunner:
+    """Runs nodes of one pass, one at a time, with all their hooks.
+
+    Args:
+        spec: The pass.
+        inner: Tensors inside the graph whose gradients the user wants, by their edges.
+        capture: Takes such a gradient.
+    """
+
+    def __init__(
+        self,
+        spec: PassSpec,
+        inner: Mapping[tuple[Node, int], torch.Tensor],
+        capture: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        self._spec = spec
+        self._inner = inner
+        self._capture = capture
+
+    def run(self, node: Node, sums: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
+        """Run one node with its inputs; return its outputs."""
+        taken: list[tuple[Any, ...]] = []
+        stream_order, mark, silenced = process.stream_order, None, False
+
+        @own_hook
+        def take(outputs: tuple[Any, ...], _: object) -> None:
+            nonlocal mark, silenced
+            taken.append(outputs)
+            if stream_order is not None:
+                mark = stream_order.mark()  # of the node's streams, which are current here
+            silenced = begin_stop()
+            raise StopEngine
+
+        @own_hook
+        def capture(grads: tuple[Any, ...]) -> None:
+            for number, grad in enumerate(grads):
+                wanted = self._inner.get((node, number))
+                if wanted is not None and grad is not None:
+                    self._capture(wanted, grad)
+
+        edges = [GradientEdge(node, number) for number in sums]
+        handles = []
+        try:
+            with watching([node], self._spec.anomaly):
+                handles.append(node.register_hook(take))  # the last: no other hook runs after it
+                if self._inner:
+                    handles.append(node.register_prehook(capture))
+                # The engine is asked for what lies behind, so that the node computes all its outputs. It never gets
+                # there.
+                behind = [GradientEdge(next_, number) for next_, number in node.next_functions if next_ is not None]
+                run_engine(edges, list(sums.values()), behind, retain=self._spec.retain, create=self._spec.create)
+        except StopEngine:
+            if stream_order is not None and mark is not None:
+                stream_order.join(mark, taken[0])  # the engine does this at the end of a run; it was stopped
+            return taken[0]
+        finally:
+            if silenced:
+                end_stop()
+            for handle in handles:
+                handle.remove()
+        raise AssertionError("the engine did not run the node")
+
+    def pass_recv(self, node: Node, grad: torch.Tensor) -> torch.Tensor | None:
+        """What the hooks of a recv node's tensor make of the gradient that arrived there."""
+        edge = GradientEdge(node, 0)
+        (found,) = run_engine([edge], [grad], [edge], retain=self._spec.retain, create=self._spec.create)
+        wanted = self._inner.get((node, 0))
+        if wanted is not None and found is not None:
+            self._capture(wanted, found)
+        return found

@@ -1,0 +1,154 @@
+"""The errors of passes: what happened, where, and what to do. Knows no frame and no thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+from backhaul._autograd.context import Context
+from backhaul._autograd.forward.functions import Recv
+from backhaul._autograd.ids import NO_CONTEXT, ROOTS, MessageId
+from backhaul._autograd.messages import PassSpec
+from backhaul.errors import (
+    BackwardTimeoutError,
+    ContextError,
+    ForeignGraphError,
+    GraphFreedError,
+    PeerLostError,
+    SerializationError,
+)
+
+
+class ForeignGraph(Exception):
+    """A gradient has arrived at a recv node of another context.
+
+    Attributes:
+        recv: The message behind that node.
+        source: The source whose graph leads there.
+        place: Which of its tensors leads there: of the roots, or of the message that was sent.
+    """
+
+    def __init__(self, recv: Recv, source: MessageId, place: int) -> None:
+        super().__init__(recv, source, place)
+        self.recv = recv
+        self.source = source
+        self.place = place
+
+
+def place_of(spec: PassSpec, source: int, worker: str) -> str:
+    """Where in a pass something went wrong."""
+    return f"in the backward pass of context {spec.context}, message {source}, on worker '{worker}'"
+
+
+def add_place(error: BaseException, spec: PassSpec, source: int, worker: str) -> None:
+    """Add a note to an error that says where in a pass it was raised; once."""
+    place = place_of(spec, source, worker)
+    if place not in getattr(error, "__notes__", ()):
+        with contextlib.suppress(Exception):  # an exception that takes no notes
+            error.add_note(place)
+
+
+def peer_lost(spec: PassSpec, name: str, reason: str, messages: Sequence[int] = ()) -> PeerLostError:
+    """The error of a pass that needs a lost worker. ``messages``: what that worker had to consume."""
+    what = ", ".join(f"message {message}" for message in messages[:4])
+    what += f" and {len(messages) - 4} more" if len(messages) > 4 else ""
+    where = f", which had to consume {what}" if what else ""
+    return PeerLostError(
+        f"lost worker '{name}' in backward pass {spec.number} of context {spec.context}{where}: {reason}",
+        worker=name,
+        reason=reason,
+        context=spec.context,
+        pass_number=spec.number,
+        messages=tuple(messages),
+    )
+
+
+def missing_source(worker: str, context: int, source: MessageId, *, freed: bool) -> ContextError:
+    """The error for gradients of a message that this worker cannot go back through. ``freed``: it could before."""
+    if freed:
+        return GraphFreedError(
+            f"trying to run backward through the graph of context {context} a second time: the first pass freed the "
+            f"graph behind message {source} on worker '{worker}'; give the first pass retain_graph=True",
+            worker=worker,
+            context=context,
+            message=source,
+        )
+    return ContextError(
+        f"worker '{worker}' sent no message {source} in context {context}; compute the roots inside this context, "
+        "not in another one",
+        worker=worker,
+        context=context,
+        message=source,
+    )
+
+
+def undecodable(worker: str, sender: str | None, source: MessageId, error: BaseException) -> SerializationError:
+    """The error for gradients that a worker cannot decode."""
+    origin = "" if sender is None else f" from worker '{sender}'"
+    made = SerializationError(
+        f"worker '{worker}' cannot decode the gradients of message {source}{origin}: {type(error).__name__}: {error}",
+        worker=worker,
+    )
+    made.__cause__ = error
+    return made
+
+
+def foreign_graph(
+    found: ForeignGraph, context: Context, worker: str, name_of: Callable[[int], str], *, released: bool
+) -> ForeignGraphError:
+    """The error for a gradient that would have to go through another context, or through none.
+
+    Args:
+        found: Where the gradient arrived.
+        context: The context of the pass.
+        worker: The name of this worker.
+        name_of: Names another worker.
+        released: Whether the other context was released.
+    """
+    recv, source, origin = found.recv, found.source, found.recv.context
+    sender = name_of(recv.sender)
+    if source == ROOTS:
+        what = f"roots[{found.place}]"
+    else:
+        record = context.sends.get(source)
+        to = "another worker" if record is None else f"worker '{name_of(record.to)}'"
+        what = f"a tensor that worker '{worker}' sent to {to}"
+    if origin == NO_CONTEXT:
+        where = "outside any context"
+    else:
+        where = f"in context {origin}" + (", which was released" if released else "")
+    return ForeignGraphError(
+        f"{what} depends on a tensor that worker '{worker}' received from worker '{sender}' {where}, so its gradient "
+        f"cannot be computed in context {context.id}; make the call inside context {context.id}, or detach() the "
+        "received tensor if no gradient is meant to go back there",
+        worker=worker,
+        context=context.id,
+        message=recv.message or None,
+        origin=None if origin == NO_CONTEXT else origin,
+        sender=sender,
+        root=found.place if source == ROOTS else None,
+    )
+
+
+def too_late(
+    spec: PassSpec, worker: str, timeout: float, cut_by: str | None, outstanding: Mapping[int, str]
+) -> BackwardTimeoutError:
+    """The error of a pass that was not done in time.
+
+    Args:
+        spec: The pass.
+        worker: The name of its driver.
+        timeout: The time that it had, in seconds.
+        cut_by: What set the deadline, if that was not the timeout.
+        outstanding: The messages under way, and the worker that each is at.
+    """
+    where = ", ".join(f"message {m} at worker '{name}'" if m else "the roots" for m, name in outstanding.items())
+    return BackwardTimeoutError(
+        f"backward of context {spec.context} was not done "
+        + (f"within {timeout:g} s" if cut_by is None else f"when the deadline of {cut_by} was over")
+        + f"; under way: {where}",
+        worker=worker,
+        context=spec.context,
+        outstanding=dict(outstanding),
+        cut_by=cut_by,
+    )

@@ -1,0 +1,110 @@
+"""One worker's graph as a pass sees it: the sources, their groups, and what they reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from backhaul._autograd.backward.groups import Group, Grouping, RecvEnd, nodes_behind, reaches
+from backhaul._autograd.context import Context
+from backhaul._autograd.forward.functions import End
+from backhaul._autograd.ids import ROOTS, MessageId
+from backhaul._autograd.messages import PassSpec
+from backhaul._autograd.plan.plan import Orders, Summary
+from backhaul._autograd.torch_engine.run import Node
+
+
+class PassGraph:
+    """Walks the graph when it is made, which takes as long as the graph is large. Immutable.
+
+    Args:
+        spec: The pass.
+        context: Its context on this worker.
+        joins: See ``Grouping``.
+        roots: Where the pass starts, on its driver.
+        inputs: The tensors that the pass is restricted to, on its driver.
+
+    Attributes:
+        grouping: The groups.
+        ends: The ends of each source.
+        orders: The place of each source in program order.
+        uncertain: Sources of which this worker does not know whether gradients come: messages of earlier passes and of
+            calls that failed.
+    """
+
+    def __init__(
+        self,
+        spec: PassSpec,
+        context: Context,
+        joins: Callable[[torch.Tensor], object],
+        roots: Sequence[GradientEdge] | None = None,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.ends: dict[MessageId, Sequence[End]] = {} if roots is None else {ROOTS: roots}
+        self.orders: dict[MessageId, tuple[int, ...]] = {}
+        self.uncertain: set[MessageId] = set()
+        self._inputs = inputs
+        self._reach: dict[MessageId, frozenset[MessageId]] | None = None
+        with context.lock:
+            records = list(context.sends.values())
+        for record in records:
+            if record.born_in is not None:
+                if record.born_in == (spec.driver, spec.number):
+                    continue
+                self.uncertain.add(record.message)
+            elif record.failed:
+                self.uncertain.add(record.message)
+            self.ends[record.message] = record.ends
+            self.orders[record.message] = record.order
+        self.grouping = Grouping(self.ends, joins, context.id)
+
+    def in_order(self, sources: Iterable[MessageId]) -> list[MessageId]:
+        """Sources in program order."""
+        return sorted(sources, key=lambda source: self.orders.get(source, ()))
+
+    @property
+    def reach(self) -> Mapping[MessageId, frozenset[MessageId]]:
+        """For each source the recv nodes that it reaches."""
+        if self._reach is None:
+            self._reach = self.grouping.reach()
+        return self._reach
+
+    def summary(self) -> Summary:
+        """What the driver needs to make a plan."""
+        groups = self.grouping.groups
+        return Summary(
+            tuple({source: self.reach[source] for source in group.sources} for group in groups),
+            {message: end.recv.sender for group in groups for message, end in group.recvs.items()},
+            frozenset(s for g in groups if g.foreign for s in g.sources if reaches(self.ends[s], g.foreign.keys())),
+        )
+
+    def leads_to_inputs(self) -> set[MessageId]:
+        """The sources that reach one of the inputs."""
+        goals = {get_gradient_edge(tensor).node for tensor in self._inputs or ()}
+        return {source for source, ends in self.ends.items() if reaches(ends, goals)}
+
+    def inner_inputs(self) -> dict[tuple[Node, int], torch.Tensor]:
+        """The inputs that are not leaves, by their edges."""
+        found = {}
+        for tensor in self._inputs or ():
+            if not tensor.is_leaf:
+                edge = get_gradient_edge(tensor)
+                found[edge.node, edge.output_nr] = tensor
+        return found
+
+    def answering(self, group: Group, sources: Sequence[MessageId], orders: Orders | None) -> list[RecvEnd]:
+        """The messages that a group answers if ``sources`` take part, perhaps only to say that there is no gradient."""
+        ends = list(group.recvs.values())
+        if len(sources) < len(group.sources):
+            reached = frozenset().union(*(self.reach[source] for source in sources))
+            ends = [end for end in ends if end.recv.message in reached]
+        if orders is None or orders.useful is None:
+            return ends
+        return [end for end in ends if end.recv.message in orders.useful]
+
+
+def nodes_of(ends: Mapping[MessageId, Sequence[End]], sources: Iterable[MessageId]) -> dict[Node, None]:
+    """All nodes of this worker behind some sources; see ``nodes_behind``."""
+    return nodes_behind(end for source in sources for end in ends[source])

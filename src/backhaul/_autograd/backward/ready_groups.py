@@ -1,0 +1,362 @@
+"""The groups of one worker in one pass: which gradients have arrived, and which groups may run.
+
+A group of one source runs when that source arrives. A group of several sources runs when all that take part have
+arrived. A group that waits in a circle runs node by node, see ``stepper``. Every message that a group reaches is
+answered exactly once, with gradients or with none. Knows no frame and no worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+from backhaul._autograd.backward import early_sends
+from backhaul._autograd.backward.early_sends import EarlySends, SendEarly
+from backhaul._autograd.backward.groups import Fired, Group, RecvEnd, reaches
+from backhaul._autograd.backward.leaves import Leaves
+from backhaul._autograd.backward.node_runner import NodeRunner
+from backhaul._autograd.backward.pass_errors import ForeignGraph
+from backhaul._autograd.backward.pass_graph import PassGraph, nodes_of
+from backhaul._autograd.backward.stepper import Stepper
+from backhaul._autograd.context import Context
+from backhaul._autograd.forward.functions import End, Grads, edge_of
+from backhaul._autograd.ids import ROOTS, MessageId
+from backhaul._autograd.messages import PassSpec, PassTally
+from backhaul._autograd.plan.plan import Orders
+from backhaul._autograd.torch_engine import hooks
+from backhaul._autograd.torch_engine.anomaly import watching
+from backhaul._autograd.torch_engine.graph_task import GraphTask, new_task_number
+from backhaul._autograd.torch_engine.hooks import node_hooks
+from backhaul._autograd.torch_engine.run import renumber
+from backhaul._devices.cuda import process
+
+
+class Outcome(NamedTuple):
+    """A group has run, or has run in part.
+
+    Attributes:
+        tally: The messages that the group consumed, and all it produced with the workers they go to. A group that is
+            not done has consumed none. The driver has to know what it produced, in case a worker they go to is lost.
+        fired: Gradients to send.
+    """
+
+    tally: PassTally | None
+    fired: Sequence[Fired]
+
+
+class _Gathering:
+    """A group that needs more than one source, or orders.
+
+    Attributes:
+        active: The sources that take part.
+        missing: Those of them that have not arrived.
+        stepper: Runs the group, if it waits in a circle.
+    """
+
+    __slots__ = ("active", "missing", "stepper")
+
+    def __init__(self, active: Sequence[MessageId], missing: set[MessageId], stepper: Stepper | None) -> None:
+        self.active = active
+        self.missing = missing
+        self.stepper = stepper
+
+
+class GroupRun:
+    """Runs PyTorch's engine for the groups of one pass on one worker. Thread-safe.
+
+    It does not refer to the ``LocalPass`` or to the ``ReadyGroups``, which refer to it; see ``_make_stepper``.
+
+    Args:
+        spec: The pass.
+        leaves: Where gradients of leaves go.
+        ends: The ends of each source.
+    """
+
+    __slots__ = ("_ends", "_leaves", "_spec", "_task_number")
+
+    def __init__(self, spec: PassSpec, leaves: Leaves, ends: Mapping[MessageId, Sequence[End]]) -> None:
+        self._spec = spec
+        self._leaves = leaves
+        self._ends = ends
+        self._task_number = new_task_number()
+
+    def run(
+        self,
+        group: Group,
+        sources: Sequence[MessageId],
+        edges: Sequence[GradientEdge],
+        seeds: Sequence[torch.Tensor],
+        ends: Sequence[RecvEnd],
+        *,
+        order: tuple[int, ...],
+        send_early: SendEarly | None,
+    ) -> list[Fired]:
+        """Run the group; return the answers that are left to send."""
+        early = send_early is not None and len(group.nodes) > early_sends.SEND_EARLY_NODES and bool(ends)
+        if self._spec.deterministic:
+            self.put_in_order(sources)
+        elif not (early or node_hooks.possible or RemovableHandle.next_id > hooks.own_handles):
+            return self.compute(group, edges, seeds, ends, order)
+        if not early:
+            with self.task(sources):
+                return self.compute(group, edges, seeds, ends, order)
+        assert send_early is not None
+        sending = EarlySends(send_early, ends)
+        with self.task(sources), sending:
+            fired = self.compute(group, edges, seeds, ends, order)
+        return sending.left(fired)
+
+    def task(self, sources: Iterable[MessageId]) -> GraphTask:
+        """What multi-grad hooks are told about a run from ``sources``."""
+        ends = self._ends
+        return GraphTask(self._task_number, lambda: nodes_of(ends, sources).keys())
+
+    def put_in_order(self, sources: Sequence[MessageId]) -> None:
+        """Make the engine sum gradients in an order that does not depend on the threads of the forward."""
+        renumber(nodes_of(self._ends, sources))
+
+    def compute(
+        self,
+        group: Group,
+        edges: Sequence[GradientEdge],
+        seeds: Sequence[torch.Tensor],
+        ends: Sequence[RecvEnd],
+        order: tuple[int, ...],
+    ) -> list[Fired]:
+        """Run the engine to the group's leaves and to ``ends``; return the answers of ``ends``."""
+        if not edges:
+            return [(end.recv, [None] * end.recv.count) for end in ends]
+        wanted = []
+        for end in ends:
+            for node in end.nodes.values():
+                wanted.append(GradientEdge(node, 0))
+        if group.frozen and not self._spec.restricted:  # the nodes that lead to them run nevertheless
+            wanted += [GradientEdge(node, 0) for node in group.frozen]
+        check = None
+        if group.foreign:  # asked for, to learn whether a gradient arrives there
+            check = functools.partial(self._refuse_foreign, group, len(wanted))
+            wanted += [GradientEdge(node, 0) for node in group.foreign]
+        leaves = group.leaves.values()
+        if self._spec.anomaly:
+            with watching(group.nodes, self._spec.anomaly):
+                found = self._leaves.compute(edges, seeds, leaves, wanted, order, check=check)
+        else:
+            found = self._leaves.compute(edges, seeds, leaves, wanted, order, check=check)
+        fired: list[Fired] = []
+        used = 0
+        for end in ends:
+            following = used + len(end.nodes)
+            fired.append((end.recv, end.answer(dict(zip(end.nodes, found[used:following], strict=True)))))
+            used = following
+        return fired
+
+    def _refuse_foreign(self, group: Group, first: int, found: Grads) -> None:
+        """Raise if a gradient has arrived at a recv node of another context. ``first``: their place in ``found``."""
+        for (node, recv), grad in zip(group.foreign.items(), found[first:], strict=True):
+            if grad is not None:
+                for source in sorted(group.sources):  # the roots first
+                    for place, end in enumerate(self._ends[source]):
+                        if reaches([end], {node}):
+                            raise ForeignGraph(recv, source, place)
+
+
+class ReadyGroups:
+    """Thread-safe.
+
+    Args:
+        spec: The pass.
+        context: Its context on this worker.
+        roots: Where the pass starts, on its driver.
+        inputs: The tensors that the pass is restricted to, on its driver.
+    """
+
+    _graph: PassGraph | None = None
+    _group_run: GroupRun  # made with the graph
+    _orders: Orders | None = None
+    _asked = False  # whether orders have been asked for
+
+    def __init__(
+        self,
+        spec: PassSpec,
+        context: Context,
+        roots: Sequence[GradientEdge] | None = None,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._context = context
+        self._leaves = Leaves(context, spec, inputs)
+        self._starts = roots, inputs
+        self._walking = threading.Lock()  # held while the graph is walked
+        self._lock = threading.Lock()  # guards what follows, _orders and _asked
+        self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
+        self._gatherings: dict[int, _Gathering] = {}  # by id of the group, once the sources that take part are known
+
+    @property
+    def graph(self) -> PassGraph:
+        """This worker's graph."""
+        return self._graph or self.prepare()
+
+    def prepare(self) -> PassGraph:
+        """Find the groups of this worker, at the first use. It takes as long as the graph is large."""
+        with self._walking:
+            if self._graph is None:
+                graph = PassGraph(self._spec, self._context, self._leaves.join, *self._starts)
+                self._group_run = GroupRun(self._spec, self._leaves, graph.ends)
+                self._graph = graph
+            return self._graph
+
+    @property
+    def waiting(self) -> list[MessageId]:
+        """Sources that have arrived and whose group has not run."""
+        with self._lock:
+            return sorted(self._waiting)
+
+    def arrive(self, source: MessageId, grads: Grads, send_early: SendEarly | None = None) -> list[Outcome] | None:
+        """The gradients of a source have arrived: run its group if nothing is missing. None: no such source."""
+        group = (self._graph or self.prepare()).grouping.find(source)
+        if group is None:
+            return None
+        if len(group.sources) == 1 and not self._spec.restricted:
+            return [self._run(group, {source: grads}, send_early)]
+        if process.stream_order is not None:
+            process.stream_order.depart()  # another thread may continue with them
+        with self._lock:
+            self._waiting[source] = grads
+        return self._try(group, (source,), send_early)
+
+    def must_ask(self, source: MessageId) -> bool:
+        """Whether ``source`` needs orders and nobody has asked for them; True once."""
+        if not self._needs_orders(self.graph.grouping.of(source)):
+            return False
+        with self._lock:
+            if self._asked or self._orders is not None:
+                return False
+            self._asked = True
+            return True
+
+    def _needs_orders(self, group: Group) -> bool:
+        """Fast mode knows what takes part without orders, except for messages of earlier passes and of failed calls."""
+        if self._spec.restricted:
+            return True
+        if len(group.sources) == 1:
+            return False
+        return not self._spec.fast or not self.graph.uncertain.isdisjoint(group.sources)
+
+    def follow(self, orders: Orders, send_early: SendEarly | None = None) -> list[Outcome]:
+        """Orders have arrived: run what waited for them."""
+        of = self.graph.grouping.of
+        waiting: dict[int, list[MessageId]] = {}
+        with self._lock:
+            self._orders = orders
+            for source in self._waiting:
+                waiting.setdefault(id(of(source)), []).append(source)
+        return [outcome for sources in waiting.values() for outcome in self._try(of(sources[0]), sources, send_early)]
+
+    def _try(self, group: Group, arrived: Sequence[MessageId], send_early: SendEarly | None) -> list[Outcome]:
+        """Run a group as far as the sources that have arrived allow."""
+        with self._lock:
+            gathering = self._gatherings.get(id(group))
+            if gathering is None:
+                if self._orders is None and self._needs_orders(group):
+                    return []
+                gathering = self._gatherings[id(group)] = self._gather(group)
+                arrived = gathering.active
+            else:
+                gathering.missing.difference_update(arrived)
+            if gathering.stepper is None:
+                arrived = () if gathering.missing else gathering.active
+            here = {source: self._waiting.pop(source) for source in arrived if source in self._waiting}
+        if not here:
+            return []
+        if process.stream_order is not None:
+            process.stream_order.arrive()  # other threads may have brought some of the gradients
+            process.stream_order.adopt(here)
+        if gathering.stepper is None:
+            return [self._run(group, here, send_early)]
+        fired, over = gathering.stepper.feed(here)
+        if not over:
+            produced: dict[int, int] = {recv.message: recv.sender for recv, _ in fired}
+            return [Outcome(PassTally((), produced) if produced else None, fired)]
+        if not self._spec.retain:
+            self._spend(gathering.active)
+        return [Outcome(PassTally(tuple(gathering.active), gathering.stepper.produced), fired)]
+
+    def _gather(self, group: Group) -> _Gathering:
+        orders = self._orders
+        if orders is not None:
+            active = [source for source in group.sources if source in orders.active]
+            circular = not orders.circular.isdisjoint(active)
+        else:  # fast mode: assume that all arrive; nobody has looked for circles
+            active = group.sources
+            circular = len(active) > 1
+        stepper = self._make_stepper(group, active) if circular else None
+        return _Gathering(active, set(active) - self._waiting.keys(), stepper)
+
+    def _run(self, group: Group, arrived: Mapping[MessageId, Grads], send_early: SendEarly | None) -> Outcome:
+        """Run the whole group with one call of the engine."""
+        graph = self._graph or self.prepare()
+        edges: list[GradientEdge] = []
+        seeds: list[torch.Tensor] = []
+        sources = graph.in_order(arrived) if len(arrived) > 1 else list(arrived)
+        order = graph.orders.get(sources[0], ())
+        seen: set[int] = set()
+        for source in sources:
+            for end, grad in zip(graph.ends[source], arrived[source], strict=False):
+                if grad is None:
+                    continue
+                if not isinstance(end, torch.Tensor):
+                    edges.append(end)
+                    seeds.append(grad)
+                    continue
+                # A message brings equal gradients as one tensor; the roots' gradients are the user's.
+                shared = source == ROOTS or id(grad) in seen
+                if self._leaves.keep_plain(end, grad, order, shared=shared):
+                    seen.add(id(grad))
+                else:
+                    edges.append(edge_of(end))
+                    seeds.append(grad)
+        if len(sources) == len(group.sources) and self._orders is None:
+            ends = list(group.recvs.values())
+        else:
+            ends = graph.answering(group, sources, self._orders)
+        fired: list[Fired] = []
+        if edges or ends:
+            fired = self._group_run.run(group, sources, edges, seeds, ends, order=order, send_early=send_early)
+        if not self._spec.retain:
+            self._spend(sources)
+        produced: dict[int, int] = {}
+        for answered in ends:
+            produced[answered.recv.message] = answered.recv.sender
+        return Outcome(PassTally(tuple(sources), produced), fired)
+
+    def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> Stepper:
+        """The stepper does not refer to this object, which refers to it. Only the garbage collector frees a graph in a
+        reference cycle. Up to torch 2.12, second-order passes sometimes failed with ``KeyError: <AccumulateGrad>`` if
+        the collector ran while another thread walked over the same nodes.
+        """
+        graph, group_run, spec = self.graph, self._group_run, self._spec
+        sources = graph.in_order(active)
+        if spec.deterministic:
+            group_run.put_in_order(sources)
+        return Stepper(
+            {source: [edge_of(end) for end in graph.ends[source]] for source in sources},
+            graph.answering(group, sources, self._orders),
+            functools.partial(group_run.compute, group, order=graph.orders.get(sources[0], ())),
+            group_run.task(sources),
+            NodeRunner(spec, graph.inner_inputs(), self._leaves.keep),
+            create=spec.create,
+            foreign=group.foreign,
+        )
+
+    def _spend(self, sources: Iterable[MessageId]) -> None:
+        """After a pass that frees the graph, no pass can use these sources again."""
+        with self._context.lock:
+            for source in sources:
+                if self._context.sends.pop(source, None) is not None:
+                    self._context.spent.add(source)

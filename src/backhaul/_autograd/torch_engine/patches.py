@@ -1,0 +1,93 @@
+"""What autograd patches in torch. Installed with the first worker of the process, removed with the last.
+
+``docs/patches.md`` lists every patch of the package with its reason. Importing this module changes nothing in torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import _HookMixin
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from backhaul._autograd.torch_engine.graph_task import task_for
+from backhaul._autograd.torch_engine.hooks import count_own_handle, is_own_hook, node_hooks
+from backhaul._autograd.torch_engine.reducers import reducers
+from backhaul._autograd.torch_engine.run import Node
+
+_undo: list[Callable[[], None]] = []  # removes the patches that are installed, the last first
+_seen_handles = 0  # hook handles that existed when the patches were last removed; node hooks are not among them
+
+
+def install() -> None:
+    """Patch torch. Does nothing if the patches are there."""
+    if _undo:
+        return
+    if RemovableHandle.next_id > _seen_handles:
+        node_hooks.possible = True  # the program registered hooks while nothing watched; some may be on nodes
+    _watch_node_hooks()
+    _answer_multi_grad_hooks()
+    _watch_modules()
+
+
+def uninstall() -> None:
+    """Leave torch as ``install`` found it, except where other code has replaced our function since."""
+    global _seen_handles
+    if _undo:
+        _seen_handles = RemovableHandle.next_id
+    while _undo:
+        _undo.pop()()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    original = vars(owner)[name]
+    setattr(owner, name, replacement)
+
+    def restore() -> None:
+        if vars(owner).get(name) is replacement:
+            setattr(owner, name, original)
+
+    _undo.append(restore)
+
+
+def _watch_node_hooks() -> None:
+    """Notice hooks on nodes: torch calls ``_register_hook`` for every hook that Python registers on one."""
+    register = getattr(_HookMixin, "_register_hook", None)
+    if register is None:  # this torch has another way: assume that there are hooks
+        node_hooks.possible = True
+        return
+
+    def watched(hooks: Any, hook: Any) -> Any:
+        if not is_own_hook(hook):
+            node_hooks.possible = True
+        return register(hooks, hook)
+
+    _replace(_HookMixin, "_register_hook", staticmethod(watched))
+
+
+def _answer_multi_grad_hooks() -> None:
+    """Tell multi-grad hooks about the whole pass where torch would tell about one run of the engine."""
+    graph_task, will_run = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
+
+    def current_graph_task_id() -> int:
+        task = task_for(sys._getframe(1))
+        return graph_task() if task is None else task.number
+
+    def will_engine_execute_node(node: Node) -> bool:
+        task = task_for(sys._getframe(1))
+        return will_run(node) if task is None else task.runs(node)
+
+    _replace(torch._C, "_current_graph_task_id", current_graph_task_id)
+    _replace(torch._C, "_will_engine_execute_node", will_engine_execute_node)
+
+
+def _watch_modules() -> None:
+    """Notice new DDP modules through a hook that torch offers for that."""
+    count_own_handle()
+    handle = register_module_module_registration_hook(reducers.on_submodule)
+    _undo.append(reducers.forget_search)
+    _undo.append(handle.remove)
