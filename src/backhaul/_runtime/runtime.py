@@ -111,23 +111,18 @@ class Queue(Protocol):
 class OneShotEvent:
     """Opens once and stays open; any number of threads may wait. Thread-safe."""
 
-    __slots__ = ("_lock", "_opened", "bell")
+    __slots__ = ("_lock", "bell", "opened")
 
     def __init__(self) -> None:
         # Held while the gate is shut; a bare lock is the cheapest thing a thread can sleep on.
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._opened = False
+        self.opened = False  # written only here and by ``open``
         self.bell: Callable[[], None] | None = None  # called when it opens, for who waits for other things as well
-
-    @property
-    def opened(self) -> bool:
-        """Whether it is open."""
-        return self._opened
 
     def open(self) -> None:
         """Let all present and future waiters through. Opening twice does no harm."""
-        self._opened = True
+        self.opened = True
         bell = self.bell
         if bell is not None:
             bell()
@@ -138,11 +133,11 @@ class OneShotEvent:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the gate is open; False if ``timeout`` seconds passed first."""
-        if self._opened:
+        if self.opened:
             return True
         if interrupts.acquire(self._lock, -1.0 if timeout is None else max(timeout, 0.0)):
             self.open()  # the next waiter passes too
-        return self._opened
+        return self.opened
 
 
 class Runtime:

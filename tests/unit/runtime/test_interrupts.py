@@ -73,7 +73,7 @@ def test_several_are_one() -> None:
 
 def test_tools_for_testing_are_programs() -> None:
     with pytest.raises(KeyboardInterrupt):
-        ours(interrupt, os.path.join(os.path.dirname(OURS), "testing", "made_up.py"))()
+        ours(interrupt, os.path.join(os.path.dirname(os.path.dirname(OURS)), "testing", "made_up.py"))()
 
 
 def test_where_we_wait_it_is_raised() -> None:
