@@ -38,7 +38,8 @@ _TESTING = (_HERE + "testing" + os.sep, _HERE + "_sim" + os.sep)  # programs of 
 SIGINT = int(signal.SIGINT)
 getsignal: Callable[[int], Any] = _signal.getsignal  # what ``signal`` puts around it costs a hundred times as much
 _OFTEN, _SELDOM = 0.001, 0.02  # seconds until the signal is repeated, at first and after a while
-_PIECE = 0.5  # seconds that the main thread waits at a time, see ``_pieces``
+_PIECE_SECONDS = 0.5  # that the main thread waits at a time, see ``_pieces``
+_LONGEST_SECONDS = 1e6  # that other threads wait at a time
 _INSIST = 1.0  # seconds; after that another interrupt is raised wherever the thread is
 
 _waits: set[CodeType] = set()
@@ -91,8 +92,8 @@ def defer_no_more() -> None:
         signal.signal(SIGINT, default_int_handler)
 
 
-def acquire(lock: _Lock, timeout: float) -> bool:
-    """Wait for a lock, for so many seconds at most (negative: any time); may be interrupted."""
+def acquire(lock: _Lock, timeout: float | None) -> bool:
+    """Wait for a lock, ``timeout`` seconds at most (None: any time); may be interrupted. Whether it was taken."""
     taken: list[bool] = []
     try:
         _acquire(lock, timeout, taken)
@@ -104,10 +105,10 @@ def acquire(lock: _Lock, timeout: float) -> bool:
 
 
 @waits
-def _acquire(lock: _Lock, timeout: float, taken: list[bool]) -> None:
-    for piece in _pieces(None if timeout < 0 else timeout):
-        # No handler runs between the two calls, and so none while the lock is held and nobody knows.
-        taken[:] = map(lock.acquire, (True,), (-1.0 if piece is None else min(piece, threading.TIMEOUT_MAX),))
+def _acquire(lock: _Lock, timeout: float | None, taken: list[bool]) -> None:
+    for piece in _pieces(timeout):
+        # No handler runs between the two calls, so none runs while the lock is taken and ``taken`` does not say so.
+        taken[:] = map(lock.acquire, (True,), (-1.0 if piece is None else piece,))
         if taken[0]:
             return
 
@@ -125,18 +126,25 @@ def poll(poller: select.poll, timeout: float | None) -> list[tuple[int, int]]:
 
 @waits
 def _pieces(timeout: float | None) -> Iterator[float | None]:
-    """How long to wait, one time after the other. A signal that comes just before the main thread blocks does not end
-    the wait, and Python runs its handler only afterwards: so the main thread waits for ``_PIECE`` at most at a time.
+    """How long to wait, one time after the other.
+
+    A signal that comes just before the main thread blocks does not end the wait, and Python runs its handler only
+    afterwards. The main thread therefore waits for ``_PIECE_SECONDS`` at a time. The system takes no timeouts of more
+    than a few weeks, so other threads wait for ``_LONGEST_SECONDS`` at a time.
     """
-    if not _in_main_thread() or (timeout is not None and timeout <= _PIECE):
-        yield timeout
+    in_main_thread = _in_main_thread()
+    if timeout is None:
+        while in_main_thread:
+            yield _PIECE_SECONDS
+        yield None
         return
-    deadline = None if timeout is None else time.monotonic() + timeout
-    left: float | None = timeout
-    while left is None or left > _PIECE:
-        yield _PIECE
-        left = None if deadline is None else deadline - time.monotonic()
-    yield max(left, 0.0)
+    longest = _PIECE_SECONDS if in_main_thread else _LONGEST_SECONDS
+    if timeout > longest:
+        deadline = time.monotonic() + timeout
+        while timeout > longest:
+            yield longest
+            timeout = deadline - time.monotonic()
+    yield max(timeout, 0.0)
 
 
 def check() -> None:

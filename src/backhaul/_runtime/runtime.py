@@ -111,21 +111,21 @@ class Queue(Protocol):
 class OneShotEvent:
     """Opens once and stays open; any number of threads may wait. Thread-safe."""
 
-    __slots__ = ("_lock", "bell", "opened")
+    __slots__ = ("_lock", "on_open", "opened")
 
     def __init__(self) -> None:
         # Held while the gate is shut; a bare lock is the cheapest thing a thread can sleep on.
         self._lock = threading.Lock()
         self._lock.acquire()
         self.opened = False  # written only here and by ``open``
-        self.bell: Callable[[], None] | None = None  # called when it opens, for who waits for other things as well
+        self.on_open: Callable[[], None] | None = None  # called by ``open``, for a thread that waits for more
 
     def open(self) -> None:
         """Let all present and future waiters through. Opening twice does no harm."""
         self.opened = True
-        bell = self.bell
-        if bell is not None:
-            bell()
+        on_open = self.on_open
+        if on_open is not None:
+            on_open()
         try:
             self._lock.release()
         except RuntimeError:
@@ -135,7 +135,7 @@ class OneShotEvent:
         """Wait until the gate is open; False if ``timeout`` seconds passed first."""
         if self.opened:
             return True
-        if interrupts.acquire(self._lock, -1.0 if timeout is None else max(timeout, 0.0)):
+        if interrupts.acquire(self._lock, timeout):
             self.open()  # the next waiter passes too
         return self.opened
 

@@ -18,14 +18,14 @@ class SimOneShotEvent(OneShotEvent):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.opened = False
-        self.bell = None
+        self.on_open = None
         self._scheduler = scheduler
         self._waiters: list[SimTask] = []
 
     def open(self) -> None:
         self.opened = True
-        if self.bell is not None:
-            self.bell()
+        if self.on_open is not None:
+            self.on_open()
         for waiter in self._waiters:
             self._scheduler.wake(waiter)
         self._waiters.clear()

@@ -15,7 +15,7 @@ else does. Nothing here calls back into its user.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -163,7 +163,13 @@ class Endpoint(abc.ABC):
     """Where others reach this end, best first."""
 
     quiet: bool = True
-    """Whether nothing runs but what waits for messages; set by who polls. See ``luck``."""
+    """Whether nothing runs but threads that wait for messages. Set by the threads that poll; see ``spin_wait``."""
+
+    wakes: int = 0
+    """How often ``wake`` was called, for threads that spin."""
+
+    unflushed: Collection[Channel] = ()
+    """Channels that ``flush`` would write to."""
 
     @property
     def shm_bytes(self) -> int:
@@ -206,11 +212,11 @@ class Endpoint(abc.ABC):
     def flush(self) -> None:  # noqa: B027
         """Send what waits in any channel, see ``Channel.send_soon``."""
 
-    def bell(self, luck: SpinPolicy) -> ChannelWaiter:
-        """Make something to wait with for several channels of this end that one thread holds."""
-        from backhaul._transport.waiter import ChannelWaiter  # which knows channels
+    def make_waiter(self, policy: SpinPolicy) -> ChannelWaiter:
+        """Make what a thread needs to wait for several channels of this end that it holds."""
+        from backhaul._transport.waiter import ChannelWaiter  # which imports this module
 
-        return ChannelWaiter(luck)
+        return ChannelWaiter(policy, self)
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -222,31 +222,31 @@ class Worker:
         """
         held = list(channels)
         deadline = None if timeout is None else self.runtime.now() + timeout
-        bell = self._bells.pop() if self._bells else self.endpoint.bell(self._luck)
+        bell = self._bells.pop() if self._bells else self.endpoint.make_waiter(self._luck)
         in_time = True
         try:
-            bell.expect()
-            one_shot.bell = bell.ring
+            bell.claim()
+            one_shot.on_open = bell.wake
             while not one_shot.opened and not inbox:
                 left = None if deadline is None else deadline - self.runtime.now()
                 if left is not None and left <= 0:
                     in_time = False
                     break
-                for channel in bell.listen(held, left, look=self.endpoint.quiet):
+                for channel in bell.wait(held, left, spin=self.endpoint.quiet):
                     event = channel.take()
                     if event is None:
                         continue
                     self.take_in(event)
                     if isinstance(event, Lost):
                         held.remove(channel)
-                        bell.know(held)
+                        bell.register(held)
             for channel in held:
                 channel.release()
         except BaseException:  # an interrupt of the user's: the bell may be out of order
-            one_shot.bell = None
+            one_shot.on_open = None
             bell.close()
             raise
-        one_shot.bell = None
+        one_shot.on_open = None
         self._bells.append(bell)
         return in_time
 

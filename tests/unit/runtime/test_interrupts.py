@@ -257,8 +257,8 @@ def test_the_main_thread_waits_in_pieces() -> None:
 
         def release(self) -> None: ...
 
-    assert interrupts.acquire(Lock(), -1.0)
-    assert asked == [interrupts._PIECE] * 3
+    assert interrupts.acquire(Lock(), None)
+    assert asked == [interrupts._PIECE_SECONDS] * 3
     asked.clear()
     assert not interrupts.acquire(Lock(), 0.01)
     assert asked == [0.01]

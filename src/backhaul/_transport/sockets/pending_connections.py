@@ -10,7 +10,8 @@ import threading
 import time
 from typing import Protocol, cast
 
-from backhaul._transport.sockets.channel import SocketChannel, Watcher
+from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
+from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.handshake import ServerHandshake
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket, begins_tls, explain
 from backhaul.errors import AuthenticationError
@@ -21,16 +22,17 @@ _DISCARDED = 1 << 16  # bytes at once that come of a peer that was refused
 _PATIENCE = 64  # how often
 
 
-class Host(Watcher, Protocol):
-    """What a newcomer needs of its endpoint."""
+class PendingOwner(Protocol):
+    """What a pending connection needs of the object that has accepted it."""
 
     secret: bytes
+    descriptors: EpollSet
 
-    def welcome(self, newcomer: PendingConnection) -> None:
-        """It has proven itself."""
+    def admit(self, pending: PendingConnection) -> None:
+        """The connection has proven itself."""
 
-    def drop(self, newcomer: PendingConnection) -> None:
-        """Close a connection that did not."""
+    def drop(self, pending: PendingConnection) -> None:
+        """Close a connection that did not prove itself."""
 
 
 class _RefusalError(Exception):
@@ -44,20 +46,20 @@ class _RefusalError(Exception):
 class PendingConnection:
     """A connection without TLS."""
 
-    def __init__(self, endpoint: Host, sock: socket.socket, peer: str) -> None:
+    def __init__(self, owner: PendingOwner, sock: socket.socket, peer: str) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.peer = peer
         self.since = time.monotonic()
-        self._endpoint = endpoint
-        self._handshake = ServerHandshake(endpoint.secret)
+        self._owner = owner
+        self._handshake = ServerHandshake(owner.secret)
         self._ignored = 0  # how often something came that was not looked at any more
         self._reading = threading.Lock()  # guards all of it
         self._over = False  # it is a channel, or was dropped
 
-    def channel(self) -> SocketChannel:
-        """What it becomes."""
-        return SocketChannel(self._endpoint, self.sock, self.peer)
+    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
+        """Make the channel that a connection becomes once it has proven itself."""
+        return SocketChannel(endpoint, self.sock, self.peer)
 
     def read(self) -> None:
         """Something came; or it came to who had the descriptor before, so that several threads may be told at once."""
@@ -71,7 +73,7 @@ class PendingConnection:
         finally:
             self._reading.release()
         if awaited:  # not before: a poller that is told would find it being read
-            self._endpoint.arm(self.fd, awaited)
+            self._owner.descriptors.arm(self.fd, awaited)
 
     def _go_on(self) -> int:
         """Read what is there; what to wait for next, 0 if this is over."""
@@ -96,7 +98,7 @@ class PendingConnection:
         if not self._handshake.done:
             return select.EPOLLIN
         self._over = True
-        self._endpoint.welcome(self)
+        self._owner.admit(self)
         return 0
 
     def _agree(self) -> int:
@@ -137,7 +139,7 @@ class PendingConnection:
 
     def _drop(self) -> int:
         self._over = True
-        self._endpoint.drop(self)
+        self._owner.drop(self)
         return 0
 
     def _discard(self) -> int:
@@ -147,15 +149,15 @@ class PendingConnection:
 class TlsPendingConnection(PendingConnection):
     """A connection that has to speak TLS."""
 
-    def __init__(self, endpoint: Host, sock: socket.socket, peer: str, credentials: Credentials) -> None:
-        super().__init__(endpoint, sock, peer)
+    def __init__(self, owner: PendingOwner, sock: socket.socket, peer: str, credentials: Credentials) -> None:
+        super().__init__(owner, sock, peer)
         self._credentials = credentials
         self._secure: TlsSocket | None = None
         self._agreed = False  # the handshake of TLS is over
 
-    def channel(self) -> SocketChannel:
+    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
         assert self._secure is not None
-        return TlsChannel(self._endpoint, self._secure, self.peer)
+        return TlsChannel(endpoint, self._secure, self.peer)
 
     def _agree(self) -> int:
         if self._agreed:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Event, Lost, Received
-from backhaul._transport.sockets.channel import SocketChannel, Watcher
+from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
 from backhaul._types import Tls
 from backhaul._wire.memory import Buffer
 from backhaul.errors import AuthenticationError
@@ -223,12 +223,12 @@ def _pieces(parts: Sequence[Buffer]) -> Iterator[Buffer]:
 class TlsChannel(SocketChannel):
     """A channel over a TLS connection."""
 
-    def __init__(self, endpoint: Watcher, secure: TlsSocket, peer: str) -> None:
+    def __init__(self, endpoint: ChannelOwner, secure: TlsSocket, peer: str) -> None:
         super().__init__(endpoint, cast("socket.socket", secure), peer)
         self._secure = secure
         self.names = secure.peer_names()
 
-    def _ahead(self) -> bool:
+    def _has_buffered(self) -> bool:
         return self._secure.pending() > 0
 
     def _read(self) -> Event | None:

@@ -37,9 +37,9 @@ def client(endpoint: SocketEndpoint) -> Iterator[socket.socket]:
 
 
 def meet(endpoint: SocketEndpoint) -> PendingConnection:
-    while not endpoint._newcomers:
+    while not endpoint._acceptor.pending:
         endpoint.poll(1.0)
-    (newcomer,) = endpoint._newcomers.values()
+    (newcomer,) = endpoint._acceptor.pending.values()
     return newcomer
 
 
@@ -49,7 +49,7 @@ def shake_hands(endpoint: SocketEndpoint, newcomer: PendingConnection, client: s
     while not handshake.done:
         newcomer.read()
         client.sendall(handshake.feed(client.recv(handshake.wanted)))
-    while endpoint._newcomers:
+    while endpoint._acceptor.pending:
         newcomer.read()
 
 
@@ -75,7 +75,7 @@ def test_who_is_told_late_closes_nothing_of_another(
     newcomer = meet(endpoint)
     client.close()
     newcomer.read()
-    assert not endpoint._newcomers
+    assert not endpoint._acceptor.pending
     other = socket.socketpair()  # one of them has the descriptor now, as a rule
     with other[0], other[1]:
         newcomer.read()
@@ -114,6 +114,6 @@ def test_one_thread_at_a_time_reads(
     endpoint.poll(1.0)  # it was armed again
     assert b"".join(fed) == hello
     client.sendall(handshake.feed(client.recv(handshake.wanted)))
-    while endpoint._newcomers:
+    while endpoint._acceptor.pending:
         endpoint.poll(1.0)
     assert len(endpoint._channels) == 1
