@@ -365,7 +365,7 @@ def test_the_time_of_a_call_begins_when_it_is_sent(way: str, gate_name: str) -> 
         name = f"{gate_name} {timeout}"
         with pytest.raises(bh.CallTimeoutError):
             attempt("bob", remote.wait_at, name, Slow(2 * timeout), way=way, timeout=timeout)
-        if remote.one_shot(f"{name} reached").wait(1.0):
+        if remote.gate(f"{name} reached").wait(1.0):
             break
     else:
         pytest.fail("no call began")

@@ -107,7 +107,7 @@ def test_a_cell_that_is_run_again_starts_anew(endpoints: EndpointFactory) -> Non
 def test_a_cell_is_run_again_while_handlers_of_the_old_cluster_wait(gate_name: str) -> None:
     old = bh.cluster(2).start()
     future = bh.rpc_async("worker1", remote.wait_at, args=(gate_name,), timeout=0)
-    assert remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
+    assert remote.gate(f"{gate_name} reached").wait(PATIENCE)
     new = bh.cluster(2).start()
     with pytest.raises(bh.BackhaulError):
         future.wait(PATIENCE)

@@ -188,7 +188,7 @@ def test_a_request_whose_time_is_over_is_not_run(gate_name: str) -> None:
         late = bob.runtime.now() + LONG
         now = bob.runtime.now
         blocked = bh.rpc_async("bob", wait_at, args=(gate_name,))
-        remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
+        remote.gate(f"{gate_name} reached").wait(PATIENCE)
         begun = dispatcher.served
         try:
             # By the time that it comes to run, a lot of time has passed at its worker.

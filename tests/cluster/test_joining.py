@@ -363,7 +363,7 @@ def test_what_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_name: str) -> None:
     with bh.cluster(["a", "b", "c"], endpoints=endpoints) as (_, b, _c):
         call = bh.rpc_async("b", remote.wait_at, args=(gate_name, "in time"), timeout=0)
-        assert remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
+        assert remote.gate(f"{gate_name} reached").wait(PATIENCE)
 
         def leave() -> None:
             with b:

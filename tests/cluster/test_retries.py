@@ -133,7 +133,7 @@ def test_gradients_after_a_channel_broke_under_way(workers: list[bh.Worker], mod
     with bh.context() as ctx:
         x = w * 3
         future = bh.rpc_async("bob", _slow_square, args=(gate_name, x), retry=QUICK)
-        assert remote.one_shot(f"{gate_name} reached").wait(PATIENCE)
+        assert remote.gate(f"{gate_name} reached").wait(PATIENCE)
         channel = workers[0].part(Node).peers.find("bob").channel
         assert channel is not None
         channel.close()

@@ -374,7 +374,7 @@ def contexts_left() -> str:
 
 
 def wait_for_gate(name: str) -> None:
-    assert remote.one_shot(name).wait(PATIENCE)
+    assert remote.gate(name).wait(PATIENCE)
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])

@@ -241,12 +241,12 @@ def count_ops_of_one_step() -> Counter[tuple[str, str]]:
 
 def test_a_call_that_was_under_way_before_and_one_that_outlives_the_profile() -> None:
     with bh.cluster(2):
-        programs.one_shot.clear()
+        programs.gate.clear()
         before = bh.rpc_async("worker1", programs.wait_at_gate)
         with bh.profile() as prof:
             after = bh.rpc_async("worker1", programs.wait_at_gate)
             time.sleep(0.01)
-        programs.one_shot.set()
+        programs.gate.set()
         bh.wait_all([before, after])
     check(prof.timeline)
     (call,) = prof.timeline.calls
@@ -387,12 +387,12 @@ def test_what_a_handler_does_after_it_returned_counts_too() -> None:
 
 def test_a_call_that_still_runs_has_what_it_did() -> None:
     with bh.cluster(2):
-        programs.one_shot.clear()
+        programs.gate.clear()
         programs.reached.clear()
         with bh.profile() as prof:
             call = bh.rpc_async("worker1", programs.multiply_at_gate, args=(torch.eye(programs.SIZE),))
             assert programs.reached.wait(20)
-        programs.one_shot.set()
+        programs.gate.set()
         call.wait()
     check(prof.timeline)
     (found,) = prof.timeline.calls
