@@ -105,7 +105,7 @@ class Node:
         finally:
             self._ending.release()
 
-    @interrupts.unwavering
+    @interrupts.uninterruptible
     def _end(self, left: float) -> None:
         self.graceful_shutdown.started = True  # from now on members that go are no news
         self.client.close()
@@ -184,6 +184,6 @@ def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) 
     for node, thread in zip(nodes, threads, strict=True):
         node.worker.runtime.join(thread)
     if not running_workers():
-        interrupts.defer_no_more()  # those were other threads
+        interrupts.stop_deferring()  # those were other threads
     if errors:
         raise errors[0]

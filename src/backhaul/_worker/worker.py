@@ -274,10 +274,10 @@ class Worker:
             _closed_last = self.name
             last = not _alive
         if last:
-            interrupts.defer_no_more()
+            interrupts.stop_deferring()
         return True
 
-    @interrupts.unwavering
+    @interrupts.uninterruptible
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and free everything; idempotent. Waits for running handlers, but not past ``timeout``."""
         if not self.abandon():

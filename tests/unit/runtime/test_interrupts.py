@@ -23,7 +23,7 @@ def deferring() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     interrupts.defer()
     yield
-    interrupts.defer_no_more()
+    interrupts.stop_deferring()
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
     assert interrupts.deferred is None
 
@@ -99,7 +99,7 @@ def test_nothing_is_raised_where_it_must_not() -> None:
     def work() -> None:
         interrupts.waits(ours(interrupt))()
 
-    interrupts.unwavering(ours(work))()
+    interrupts.uninterruptible(ours(work))()
     expect()
 
 
@@ -162,7 +162,7 @@ def test_what_would_be_lost_comes_again() -> None:
 
 
 def test_who_insists_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_INSIST", 0.0)
+    monkeypatch.setattr(interrupts, "_INSIST_SECONDS", 0.0)
 
     def hang() -> None:
         interrupt()
@@ -235,7 +235,7 @@ def test_what_handlers_of_signals_raise_is_told_from_what_code_raises(case: str)
 @pytest.mark.parametrize("deferred", [True, False])
 def test_an_interrupt_is_told_from_what_code_raises(deferred: bool) -> None:
     if not deferred:
-        interrupts.defer_no_more()
+        interrupts.stop_deferring()
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupt()
     assert interrupts.from_signal(caught.value)

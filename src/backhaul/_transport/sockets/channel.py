@@ -276,7 +276,7 @@ class SocketChannel(Channel):
         self.free()
         return Lost(self, reason)
 
-    @interrupts.unwavering
+    @interrupts.uninterruptible
     def free(self) -> None:
         """Close the descriptors. Only for the thread that holds the channel, or when no thread polls any more."""
         self._connection.end("closed by this side")
