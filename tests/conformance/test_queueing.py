@@ -1,4 +1,4 @@
-"""Frames that may wait for others are sent in the end, whoever else writes at the same time."""
+"""Frames that may wait for others are sent in the end, also if another thread writes at the same time."""
 
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ class Acceptor:
         return _PAUSE_SECONDS if timeout is None else min(timeout, _PAUSE_SECONDS)
 
     def _drop_late(self) -> None:
-        """Shut down connections that did not prove themselves in time, and the oldest if there are too many. Look
-        again when the next one is late.
+        """Shut down connections that did not prove themselves in time, and the oldest if there are too many.
+        Check again when the next one may be late.
         """
         with self._lock:
             waiting = sorted(self.pending.values(), key=lambda pending: pending.since)

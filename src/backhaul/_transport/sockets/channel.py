@@ -1,4 +1,4 @@
-"""A connected, authenticated socket as a channel: how it is read, who may read it, and how frames leave it.
+"""A connected, authenticated socket as a channel: which thread may read it, and how frames enter and leave it.
 
 ``socket_writer`` writes the bytes, ``shared_memory_link`` moves large buffers between processes of one host.
 

@@ -1,4 +1,4 @@
-"""Opening connections to other workers, up to the point where each side has proven who it is. Knows no frames."""
+"""Opening connections to other workers, including the proof of both sides. Knows no frames."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._wire.memory import Buffer
 from backhaul.errors import ProtocolError
 
-_TRIM_SECONDS = 5.0  # from one look at unused shared memory to the next
+_TRIM_SECONDS = 5.0  # until unused shared memory is given back
 
 
 class Trimmer:

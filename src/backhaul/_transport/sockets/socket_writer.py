@@ -25,7 +25,7 @@ from backhaul._transport.sockets.write_queue import MAX_PARTS, WriteQueue
 from backhaul._wire.memory import Buffer, Recycler
 
 TURN_BYTES = 4 << 20
-"""How much a thread that polls reads or writes before it looks after other channels, see [Note: turns]."""
+"""How much a thread that polls reads or writes before it polls again, see [Note: turns]."""
 
 
 class WriterOwner(Protocol):

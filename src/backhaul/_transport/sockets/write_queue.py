@@ -21,7 +21,7 @@ class WriteQueue:
     """Parts in the order in which they are written. The memory is the queue's own. Thread-safe.
 
     Attributes:
-        parts: What waits. Others look at it to see whether anything does.
+        parts: What waits. Empty: nothing does.
         nbytes: How many bytes wait.
     """
 
