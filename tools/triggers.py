@@ -71,7 +71,7 @@ def _unread(text: bytes, part: float, how: signal.Signals) -> None:
     read = SocketChannel._read
 
     def look(self: SocketChannel) -> Any:
-        sock = self._sock
+        sock = self._connection.sock
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         if poller.poll(0):
@@ -105,7 +105,7 @@ def _outgoing(kind: int, when: When, how: signal.Signals) -> None:
                 die(how)
             if mine and when == "amid":
                 data = b"".join(frame.parts())
-                self._sock.send(data[: len(data) // 2])
+                self._connection.sock.send(data[: len(data) // 2])
                 die(how)
             send(self, frame, timeout=timeout)
             if mine:

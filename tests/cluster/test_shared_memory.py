@@ -228,7 +228,7 @@ def test_memory_stays_flat() -> None:
 
 def test_memory_that_is_not_used_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if nobody sends anything any more."""
-    monkeypatch.setattr("backhaul._transport.sockets.endpoint._TRIM", 0.01)
+    monkeypatch.setattr("backhaul._transport.sockets.shared_memory_link._TRIM_SECONDS", 0.01)
     monkeypatch.setattr("backhaul._transport.shm.slots._UNUSED_SECONDS", 0.05)
     with bh.cluster(2, endpoints=functools.partial(SocketEndpoint, secret=b"the tests' own")) as workers:
         warm(32 * MIB)

@@ -1,15 +1,14 @@
-"""Frames that may wait for others are sent in the end, whoever else writes at the same time."""
+"""Frames that may wait for others are sent in the end, also if another thread writes at the same time."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
 from backhaul._transport.base import Received
-from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.write_queue import WriteQueue
 from backhaul._wire.frames import Frame
 
 PATIENCE = 5.0
@@ -18,14 +17,14 @@ SECRET = b"q" * 32
 
 def test_a_queue_that_is_emptied_while_something_is_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread writes what waits just before a frame joins it: then that one is the first again."""
-    enqueue = SocketChannel._enqueue
-
-    def emptied(self: SocketChannel, data: bytes, **options: Any) -> Any:
-        self._endpoint.flush()  # type: ignore[attr-defined]
-        return enqueue(self, data, **options)
-
-    monkeypatch.setattr(SocketChannel, "_enqueue", emptied)
+    append = WriteQueue.append
     here, there = SocketEndpoint(secret=SECRET), SocketEndpoint(secret=SECRET)
+
+    def emptied(self: WriteQueue, data: bytes) -> bool:
+        here.flush()
+        return append(self, data)
+
+    monkeypatch.setattr(WriteQueue, "append", emptied)
     stop, arrived, all_there = threading.Event(), [0], threading.Event()
 
     def listen(endpoint: SocketEndpoint) -> None:

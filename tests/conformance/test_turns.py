@@ -73,8 +73,8 @@ def channel(line: Line) -> SocketChannel:
 @pytest.fixture
 def fast(channel: SocketChannel, monkeypatch: pytest.MonkeyPatch) -> FastSocket:
     """The channel's socket."""
-    made = FastSocket(channel._sock)
-    monkeypatch.setattr(channel, "_sock", made)
+    made = FastSocket(channel._connection.sock)
+    monkeypatch.setattr(channel._connection, "sock", made)
     return made
 
 
@@ -102,7 +102,7 @@ def test_a_long_queue_is_written_in_turns(channel: SocketChannel, fast: FastSock
     fast.room = 1 << 40
     backlogs = [channel.backlog]
     while channel.backlog:
-        channel.write_on()
+        channel._writer.write_on()
         backlogs.append(channel.backlog)
     assert len(backlogs) > 4
     assert backlogs == sorted(set(backlogs), reverse=True)
@@ -112,11 +112,11 @@ def test_a_long_queue_is_written_in_turns(channel: SocketChannel, fast: FastSock
 def test_a_long_queue_is_copied_once(channel: SocketChannel, fast: FastSocket) -> None:
     """However often the socket is full: each copy keeps the interpreter's lock, or the memory, busy for long."""
     channel.send(frame_of(64 * MIB), timeout=0)
-    copy = memoryview(channel._queue[0]).obj
+    copy = memoryview(channel._writer.queue.parts[0]).obj
     while channel.backlog > 8 * MIB:
         fast.room = MIB
-        channel.write_on()
-        assert all(memoryview(part).obj is copy for part in channel._queue)
+        channel._writer.write_on()
+        assert all(memoryview(part).obj is copy for part in channel._writer.queue.parts)
 
 
 def test_a_heartbeat_does_not_write_a_long_queue(channel: SocketChannel, fast: FastSocket) -> None:

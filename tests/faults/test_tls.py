@@ -97,9 +97,9 @@ def test_both_sides_have_to_be_of_the_authority(
 ) -> None:
     good = Credentials(files_of(folder, 0))
     cases = {
-        "not one of this cluster's authority": (good, Credentials(files_of(strangers, 0))),
+        "this cluster's authority did not sign it": (good, Credentials(files_of(strangers, 0))),
         "did not accept the certificate": (good, mixed(strangers, folder)),
-        "not one of this cluster's": (mixed(strangers, folder), good),
+        "authority did not sign it": (mixed(strangers, folder), good),
     }
     for text, (server, client) in cases.items():
         with pair(server, client) as (there, here), pytest.raises(bh.AuthenticationError) as caught:
@@ -125,7 +125,7 @@ def test_expired_certificates_are_named_so(expired: Path, folder: Path, caplog: 
 def test_the_secret_is_asked_for_inside(folder: Path) -> None:
     credentials = Credentials(files_of(folder, 0))
     with pair(credentials, credentials) as (there, here):
-        here.secret = b"another"
+        here._connector._secret = b"another"
         with pytest.raises(bh.AuthenticationError, match="secret"):
             here.connect(there.addresses[0], timeout=PATIENCE)
 
@@ -137,7 +137,7 @@ def test_who_speaks_another_language_is_told(folder: Path, caplog: pytest.LogCap
     with pair(None, credentials) as (there, here), pytest.raises(bh.AuthenticationError, match="does not speak TLS"):
         here.connect(there.addresses[0], timeout=PATIENCE)
     assert any("it does not speak TLS" in message for message in caplog.messages)
-    assert any("speaks TLS, but this port is without" in message for message in caplog.messages)
+    assert any("speaks TLS, but this side does not" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def call(function: str, payload: Payload, number: int = 1, notes: dict[str, byte
 def answers(sock: socket.socket, count: int = 1) -> list[Frame]:
     reader, found = FrameReader(LIMIT), []
     while len(found) < count:
-        memory = reader.writable()
+        memory = reader.space
         size = sock.recv_into(memory)
         assert size, "closed"
         found += [frame for frame in reader.fed(size) if frame.kind != Kind.BEAT]
@@ -506,15 +506,15 @@ def test_floods_of_joins() -> None:
 
 
 def test_connections_that_prove_nothing_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul._transport.sockets.endpoint._HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr("backhaul._transport.sockets.acceptor._HANDSHAKE_SECONDS", 0.2)
     with (
         contextlib.closing(SocketEndpoint(secret=SECRET, bind="127.0.0.1")) as endpoint,
         contextlib.ExitStack() as stack,
     ):
         crowd = [stack.enter_context(dial(address)) for address in endpoint.addresses for _ in range(3)]
-        while len(endpoint._newcomers) < len(crowd):
+        while len(endpoint._acceptor.pending) < len(crowd):
             endpoint.poll(PATIENCE)
-        while endpoint._newcomers:  # nobody else comes; its own clock tells
+        while endpoint._acceptor.pending:  # nobody else comes; its own clock tells
             endpoint.poll(PATIENCE)
         for sock in crowd:
             assert read_to_end(sock) == b""

@@ -13,8 +13,7 @@ from backhaul._sim.network import NetworkConditions, SimNetwork
 from backhaul._sim.runtime import SimOneShotEvent
 from backhaul._sim.scheduler import Scheduler, SimTask
 from backhaul._transport.base import EndpointFactory
-from backhaul.testing import transport_conformance
-from backhaul.testing.transport_conformance import TransportConformance
+from backhaul.testing.transport_conformance import TransportConformance, lines, losses
 
 
 class Threading:
@@ -84,7 +83,8 @@ class TestSim(TransportConformance):
     def endpoints(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[EndpointFactory]:
         with Scheduler(7, eagerness=0.3) as scheduler:
             shim: Any = Threading(scheduler)
-            monkeypatch.setattr(transport_conformance, "threading", shim)
+            for module in (lines, losses):
+                monkeypatch.setattr(module, "threading", shim)
             # The kit takes what has been sent to be there; on a real machine it is.
             network = SimNetwork(scheduler, NetworkConditions(delay=0.0, capacity=1e6))
             yield lambda: network.endpoint(scheduler.home("here"))

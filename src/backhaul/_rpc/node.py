@@ -121,7 +121,7 @@ class Node:
         finally:
             self._ending.release()
 
-    @interrupts.unwavering
+    @interrupts.uninterruptible
     def _end(self, left: float) -> None:
         self.peers.shutting_down = True
         self.client.close()
@@ -224,6 +224,6 @@ def shutdown_together(nodes: Sequence[Node], *, graceful: bool, timeout: float) 
     for node, thread in zip(nodes, threads, strict=True):
         node.worker.runtime.join(thread)
     if not running_workers():
-        interrupts.defer_no_more()  # the threads above cannot do this for the calling thread
+        interrupts.stop_deferring()  # the threads above cannot do this for the calling thread
     if errors:
         raise errors[0]

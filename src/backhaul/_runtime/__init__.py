@@ -1,1 +1,1 @@
-"""Threads, time, interrupts, and the hooks that a simulator, a profiler or a compiler replaces."""
+"""Threads, waits, time and interrupts, and the hooks that a simulator, a profiler or a compiler uses."""

@@ -1,5 +1,5 @@
-"""What ``torch.compile`` sees of Backhaul: that it cannot look inside. Imports nothing of ours, nor the compiler, which
-takes seconds to import.
+"""Marks that keep ``torch.compile`` from tracing into Backhaul. Imports nothing of Backhaul, and not the compiler,
+which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _find_skip() -> Callable[[Any], None]:
-    """Tells the compiler to leave the frames of some code alone, and those of all that it calls. Versions of torch that
-    cannot be told so trace into what our marked functions call, if they are called from code that is not compiled.
+    """Find the function that makes the compiler skip the frames of some code, and the frames of everything it calls.
+
+    Some versions of torch have no such function. They trace into the functions that a marked function calls, if code
+    that is not compiled calls the marked function.
     """
     try:
         from torch._C._dynamo import eval_frame
@@ -27,7 +29,7 @@ def _find_skip() -> Callable[[Any], None]:
 _skip = _find_skip()
 
 
-_REASON = "it talks to other workers, which is not an operation of a graph; backhaul.remote_op makes calls that are"
+_REASON = "it talks to other workers, which no graph can contain; use backhaul.remote_op for calls inside a graph"
 
 
 @overload
@@ -37,14 +39,15 @@ def graph_break(function: str) -> Callable[[F], F]: ...
 
 
 def graph_break(function: F | str) -> F | Callable[[F], F]:
-    """Mark a function that ends the graph: a compiled function that calls it is compiled in two parts, before the call
-    and after it, and the call itself runs as it is.
+    """Mark a function that breaks the graph. The compiler compiles the code before the call and the code after it, and
+    the call itself runs uncompiled.
 
-    The same as ``torch.compiler.disable``, without what that wraps around each call: the mark is all that tracing looks
-    for, and frames are skipped by their code.
+    The mark does the same as ``torch.compiler.disable``, but adds no wrapper to each call: tracing looks only for the
+    mark, and frames are skipped by their code.
 
     Args:
-        function: The function, or why the next one is to be marked: what the compiler says where it may not break.
+        function: The function to mark. Or a reason: then this returns a decorator, and the compiler gives that reason
+            where the graph must not break.
     """
     if isinstance(function, str):
         return lambda marked: _mark(marked, function)

@@ -1,18 +1,20 @@
-"""Ctrl-C while the main thread is inside of Backhaul. Knows nothing of workers; imports nothing of ours.
+"""Ctrl-C while the main thread is inside Backhaul. Knows nothing of workers; imports nothing of Backhaul.
 
-[Note: interrupts] Handlers of signals run in the main thread, between any two instructions of whatever that does. What
-the handler of SIGINT raises there would leave a channel held, half a frame written, a count wrong. So ours stands in
-the place of Python's: it looks at the stack, and raises at once if
+[Note: interrupts] Python runs signal handlers in the main thread, between any two instructions. An exception that the
+handler of SIGINT raises there could leave a channel held, half a frame written, or a count wrong. Backhaul therefore
+replaces Python's own handler of SIGINT. The replacement looks at the stack, and raises ``KeyboardInterrupt`` at once if
 
-- no function of this package is at work;
-- the thread waits: the innermost of our functions is one of ``waits``, which consume nothing;
-- the user's own code runs that we have called: the innermost of our functions is one of ``calls_out``.
+- no function of this package is running;
+- the thread waits: the innermost function of this package is marked with ``waits``, so no message can get lost;
+- this package has called the user's code: its innermost function is marked with ``calls_out``.
 
-Else it remembers, and a thread that lives no longer than that repeats the signal until it can be raised: in the code
-that has called us, in the next wait, or at the beginning of the next call. So when ``__enter__`` has begun it ends with
-the block entered, and what comes in a destructor is not lost. Where nobody interrupts anything it costs a glance.
+Otherwise the handler defers the interrupt. A short-lived thread repeats the signal until the handler can raise: in the
+code that called Backhaul, in the next wait, or at the start of the next call. An ``__enter__`` that has begun therefore
+ends with the block entered, and an interrupt that comes in a destructor is not lost. Without interrupts this costs one
+test of a variable for each call.
 
-Handlers that are not Python's own are left alone. What they raise may come anywhere, see ``Channel.mend``.
+Backhaul does not replace other handlers of SIGINT. What they raise may come anywhere, see
+``Channel.recover_after_interrupt``.
 """
 
 from __future__ import annotations
@@ -34,21 +36,22 @@ from typing import Any, Protocol, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TESTING = (_HERE + "testing" + os.sep, _HERE + "_sim" + os.sep)  # programs of their own
+_TESTING = (_HERE + "testing" + os.sep, _HERE + "_sim" + os.sep)  # count as the user's code
 SIGINT = int(signal.SIGINT)
-getsignal: Callable[[int], Any] = _signal.getsignal  # what ``signal`` puts around it costs a hundred times as much
-_OFTEN, _SELDOM = 0.001, 0.02  # seconds until the signal is repeated, at first and after a while
-_PIECE = 0.5  # seconds that the main thread waits at a time, see ``_pieces``
-_INSIST = 1.0  # seconds; after that another interrupt is raised wherever the thread is
+getsignal: Callable[[int], Any] = _signal.getsignal  # ``signal.getsignal`` takes a hundred times as long
+_REPEAT_SECONDS, _LATER_REPEAT_SECONDS = 0.001, 0.02  # from one repetition to the next, at first and after a while
+_PIECE_SECONDS = 0.5  # that the main thread waits at a time, see ``_pieces``
+_LONGEST_SECONDS = 1e6  # that other threads wait at a time
+_INSIST_SECONDS = 1.0  # if an interrupt is deferred for longer, the next one is raised wherever the thread is
 
 _waits: set[CodeType] = set()
 _calls_out: set[CodeType] = set()
-_unwavering: set[CodeType] = set()
+_uninterruptible: set[CodeType] = set()
 
 deferred: float | None = None
-"""When an interrupt came that is still to be raised."""
+"""When the interrupt came that is still to be raised; None: there is none."""
 
-_repeated = False  # the next signal is not the user's, but a repetition
+_repeated = False  # the next signal is a repetition, not the user's
 
 
 class _Lock(Protocol):
@@ -58,26 +61,27 @@ class _Lock(Protocol):
 
 
 def waits(function: F) -> F:
-    """Mark a function that blocks and may be interrupted: nothing is lost if what it returns is."""
+    """Mark a function that blocks and may be interrupted: it takes nothing that is lost if its result is lost."""
     _waits.add(function.__code__)
     return function
 
 
 def calls_out(function: F) -> F:
-    """Mark a function that calls code of the user's, which may raise anything."""
+    """Mark a function that calls the user's code, which may raise anything."""
     _calls_out.add(function.__code__)
     return function
 
 
-def unwavering(function: F) -> F:
-    """Mark a function in which nothing is interrupted, though it waits; it must not wait long."""
-    _unwavering.add(function.__code__)
+def uninterruptible(function: F) -> F:
+    """Mark a function that is not interrupted even while it waits. It must not wait long."""
+    _uninterruptible.add(function.__code__)
     return function
 
 
 def defer() -> None:
-    """From now on interrupts come as described in [Note: interrupts]; for the main thread, if Python's own handler is
-    there. Programs may put that back at any time, as notebooks do for every cell.
+    """Handle interrupts as described in [Note: interrupts] from now on. Does nothing on other threads than the main
+    thread, or if SIGINT has another handler than Python's own. Programs may put Python's handler back at any time;
+    notebooks do so for every cell.
     """
     global _repeated
     if _in_main_thread() and getsignal(SIGINT) is default_int_handler:
@@ -85,14 +89,14 @@ def defer() -> None:
         signal.signal(SIGINT, _on_signal)
 
 
-def defer_no_more() -> None:
+def stop_deferring() -> None:
     """Put Python's own handler back."""
     if _in_main_thread() and getsignal(SIGINT) is _on_signal:
         signal.signal(SIGINT, default_int_handler)
 
 
-def acquire(lock: _Lock, timeout: float) -> bool:
-    """Wait for a lock, for so many seconds at most (negative: any time); may be interrupted."""
+def acquire(lock: _Lock, timeout: float | None) -> bool:
+    """Wait for a lock, ``timeout`` seconds at most (None: any time); may be interrupted. Whether it was taken."""
     taken: list[bool] = []
     try:
         _acquire(lock, timeout, taken)
@@ -104,17 +108,17 @@ def acquire(lock: _Lock, timeout: float) -> bool:
 
 
 @waits
-def _acquire(lock: _Lock, timeout: float, taken: list[bool]) -> None:
-    for piece in _pieces(None if timeout < 0 else timeout):
-        # No handler runs between the two calls, and so none while the lock is held and nobody knows.
-        taken[:] = map(lock.acquire, (True,), (-1.0 if piece is None else min(piece, threading.TIMEOUT_MAX),))
+def _acquire(lock: _Lock, timeout: float | None, taken: list[bool]) -> None:
+    for piece in _pieces(timeout):
+        # No handler runs between the two calls, so none runs while the lock is taken and ``taken`` does not say so.
+        taken[:] = map(lock.acquire, (True,), (-1.0 if piece is None else piece,))
         if taken[0]:
             return
 
 
 @waits
 def poll(poller: select.poll, timeout: float | None) -> list[tuple[int, int]]:
-    """As ``poller.poll``, in seconds; may be interrupted."""
+    """Like ``poller.poll``, with a timeout in seconds (None: any time); may be interrupted."""
     found: list[tuple[int, int]] = []
     for piece in _pieces(timeout):
         found = poller.poll(None if piece is None else piece * 1000)
@@ -125,29 +129,37 @@ def poll(poller: select.poll, timeout: float | None) -> list[tuple[int, int]]:
 
 @waits
 def _pieces(timeout: float | None) -> Iterator[float | None]:
-    """How long to wait, one time after the other. A signal that comes just before the main thread blocks does not end
-    the wait, and Python runs its handler only afterwards: so the main thread waits for ``_PIECE`` at most at a time.
+    """How long to wait, one time after the other.
+
+    A signal that comes just before the main thread blocks does not end the wait, and Python runs its handler only
+    afterwards. The main thread therefore waits for ``_PIECE_SECONDS`` at a time. The system takes no timeouts of more
+    than a few weeks, so other threads wait for ``_LONGEST_SECONDS`` at a time.
     """
-    if not _in_main_thread() or (timeout is not None and timeout <= _PIECE):
-        yield timeout
+    in_main_thread = _in_main_thread()
+    if timeout is None:
+        while in_main_thread:
+            yield _PIECE_SECONDS
+        yield None
         return
-    deadline = None if timeout is None else time.monotonic() + timeout
-    left: float | None = timeout
-    while left is None or left > _PIECE:
-        yield _PIECE
-        left = None if deadline is None else deadline - time.monotonic()
-    yield max(left, 0.0)
+    longest = _PIECE_SECONDS if in_main_thread else _LONGEST_SECONDS
+    if timeout > longest:
+        deadline = time.monotonic() + timeout
+        while timeout > longest:
+            yield longest
+            timeout = deadline - time.monotonic()
+    yield max(timeout, 0.0)
 
 
 def check() -> None:
-    """Raise an interrupt that was deferred: for loops which wait in what may not be interrupted."""
+    """Raise an interrupt that was deferred. For loops whose waits may not be interrupted."""
     if deferred is not None and _in_main_thread():
         _raise(sys._getframe(1), in_wait=True)
 
 
 def check_at_entry() -> None:
-    """The same, but only if what has called this was called by a function of ours, and that by the user: nothing has
-    begun. The thread that repeats the signal often gets the interpreter only when system calls of ours let go of it.
+    """Raise an interrupt that was deferred, if the function that calls this was called by the user, directly or through
+    one more function of Backhaul: then nothing has begun yet. Needed because the thread that repeats the signal
+    often gets the interpreter only when a system call of Backhaul's releases it.
     """
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and _is_ours(frame.f_code):
@@ -172,15 +184,15 @@ def in_wait(error: BaseException) -> bool:
 
 
 def from_signal(error: BaseException) -> bool:
-    """Whether the handler of a signal raised an exception, and not the code that was running. Such an exception is for
-    the program: it must not become the outcome of a call.
+    """Whether a signal handler raised this exception, and not the code that was running. Such an exception is for the
+    program: it must not become the outcome of a call.
     """
-    if not _in_main_thread():  # only the main thread runs handlers
+    if not _in_main_thread():  # only the main thread runs signal handlers
         return False
     if hasattr(error, "in_wait"):
         return True
     if isinstance(error, KeyboardInterrupt) and getsignal(SIGINT) is default_int_handler:
-        return True  # that handler leaves no frame
+        return True  # Python's own handler leaves no frame in the traceback
     handlers = {_code_of(getsignal(number)) for number in signal.valid_signals()}
     trace = error.__traceback__
     while trace is not None:
@@ -191,7 +203,7 @@ def from_signal(error: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """The code that handles a signal, if it is Python code."""
+    """The code of a signal handler, if it is Python code."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
@@ -199,7 +211,7 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def postpone(error: BaseException) -> bool:
-    """If an exception is an interrupt, which would be lost here, raise it once more later; whether it is."""
+    """If an exception is an interrupt, defer it, since it would be lost here. Returns whether it is one."""
     if not in_wait(error):
         return False
     _remember()
@@ -221,10 +233,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     global _repeated
     repeated, _repeated = _repeated, False
     if repeated and deferred is None:
-        return  # it was raised meanwhile
+        return  # the interrupt was raised meanwhile
     if _may_raise(frame):
         _raise(frame, in_wait=True)
-    if not repeated and deferred is not None and time.monotonic() > deferred + _INSIST:
+    if not repeated and deferred is not None and time.monotonic() > deferred + _INSIST_SECONDS:
         _raise(frame, in_wait=False)
     _remember()
 
@@ -233,7 +245,7 @@ def _may_raise(frame: FrameType | None) -> bool:
     innermost, waiting = frame, False
     while frame is not None:
         code = frame.f_code
-        if code in _unwavering:
+        if code in _uninterruptible:
             return False
         if not waiting and _is_ours(code):
             if code in _calls_out and frame is not innermost:
@@ -250,19 +262,19 @@ def _is_ours(code: CodeType) -> bool:
 
 
 def _repeat(since: float) -> None:
-    """What the thread does that repeats a signal."""
+    """Repeat the signal until the interrupt is raised. Runs on a thread of its own."""
     global deferred, _repeated
     main = threading.main_thread().ident
     assert main is not None
     while True:
-        time.sleep(_OFTEN if time.monotonic() < since + _INSIST / 4 else _SELDOM)
+        time.sleep(_REPEAT_SECONDS if time.monotonic() < since + _INSIST_SECONDS / 4 else _LATER_REPEAT_SECONDS)
         if deferred is not since:
             return
         if getsignal(SIGINT) is _on_signal:
             _repeated = True
             signal.pthread_kill(main, SIGINT)
             continue
-        # It is for another handler now, if there is one; which may have had it already, as a repetition.
+        # SIGINT has another handler now. Send it the signal, unless it got one as a repetition.
         had, deferred, _repeated = _repeated, None, False
         if not had and callable(getsignal(SIGINT)):
             signal.pthread_kill(main, SIGINT)

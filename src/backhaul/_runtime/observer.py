@@ -1,5 +1,7 @@
-"""Where a profiler looks on. A worker has an observer while a profile is open; the rest of the time each of these
-places costs one look at an attribute that is None.
+"""The interface through which a profiler sees what a worker does. Knows no profiler.
+
+A worker has an observer while a profile is open. The rest of the time each observed place costs one test of an
+attribute that is None.
 """
 
 from __future__ import annotations
@@ -8,81 +10,83 @@ import contextlib
 from typing import Protocol
 
 Sessions = tuple[int, ...]
-"""Ids of the profiles that something belongs to."""
+"""Ids of the profiles that record something."""
 
 GradientKey = tuple[int, int, int, int]
-"""Names a gradient message: context, driver, number of the pass, number of the message."""
+"""Identifies a gradient message: context, driver, number of the pass, number of the message."""
 
 
 class CallTrace(Protocol):
-    """A call, at the caller. Methods are called in this order; ``done`` always is."""
+    """Records a call at the caller. The methods are called in this order, and ``done`` is called in every case."""
 
     def encoded(self) -> bytes:
-        """The arguments are bytes now. Returns a note that goes with them."""
+        """The arguments are encoded. Returns a note that is sent with them."""
 
     def sent(self, nbytes: int) -> None:
-        """The request was handed to the channel."""
+        """The channel has taken the request."""
 
     def received(self, nbytes: int) -> None:
-        """The reply has come; it may wait for a thread to read it."""
+        """The reply has arrived. It may wait for a thread to decode it."""
 
     def opened(self) -> None:
-        """A thread begins to read the reply."""
+        """A thread starts to decode the reply."""
 
     def done(self, error: BaseException | None) -> None:
         """The call is over."""
 
 
 class ServeTrace(Protocol):
-    """A call, at the callee."""
+    """Records a call at the callee."""
 
     def decoded(self, label: str) -> None:
-        """The arguments are there; the function begins to run."""
+        """The arguments are decoded. The function starts to run."""
 
     def ran(self) -> None:
-        """The function has returned. Where it returned a future or a coroutine, the result is still to come."""
+        """The function has returned. If it returned a future or a coroutine, the result comes later."""
 
     def resumed(self) -> None:
-        """The result is there; it is made into a reply."""
+        """The result is known. A thread starts to make the reply."""
 
     def replied(self, nbytes: int) -> None:
-        """The reply was handed to the channel."""
+        """The channel has taken the reply."""
 
 
 class Observer(Protocol):
-    """Sees what a worker does. Its methods are short and never block, but for those that say so."""
+    """Sees what a worker does. Its methods are short. They never block, except those that say so."""
 
     def now(self) -> int:
-        """The time, in nanoseconds."""
+        """Return the time in nanoseconds."""
 
     def call(self, mode: str, label: str, callee: int) -> CallTrace | None:
-        """A call begins. May block: the callee is asked to look on, too."""
+        """A call starts. May block, to ask the callee to observe too."""
 
     def serve(self, note: bytes, caller: int, arrived: int) -> ServeTrace | None:
-        """A request with a note, which came at that time, is about to be decoded by this thread."""
+        """This thread is about to decode a request that came with a note, at the time ``arrived``."""
 
     def waiting(self, inner: contextlib.AbstractContextManager[None]) -> contextlib.AbstractContextManager[None]:
-        """A thread is about to wait."""
+        """Return a context manager for a wait of this thread. It enters ``inner``."""
 
     def going_on(self) -> contextlib.AbstractContextManager[None]:
-        """This thread goes on with a call whose function has returned: a callback, or a step of a coroutine."""
+        """This thread continues a call whose function has returned: a callback, or a step of a coroutine."""
 
     def sessions(self) -> Sessions:
-        """The profiles that what this thread does belongs to."""
+        """Return the profiles that record what this thread does."""
 
     def drive(self, sessions: Sessions, context: int, number: int) -> contextlib.AbstractContextManager[None]:
-        """A backward pass, at its driver; ``number`` is the driver's."""
+        """A backward pass at its driver. ``number`` is the number that the driver gave it."""
 
     def group(
         self, sessions: Sessions, key: GradientKey, sender: int, arrived: int
     ) -> contextlib.AbstractContextManager[None]:
-        """This thread does what gradients made possible that came at that time. ``sender`` -1: they are the roots'."""
+        """This thread runs the groups that became ready through gradients. These came from ``sender`` at the time
+        ``arrived``; -1: they are the gradients of the roots.
+        """
 
     def gradient(self, sessions: Sessions, key: GradientKey, to: int, begun: int, nbytes: int) -> None:
-        """A gradient message was sent; making it took since ``begun``."""
+        """This worker has sent a gradient message. It started to make the message at the time ``begun``."""
 
     def prepare(self, sessions: Sessions, worker: int) -> None:
-        """Gradients are about to go there. May block."""
+        """This worker is about to send gradients to ``worker``. May block."""
 
     def report(self, sessions: Sessions, worker: int, *, out: bool) -> None:
-        """A report on a pass went to its driver, or came from a worker."""
+        """A report on a pass was sent to its driver, or came from a worker."""

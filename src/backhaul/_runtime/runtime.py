@@ -1,11 +1,26 @@
-"""Threads, waits and the clock, behind one small object, so that a simulator can supply its own.
+"""Threads, waits and the clock, behind one object, so that a simulator can supply its own.
 
-Everything in Backhaul that blocks does so on something made here or in a transport's ``poll``; everything that
-asks for the time asks ``Runtime.now``. A lock that is only ever held for a moment may be a plain one.
+Code that asks for the time asks ``Runtime.now``.
 
-[Note: forks] A handler may fork. The child has a copy of the thread that runs the handler, and of nothing else that
-runs. It is no worker: its sockets are the parent's, and locks may be held by threads that are not there. So in the
-child all descriptors are closed at once, without a word to the peers (``Endpoint.sever``). Where the user's code
+[Note: waits] There is one kind of wait: a thread waits until a ``OneShotEvent`` opens. ``Runtime.one_shot`` makes the
+event, and a simulator makes events in virtual time. Everything else that blocks is built from it or stands below it:
+
+- A wait on behalf of a user, which a deadline or a cancellation must end: ``deadlines.wait(event, ...)``. It waits for
+  the event until the current ``CancelScope`` ends; a cancellation opens the event.
+- A wait of Backhaul's own, with its own deadline: ``event.wait(timeout)``. To sleep, a thread waits for a new event
+  that no thread opens.
+- A wait for messages and an event together: ``Worker.attend``. The thread waits in ``ChannelWaiter``, and
+  ``OneShotEvent.on_open`` wakes it.
+- A wait for a lock that is held for long (``Runtime.lock``): ``interrupts.acquire``. ``OneShotEvent`` waits so too.
+- A wait for a descriptor, in transports: ``interrupts.poll``. The threads that serve an endpoint wait in its ``poll``.
+- A thread of Backhaul's own waits for work in ``Queue.get``, and ``Runtime.join`` waits for the end of a thread.
+
+All of these but ``Queue.get`` and ``Endpoint.poll`` can run on the main thread, where Ctrl-C ends them, see
+[Note: interrupts]. A lock that is only ever held for a moment may be a plain one.
+
+[Note: forks] The user's code may fork. The child has a copy of the thread that forked, and no other thread. It is not a
+worker: its sockets belong to the parent, and threads that do not exist in the child may hold its locks. The child
+therefore closes all descriptors at once, without a message to the peers (``Endpoint.sever``). When the user's code
 returns to a thread of Backhaul's in the child, the child ends as a program would (``end_forked``).
 """
 
@@ -25,7 +40,7 @@ from typing import Any, Protocol
 from backhaul._runtime import interrupts
 
 forks = 0
-"""How many forks lie between this process and the one that has imported this module."""
+"""How many forks lie between this process and the process that imported this module."""
 
 
 def _count_fork() -> None:
@@ -37,11 +52,11 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 def end_forked(error: BaseException | None) -> None:
-    """The user's code has forked and comes back in the child: end the child, see [Note: forks]. On a thread of the
-    user's own this returns.
+    """End this process, a child that the user's code has forked; see [Note: forks]. Returns if the calling thread is
+    one of the user's own.
 
     Args:
-        error: What that code raised, if anything.
+        error: What the user's code raised, if anything.
     """
     if not isinstance(threading.current_thread(), Thread):
         return
@@ -61,7 +76,9 @@ def end_forked(error: BaseException | None) -> None:
 
 
 class UserCode:
-    """While inside, this thread runs code of the user's. If that forks, the child ends here; see [Note: forks]."""
+    """A context in which this thread runs the user's code. If that code forks, the child ends with the context; see
+    [Note: forks].
+    """
 
     __slots__ = ("_forks",)
 
@@ -80,13 +97,13 @@ class Thread(threading.Thread):
 
 
 class Lock(Protocol):
-    """A lock that may be held across waits."""
+    """A lock that a thread may hold while it waits for something else."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it; False if it could not be had in time."""
+        """Take the lock; False if ``timeout`` seconds passed first."""
 
     def release(self) -> None:
-        """Let go of it."""
+        """Give the lock back."""
 
     def __enter__(self) -> bool: ...
 
@@ -96,70 +113,70 @@ class Lock(Protocol):
 
 
 class Queue(Protocol):
-    """A queue that may be filled from destructors."""
+    """A queue that destructors may fill."""
 
     def put(self, item: Any) -> None:
-        """Append an item. Neither blocks nor takes a lock."""
+        """Append an item. Does not block and takes no lock."""
 
     def get(self) -> Any:
         """Wait for the next item."""
 
     def empty(self) -> bool:
-        """Whether there is none now."""
+        """Whether the queue has no item now."""
 
 
 class OneShotEvent:
-    """Opens once and stays open; any number of threads may wait. Thread-safe."""
+    """An event that opens once and stays open. Any number of threads may wait for it; see [Note: waits]. Thread-safe.
 
-    __slots__ = ("_lock", "_opened", "bell")
+    Attributes:
+        opened: Whether the event is open. Only ``open`` writes it.
+        on_open: Called by ``open``, for a thread that waits for other things as well.
+    """
+
+    __slots__ = ("_lock", "on_open", "opened")
 
     def __init__(self) -> None:
-        # Held while the gate is shut; a bare lock is the cheapest thing a thread can sleep on.
+        # Held until the event opens. A lock is the cheapest thing that a thread can sleep on.
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._opened = False
-        self.bell: Callable[[], None] | None = None  # called when it opens, for who waits for other things as well
-
-    @property
-    def opened(self) -> bool:
-        """Whether it is open."""
-        return self._opened
+        self.opened = False
+        self.on_open: Callable[[], None] | None = None
 
     def open(self) -> None:
-        """Let all present and future waiters through. Opening twice does no harm."""
-        self._opened = True
-        bell = self.bell
-        if bell is not None:
-            bell()
+        """End all present and future waits. Opening an open event does nothing."""
+        self.opened = True
+        on_open = self.on_open
+        if on_open is not None:
+            on_open()
         try:
             self._lock.release()
         except RuntimeError:
             pass
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the gate is open; False if ``timeout`` seconds passed first."""
-        if self._opened:
+        """Wait until the event is open; False if ``timeout`` seconds passed first."""
+        if self.opened:
             return True
-        if interrupts.acquire(self._lock, -1.0 if timeout is None else max(timeout, 0.0)):
-            self.open()  # the next waiter passes too
-        return self._opened
+        if interrupts.acquire(self._lock, timeout):
+            self.open()  # ends the next wait
+        return self.opened
 
 
 class Runtime:
-    """The real thing: OS threads and the monotonic clock."""
+    """Threads of the system and its monotonic clock."""
 
     now: Callable[[], float] = staticmethod(time.monotonic)
-    """Seconds of a clock that never goes back."""
+    """Returns the seconds of a clock that never goes back."""
 
     effort: Callable[[], float] = staticmethod(time.thread_time)
-    """Seconds of processor time that the calling thread has taken."""
+    """Returns the seconds of processor time that the calling thread has used."""
 
     def one_shot(self) -> OneShotEvent:
-        """Make a shut gate."""
+        """Make an event that is not open."""
         return OneShotEvent()
 
     def lock(self) -> Lock:
-        """Make a lock that may be held while its holder waits for something else."""
+        """Make a lock that a thread may hold while it waits for something else."""
         return threading.Lock()
 
     def queue(self) -> Queue:
@@ -167,13 +184,13 @@ class Runtime:
         return queue.SimpleQueue()
 
     def spawn(self, target: Callable[[], None], *, name: str) -> threading.Thread:
-        """Start ``target`` on a thread that does not keep the process alive."""
+        """Run ``target`` on a new thread, which does not keep the process alive."""
         thread = Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
 
     @interrupts.waits
     def join(self, thread: threading.Thread, timeout: float | None = None) -> bool:
-        """Wait for the end of a thread that ``spawn`` has started; False if ``timeout`` seconds passed first."""
+        """Wait for the end of a thread of ``spawn``'s; False if ``timeout`` seconds passed first."""
         thread.join(timeout)
         return not thread.is_alive()

@@ -220,13 +220,13 @@ class SimChannelWaiter(ChannelWaiter):
         self._rung = False
         self._waiter: SimTask | None = None
 
-    def expect(self) -> None:
+    def claim(self) -> None:
         """Who listens looks for itself all the same."""
 
-    def know(self, channels: list[Channel]) -> None:
+    def register(self, channels: list[Channel]) -> None:
         """Nothing to keep."""
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         self._rung = True
         self.notice()
 
@@ -235,7 +235,7 @@ class SimChannelWaiter(ChannelWaiter):
         if self._waiter is not None:
             self._scheduler.wake(self._waiter)
 
-    def listen(self, channels: list[Channel], timeout: float | None, *, look: bool) -> list[Channel]:
+    def wait(self, channels: list[Channel], timeout: float | None, *, spin: bool) -> list[Channel]:
         ours = [channel for channel in channels if isinstance(channel, SimChannel)]
         if not self._rung and not any(channel.readable for channel in ours):
             self._waiter = self._scheduler.running
@@ -318,7 +318,7 @@ class SimEndpoint(Endpoint):
     def wake_soon(self) -> None:
         self._scheduler.after(0.001, functools.partial(self.offer, None))
 
-    def bell(self, luck: SpinPolicy) -> ChannelWaiter:
+    def make_waiter(self, policy: SpinPolicy) -> ChannelWaiter:
         return SimChannelWaiter(self._scheduler)
 
     def close(self) -> None:

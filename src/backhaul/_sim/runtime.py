@@ -17,15 +17,15 @@ class SimOneShotEvent(OneShotEvent):
     __slots__ = ("_scheduler", "_waiters")
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._opened = False
-        self.bell = None
+        self.opened = False
+        self.on_open = None
         self._scheduler = scheduler
         self._waiters: list[SimTask] = []
 
     def open(self) -> None:
-        self._opened = True
-        if self.bell is not None:
-            self.bell()
+        self.opened = True
+        if self.on_open is not None:
+            self.on_open()
         for waiter in self._waiters:
             self._scheduler.wake(waiter)
         self._waiters.clear()
@@ -33,7 +33,7 @@ class SimOneShotEvent(OneShotEvent):
     def wait(self, timeout: float | None = None) -> bool:
         scheduler = self._scheduler
         deadline = None if timeout is None else scheduler.now + timeout
-        while not self._opened:
+        while not self.opened:
             left = None if deadline is None else deadline - scheduler.now
             if left is not None and left <= 0:
                 break
@@ -41,7 +41,7 @@ class SimOneShotEvent(OneShotEvent):
             self._waiters.append(me)
             if not scheduler.wait("a gate", left) and me in self._waiters:
                 self._waiters.remove(me)
-        return self._opened
+        return self.opened
 
 
 class SimLock:

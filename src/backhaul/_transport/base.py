@@ -1,15 +1,17 @@
-"""What a transport is: one worker's end (``Endpoint``) and its connections (``Channel``). Moves frames, knows
-no message.
+"""The interface of a transport: one worker's end (``Endpoint``) and its connections (``Channel``). A transport moves
+frames and knows no message.
 
 Reading is pulled: any number of threads wait in ``Endpoint.poll``, and each event goes to exactly one of them. A
-channel that has delivered frames delivers no more until ``release``, so whoever holds it may act in order before
-anyone sees what follows. That lets the thread which reads a request also run it, with no hand-off.
+channel that has delivered frames is held: it delivers no more until ``release``. The thread that holds the channel can
+therefore act on the frames in order, before another thread sees what follows. The thread that reads a request can also
+run it, without a hand-off.
 
-Whoever reads or writes a channel can be told from its state: an entry with its name, where a lock would leave no trace.
-So what handlers of signals raise in the midst of it leaves no channel that nobody reads; see [Note: interrupts].
+A channel notes which thread reads it, and which thread writes to it. After an exception that a signal handler has
+raised, the note tells what the interrupted thread has to repair, so that no channel stays unread. A lock would not
+tell its owner. See [Note: interrupts].
 
-[Note: blocking] ``poll``, ``connect`` and ``receive`` block, ``send`` and ``send_soon`` may (back-pressure); nothing
-else does. Nothing here calls back into its user.
+[Note: blocking] ``poll``, ``connect`` and ``receive`` block. ``send`` and ``send_soon`` block if the peer reads too
+slowly. Nothing else blocks, and nothing here calls back into its user.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Frames arrived on a channel, in order. It is held, and delivers no more, until its ``release``."""
+    """Frames arrived on a channel, in order. The channel is held: it delivers no more until its ``release``."""
 
     channel: Channel
     frames: list[Frame]
@@ -36,7 +38,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A channel is gone: the last event of a channel, and it comes exactly once.
+    """A channel is lost. This is the last event of a channel, and it comes exactly once.
 
     It also comes for a channel that this end closed. ``reason`` is for people.
     """
@@ -49,110 +51,121 @@ Event = Received | Lost
 
 
 class ConnectTimeoutError(ConnectionError, TimeoutError):
-    """Somebody may be there, but did not answer in time."""
+    """A worker may be at the address, but it did not answer in time."""
 
 
 class ChannelClosedError(ConnectionError):
-    """The channel can take no more frames. ``Lost`` says why, to whoever polls."""
+    """The channel can take no more frames. The thread that polls learns from ``Lost`` why."""
 
 
 class ChannelBrokenError(ChannelClosedError):
-    """The channel broke while a frame was being sent: it may have arrived."""
+    """The channel broke while a frame was being sent. The frame may have arrived."""
 
 
 class Channel(abc.ABC):
-    """A connection to one peer that carries frames in order, both ways. All methods are thread-safe."""
+    """A connection to one peer. It carries frames in order, in both directions. All methods are thread-safe."""
 
     peer: str
     """Where the other end is, for people."""
 
     bytes_sent: int = 0
-    """How many bytes have gone out."""
+    """How many bytes were sent."""
 
     bytes_received: int | None = None
-    """How many bytes have come in, so that a peer which is silent can be told from one that is not. None: the peer
-    cannot be lost without this end.
+    """How many bytes were received. Shows whether the peer is silent. None: the peer cannot be lost alone, since it
+    shares this process.
     """
+
     names: frozenset[str] | None = None
-    """Who the peer's certificate says it is; None: it has none."""
+    """The worker names in the peer's certificate; None: the peer has no certificate."""
 
     @property
     def backlog(self) -> int:
-        """How many bytes wait because the peer reads too slowly."""
+        """How many bytes wait to be sent because the peer reads too slowly."""
         return 0
 
     @abc.abstractmethod
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
         """Send a frame. Once this returns, the memory of its buffers may be changed.
 
-        Frames that one thread sends arrive in that order. If the peer reads too slowly, this waits; after
-        ``timeout`` seconds what is left is copied and sent when the peer reads on (0: never wait).
+        Frames that one thread sends arrive in that order. If the peer reads too slowly, this waits. After
+        ``timeout`` seconds the rest is copied, and sent when the peer reads on (0: never wait; None: wait any time).
 
         Raises:
             ChannelClosedError: The channel is closed or lost, and nothing was sent.
-            ChannelBrokenError: It was lost just now. The frame may or may not have arrived.
+            ChannelBrokenError: The channel was lost just now. The frame may or may not have arrived.
         """
 
     def send_soon(self, frame: Frame, *, timeout: float | None = None) -> None:
-        """As ``send``, for one of several frames: it may wait for those that follow, until ``flush`` or about a
-        millisecond has passed (more while another thread keeps the interpreter). A transport that gains nothing by it
-        sends at once.
+        """Like ``send``, for one of several frames. The frame may wait for those that follow, until ``flush`` is called
+        or about a millisecond has passed (more while another thread keeps the interpreter). A transport that gains
+        nothing by it sends at once.
         """
         self.send(frame, timeout=timeout)
 
     def flush(self) -> None:  # noqa: B027
-        """Send what waits; nothing does, where ``send_soon`` sends at once."""
+        """Send the frames of ``send_soon`` that wait. None do where ``send_soon`` sends at once."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Let the channel deliver again; called once for each ``Received`` and each successful ``acquire``."""
+        """Let the channel deliver again. Call this once for each ``Received`` and each successful ``acquire``."""
 
     def acquire(self, holder: object = None) -> bool:
-        """Take the channel from the pollers, so as to read it with ``receive``. False: it cannot be had now.
+        """Hold the channel, so that this thread reads it with ``receive`` and ``Endpoint.poll`` does not. Returns
+        whether the thread holds it now.
 
-        A thread that waits for a reply gets it without a hand-off that way. A transport need not offer it. ``holder``
-        is for ``mend``, and is not used for two holds at a time. A channel that is lost cannot be had any more.
+        A thread that waits for a reply gets the reply without a hand-off that way. A transport need not offer it. A
+        channel that is lost cannot be held any more.
+
+        Args:
+            holder: Identifies this hold for ``recover_after_interrupt``. Not used for two holds at a time.
         """
         return False
 
     def recover_after_interrupt(self, holder: object, *, whole: bool) -> Lost | None:
-        """A thread was interrupted somewhere between ``acquire`` and the end of ``release``: let the channel
-        deliver again.
-        Unless it is known to be ``whole`` something may be missing, and it is closed: then the thread has to tell.
+        """Let the channel deliver again after the thread that holds it was interrupted, somewhere between ``acquire``
+        and the end of ``release``.
+
+        Args:
+            holder: What was given to ``acquire``.
+            whole: No frame was lost. Otherwise the channel is closed, since part of a frame may be missing.
+
+        Returns:
+            The loss of the channel, which the thread must report; None if the channel goes on.
         """
         return None
 
     def receive(self, timeout: float | None) -> Event | None:
-        """Wait for the next event of a channel that this thread holds; it stays held. None: ``timeout`` passed.
+        """Wait for the next event of a channel that this thread holds. None: ``timeout`` seconds passed.
 
-        After ``Lost`` the channel is no longer held.
+        The channel stays held, except after ``Lost``.
         """
         raise NotImplementedError("this channel cannot be held")
 
     @property
     def descriptor(self) -> int:
-        """Readable when ``take`` may have something; of channels that can be held."""
+        """A descriptor that is readable when ``take`` may return an event. Only of channels that can be held."""
         raise NotImplementedError("this channel cannot be held")
 
     def take(self) -> Event | None:
-        """As ``receive``, but None if there is nothing now."""
+        """Like ``receive``, but does not wait. None: there is no event now."""
         raise NotImplementedError("this channel cannot be held")
 
     @abc.abstractmethod
     def close(self) -> None:
         """Close both directions.
 
-        What has been sent is still delivered to a peer that reads on; where that peer is sending at the same time, TCP
-        may drop what it has not read.
+        Frames that were sent are still delivered to a peer that reads on. If that peer sends at the same time, TCP may
+        drop frames that the peer has not read.
         """
 
     @property
     def unread(self) -> bool:
-        """Whether something has come that nobody has read yet, where that can be told."""
+        """Whether bytes have come that no thread has read yet. False where the transport cannot tell."""
         return False
 
     def abort(self, reason: str) -> None:
-        """Close at once, since the peer is given up: what waits to be sent is dropped. ``Lost`` gives the reason."""
+        """Close at once, and drop what waits to be sent. For a peer that is given up. ``Lost`` gives the reason."""
         self.close()
 
 
@@ -160,70 +173,73 @@ class Endpoint(abc.ABC):
     """One worker's end of a transport. All methods are thread-safe."""
 
     addresses: tuple[str, ...]
-    """Where others reach this end, best first."""
+    """The addresses of this end, best first."""
 
     quiet: bool = True
-    """Whether nothing runs but what waits for messages; set by who polls. See ``luck``."""
+    """Whether nothing runs but threads that wait for messages. Set by the threads that poll; see ``spin_wait``."""
+
+    wakes: int = 0
+    """How often ``wake`` was called, for threads that spin."""
 
     unflushed: Collection[Channel] = ()
-    """The channels in which something waits for ``flush``."""
+    """Channels that ``flush`` would write to."""
 
     @property
     def shm_bytes(self) -> int:
-        """How much shared memory this end has made, to put in there what it sends."""
+        """How many bytes of shared memory this end has made, for what it sends."""
         return 0
 
     @property
     def shm_lent(self) -> int:
-        """How many slots of it the peers use."""
+        """How many slots of that shared memory the peers use."""
         return 0
 
     def share_nothing(self) -> None:  # noqa: B027
-        """Use no memory that peers can still change after it was looked at. Called before the first ``poll``."""
+        """Use no memory that peers can change after this end has checked it. Called before the first ``poll``."""
 
     def limit_buffers(self, most: int) -> None:  # noqa: B027
-        """Take no frame with more buffers than ``most``. For channels that are made after this call."""
+        """Accept no frame with more than ``most`` buffers. Holds for channels that are made after this call."""
 
     @abc.abstractmethod
     def connect(self, address: str, *, timeout: float) -> Channel:
         """Open a channel to the endpoint that listens at ``address``.
 
         Raises:
-            ConnectionError: Nobody is there; ``ConnectTimeoutError`` if nobody answered within ``timeout`` seconds.
+            ConnectionError: No endpoint listens there; ``ConnectTimeoutError``: none answered in ``timeout`` seconds.
             AuthenticationError: One side does not know the other's secret.
-            ValueError: The address is none of this transport's.
+            ValueError: The address does not belong to this transport.
         """
 
     @abc.abstractmethod
     def poll(self, timeout: float | None) -> Event | None:
-        """Wait for the next event. None: ``timeout`` passed, ``wake`` was called, or there was nothing to tell."""
+        """Wait for the next event. None: ``timeout`` seconds passed, ``wake`` was called, or no event was left."""
 
     @abc.abstractmethod
     def wake(self) -> None:
-        """Make one thread that waits in ``poll``, or the next that comes, return at once."""
+        """Make one thread that waits in ``poll`` return at once, or the next thread that calls it."""
 
     def wake_soon(self) -> None:
-        """As ``wake``, but about a millisecond later where the transport can: it may not be needed any more."""
+        """Like ``wake``, but about a millisecond later where the transport can: by then it may not be needed."""
         self.wake()
 
     def flush(self) -> None:  # noqa: B027
-        """Send what waits in any channel, see ``Channel.send_soon``."""
+        """Send what waits in any channel of this end, see ``Channel.send_soon``."""
 
-    def bell(self, luck: SpinPolicy) -> ChannelWaiter:
-        """Make something to wait with for several channels of this end that one thread holds."""
-        from backhaul._transport.waiter import ChannelWaiter  # which knows channels
+    def make_waiter(self, policy: SpinPolicy) -> ChannelWaiter:
+        """Make what a thread needs to wait for several channels of this end that it holds."""
+        from backhaul._transport.waiter import ChannelWaiter  # which imports this module
 
-        return ChannelWaiter(luck)
+        return ChannelWaiter(policy, self)
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop listening, close all channels, free everything. No thread may be in ``poll`` any more."""
+        """Stop listening, close all channels, and free everything. No thread may be in ``poll`` any more."""
 
     def sever(self) -> None:  # noqa: B027
-        """This process was forked: close the descriptors of this copy without a word to the peers, and send nothing any
-        more. Takes no lock, since threads that are not here may hold it.
+        """Close the descriptors of this copy in a forked process, without a message to the peers, and send nothing any
+        more. Takes no lock, since a thread of the parent may hold it. See [Note: forks].
         """
 
 
 EndpointFactory = Callable[[], Endpoint]
-"""Makes an independent endpoint; what the conformance kit takes."""
+"""Makes an independent endpoint. The conformance kit takes one."""

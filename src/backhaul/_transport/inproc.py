@@ -1,4 +1,6 @@
-"""Channels between workers of one process: queues, no copies but the one that gives each side its own memory."""
+"""Channels between workers of one process. They are queues. Each frame is copied once, so that each side has its own
+memory.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,26 @@ _endpoints: weakref.WeakValueDictionary[str, InprocEndpoint] = weakref.WeakValue
 
 
 class InprocChannel(Channel):
-    """One end of a pair. Its inbox is filled by the other end."""
+    """One end of a pair. The other end fills its inbox."""
 
     def __init__(self, endpoint: InprocEndpoint, peer: str) -> None:
         self.peer = peer
         self._endpoint = endpoint
         self._other: InprocChannel | None = None
-        self._lock = threading.Lock()  # guards the inbox and the three flags
+        self._lock = threading.Lock()  # guards all below
         self._inbox: collections.deque[Frame] = collections.deque()
-        self._armed = True  # not held, and not on the endpoint's list of ready channels
+        self._armed = True  # not held, and not in the endpoint's queue of ready channels
         self._ended: str | None = None  # why no more frames will come
-        self._told = False  # Lost has been delivered
+        self._loss_reported = False
 
     def pair_with(self, other: InprocChannel) -> None:
-        """Join two ends into one channel."""
+        """Connect the two ends of a channel."""
         self._other, other._other = other, self
 
     def send(self, frame: Frame, *, timeout: float | None = None) -> None:
         other = self._other
         if self._ended is not None or other is None:
-            raise ChannelClosedError(f"the channel to {self.peer} is closed")
+            raise ChannelClosedError(f"the channel to {self.peer} is closed: {self._ended}")
         other._put(frame.copied(other._endpoint.recycler))
         with self._lock:
             self.bytes_sent += frame.nbytes
@@ -51,20 +53,20 @@ class InprocChannel(Channel):
             self._endpoint._ready.put(self)
 
     def take(self) -> Event | None:
-        """The event this channel is on the ready list for."""
+        """Return the event for which this channel is in the queue of ready channels."""
         with self._lock:
             if self._inbox:
                 frames = list(self._inbox)
                 self._inbox.clear()
                 return Received(self, frames)
-            if self._ended is not None and not self._told:
-                self._told = True
+            if self._ended is not None and not self._loss_reported:
+                self._loss_reported = True
                 return Lost(self, self._ended)
             return None
 
     def release(self) -> None:
         with self._lock:
-            more = bool(self._inbox) or (self._ended is not None and not self._told)
+            more = bool(self._inbox) or (self._ended is not None and not self._loss_reported)
             self._armed = not more
         if more:
             self._endpoint._ready.put(self)
@@ -89,11 +91,11 @@ class InprocChannel(Channel):
 
 
 class InprocEndpoint(Endpoint):
-    """A worker's end: a list of channels that have something to tell."""
+    """A worker's end: a queue of channels that have an event."""
 
     def __init__(self) -> None:
         self.addresses = (f"inproc:{next(_numbers)}",)
-        # Not a SimpleQueue: with several waiting threads its timeouts may turn into waiting for ever (as of 3.11).
+        # Not a SimpleQueue: with several waiting threads, a wait with a timeout may last for ever (Python 3.11).
         self._ready: queue.Queue[InprocChannel | None] = queue.Queue()
         self._lock = threading.Lock()  # guards _channels and _closed
         self._channels: list[InprocChannel] = []
@@ -103,7 +105,7 @@ class InprocEndpoint(Endpoint):
 
     def connect(self, address: str, *, timeout: float) -> Channel:
         if not address.startswith("inproc:"):
-            raise ValueError(f"not an address in this process: {address!r}")
+            raise ValueError(f"not an address in this process: {address!r} (inproc:number)")
         there = _endpoints.get(address)
         if there is None:
             raise ConnectionRefusedError(f"no worker of this process listens at {address}")

@@ -1,71 +1,122 @@
-"""Whether to look before sleeping.
+"""Spin before sleeping: the one loop that polls for a message without giving up the processor.
 
-[Note: looking] A processor that goes to sleep takes tens of microseconds to wake up and is slow for a while after; most
-replies come sooner than that. So a thread that waits for a message looks for it some times before it sleeps, if
-messages came soon of late, nothing else is to be done in its process, which would want the interpreter, and processors
-are not scarce. Between two looks it offers the processor to others; if they keep it for long, they need it more.
+[Note: spinning] A processor that goes to sleep takes tens of microseconds to wake up, and is slow for a while after.
+Most replies come sooner than that. A thread that waits for a message therefore polls a number of times before it
+sleeps. It does so only if recent messages came soon, if nothing else runs in its process (other threads would want the
+interpreter), and if processors are not scarce. Between two polls the thread offers the processor to others. If others
+keep the processor for long, they need it more, and the thread stops spinning for a number of waits.
+
+Knows neither channels nor sockets: the caller passes the function that polls.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 MAX_SPINS = 300 if len(os.sched_getaffinity(0)) > 1 else 0
-"""How many times to look; each takes about a microsecond."""
+"""How often to poll before sleeping. One poll takes about a microsecond."""
 
-LONGEST = 0.002
-"""Seconds after which one stops to look in any case: others have the processor."""
+SPIN_SECONDS = 0.002
+"""The longest time to spin. It is only reached when others keep the processor."""
 
 offer = os.sched_yield
-"""Called between two looks."""
+"""Called between two polls."""
 
-_TAKEN = 0.001  # seconds without the processor that mean that it is scarce
-_RESPECT = 4, 128  # waits for which we leave it to others then, at first and at most
-_SOON = 0.0005  # seconds; what comes within this time would come sooner if nobody slept
+_PREEMPTED_SECONDS = 0.001  # time without the processor, during one spin, that means that processors are scarce
+_MIN_PAUSE, _MAX_PAUSE = 4, 128  # waits without spinning after processors were scarce
+_SOON_SECONDS = 0.0005  # a message that comes within this time would come sooner if the thread did not sleep
+
+
+class Busyness(Protocol):
+    """Tells a thread that spins whether other threads want the interpreter. Endpoints do."""
+
+    quiet: bool
+    """Whether nothing runs in this process but threads that wait for messages."""
+
+    wakes: int
+    """How often a thread wanted one of the threads that poll to return."""
+
+
+class Spinning(Protocol):
+    """What a thread spins for."""
+
+    wanted: bool
+    """Whether another thread waits for the spinning thread to stop."""
 
 
 class SpinPolicy:
-    """Remembers how soon messages came. Used by one thread at a time."""
+    """Decides whether to spin, from how soon the last messages came. Used by one thread at a time.
 
-    __slots__ = ("_pause", "_processor", "_respect", "_share", "_since", "_start", "_waits")
+    Attributes:
+        waited: How many seconds the last message took to come. The thread that waited writes it; the next wait
+            takes it into account. Negative: nothing to take into account.
+    """
+
+    __slots__ = ("_min_waits", "_pause", "_processor", "_soon_share", "_start", "_waits", "waited")
 
     def __init__(self) -> None:
-        self._share = 1.0  # which part of the messages came soon, of late
-        self._since = 0.0
+        self.waited = -1.0
+        self._soon_share = 1.0  # share of the recent messages that came soon
         self._waits = 0
-        self._pause = 0  # not to look before so many waits
-        self._respect = _RESPECT[0]
+        self._min_waits = 0  # do not spin before this many waits
+        self._pause = _MIN_PAUSE
         self._start = self._processor = 0.0
 
-    @property
-    def expecting(self) -> bool:
-        """Whether to look; every now and then one does, to see whether times have changed."""
+    def spin_if_worthwhile(self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning) -> list[T]:
+        """``spin`` if ``should_spin``, else return nothing."""
+        return self.spin(poll, process, purpose) if self.should_spin() else []
+
+    def spin(self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning) -> list[T]:
+        """Poll until something is ready, others want the interpreter, or it takes too long. Returns what is ready.
+        Call it only after ``should_spin`` has returned True.
+
+        Args:
+            poll: Returns what is ready without waiting, when called with 0.
+            process: Whether other threads of this process want the interpreter.
+            purpose: Whether another thread wants what this thread spins for.
+        """
+        wakes, now = process.wakes, time.perf_counter
+        until = now() + SPIN_SECONDS
+        ready: list[T] = []
+        for _ in range(MAX_SPINS):
+            if not process.quiet or process.wakes != wakes or purpose.wanted:
+                return ready  # another thread wanted the interpreter: that says nothing about processors
+            if ready := poll(0):
+                break
+            offer()
+            if now() > until:
+                break
+        self.stop()
+        return ready
+
+    def should_spin(self) -> bool:
+        """Whether to spin in the wait that begins now. One wait of 32 spins in any case, to notice changes."""
+        waited = self.waited
+        if waited >= 0.0:
+            self.waited = -1.0
+            if waited < _SOON_SECONDS:
+                self._soon_share += (1.0 - self._soon_share) / 4
+            else:
+                self._soon_share -= self._soon_share / 8
         self._waits += 1
-        if MAX_SPINS > 0 and self._waits > self._pause and (self._share > 0.25 or not self._waits & 31):
+        if MAX_SPINS > 0 and self._waits > self._min_waits and (self._soon_share > 0.25 or not self._waits & 31):
             self._processor = time.thread_time()
             self._start = time.perf_counter()
             return True
         return False
 
-    def looked(self) -> None:
-        """Whoever looked has found something or not. If somebody else had the processor meanwhile, they are scarce: the
-        more so the more often that happens.
+    def stop(self) -> None:
+        """The thread has stopped spinning. If others had the processor meanwhile, processors are scarce: pause, and
+        the longer the more often that happens.
         """
         wall = time.perf_counter() - self._start
-        if wall - (time.thread_time() - self._processor) > _TAKEN:
-            self._pause = self._waits + self._respect
-            self._respect = min(2 * self._respect, _RESPECT[1])
-        elif self._respect > _RESPECT[0]:
-            self._respect -= 1
-
-    def begin(self) -> None:
-        """A wait for a message begins."""
-        self._since = time.perf_counter()
-
-    def end(self) -> None:
-        """A message has come."""
-        if time.perf_counter() < self._since + _SOON:
-            self._share += (1.0 - self._share) / 4
-        else:
-            self._share -= self._share / 8
+        if wall - (time.thread_time() - self._processor) > _PREEMPTED_SECONDS:
+            self._min_waits = self._waits + self._pause
+            self._pause = min(2 * self._pause, _MAX_PAUSE)
+        elif self._pause > _MIN_PAUSE:
+            self._pause -= 1

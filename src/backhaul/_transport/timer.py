@@ -1,9 +1,10 @@
-"""A timer that an epoll set can wait for (timerfd), which Python offers from 3.13 on."""
+"""A timer that an epoll set can wait for (timerfd). Python has its own from version 3.13 on."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOCK_MONOTONIC = 1
@@ -20,21 +21,32 @@ class _Spec(ctypes.Structure):
 
 
 class Timer:
-    """Its descriptor becomes readable once, some time after ``start``. Starting again begins anew."""
+    """Its descriptor becomes readable once, some time after ``start``. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd = _libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
         if self.fd < 0:
-            raise OSError(ctypes.get_errno(), "no timer to be had")
+            raise OSError(ctypes.get_errno(), "cannot create a timer (timerfd_create failed)")
         self._specs: dict[float, object] = {}
+        self._lock = threading.Lock()  # guards the descriptor: a thread may call ``start`` after ``close``
+        self._closed = False
 
     def start(self, seconds: float) -> None:
-        """Go off in so many seconds."""
+        """Expire in so many seconds. A timer that runs already starts again. Does nothing after ``close``."""
         spec = self._specs.get(seconds)
         if spec is None:
             spec = self._specs[seconds] = ctypes.byref(_Spec(0, 0, int(seconds), int(seconds % 1 * 1e9)))
-        _libc.timerfd_settime(self.fd, 0, spec, None)
+        with self._lock:
+            if not self._closed:
+                _libc.timerfd_settime(self.fd, 0, spec, None)
 
     def close(self) -> None:
-        """Free the descriptor."""
-        os.close(self.fd)
+        """Close the descriptor."""
+        with self._lock:
+            self._closed = True
+            os.close(self.fd)
+
+    def sever(self) -> None:
+        """Close the descriptor of a copy in a forked process. Takes no lock: a thread of the parent may hold it."""
+        self._lock = threading.Lock()
+        self.close()

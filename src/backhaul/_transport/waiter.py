@@ -1,4 +1,7 @@
-"""For a thread that waits for several channels it holds, and for one thing more."""
+"""Waiting for several channels at once, and for one wake-up event.
+
+Used by a thread that holds channels (``Channel.acquire``). The simulator has its own.
+"""
 
 from __future__ import annotations
 
@@ -10,69 +13,67 @@ import time
 
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel
-from backhaul._transport.spin_wait import LONGEST, MAX_SPINS, SpinPolicy, offer
-
-_LONGEST = 1e6  # seconds; the system takes no longer waits than a few weeks
+from backhaul._transport.spin_wait import Busyness, SpinPolicy
 
 
 class ChannelWaiter:
-    """May be rung by any thread; listened to by one. To be closed."""
+    """Waits for several channels and one wake-up event. Any thread may call ``wake``; one thread waits. Close it.
 
-    def __init__(self, luck: SpinPolicy) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._luck = luck
-        self._ringing = threading.Lock()  # guards _fd: who rings may be late
-        self._listener = 0  # the thread that listens, or is about to
-        self._channels: list[Channel] = []  # those that the poller knows
+    Args:
+        policy: Whether to spin, see [Note: spinning].
+        process: Whether other threads want the interpreter.
+    """
+
+    wanted = False  # see ``spin_wait.Spinning``: no other thread takes the channels away
+
+    def __init__(self, policy: SpinPolicy, process: Busyness) -> None:
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._policy = policy
+        self._process = process
+        self._lock = threading.Lock()  # guards _wake_fd: a thread may call ``wake`` after ``close``
+        self._owner = 0  # the thread that waits, or is about to
+        self._channels: list[Channel] = []  # those that are registered with the poller
         self._by_fd: dict[int, Channel] = {}
         self._poller = select.poll()
-        self._poller.register(self._fd, select.POLLIN)
+        self._poller.register(self._wake_fd, select.POLLIN)
 
-    def expect(self) -> None:
-        """The calling thread is going to listen, and looks for itself what it does itself."""
-        self._listener = threading.get_ident()
+    def claim(self) -> None:
+        """The calling thread is going to wait. It needs no wake-up for what it does itself."""
+        self._owner = threading.get_ident()
 
-    def ring(self) -> None:
-        """End ``listen``, or the next one, at once."""
-        if threading.get_ident() != self._listener:
-            with self._ringing:
-                if self._fd >= 0:
-                    os.eventfd_write(self._fd, 1)
+    def wake(self) -> None:
+        """End ``wait`` at once, or the next ``wait`` if no thread waits."""
+        if threading.get_ident() != self._owner:
+            with self._lock:
+                if self._wake_fd >= 0:
+                    os.eventfd_write(self._wake_fd, 1)
 
-    def listen(self, channels: list[Channel], timeout: float | None, *, look: bool) -> list[Channel]:
-        """Wait for channels that can be read; none if the bell rang, or the time is over. With ``look`` the thread may
-        look before it sleeps.
+    def wait(self, channels: list[Channel], timeout: float | None, *, spin: bool) -> list[Channel]:
+        """Wait for channels that can be read. Returns none after ``wake``, or after ``timeout`` seconds.
+
+        Args:
+            channels: The channels, which the calling thread holds.
+            timeout: How many seconds to wait; None: any time.
+            spin: Whether the thread may spin before it sleeps.
         """
         if channels != self._channels:
-            self.know(channels)
-        poll = self._poller.poll
-        self._luck.begin()
-        ready: list[tuple[int, int]] = []
-        if look and self._luck.expecting:
-            now = time.perf_counter
-            until = now() + LONGEST
-            for _ in range(MAX_SPINS):
-                ready = poll(0)
-                if ready:
-                    break
-                offer()
-                if now() > until:
-                    break
-            self._luck.looked()
+            self.register(channels)
+        since = time.perf_counter()
+        ready = self._policy.spin_if_worthwhile(self._poller.poll, self._process, self) if spin else []
         if not ready:
-            ready = interrupts.poll(self._poller, None if timeout is None else min(timeout, _LONGEST))
-        self._luck.end()
+            ready = interrupts.poll(self._poller, timeout)
+        self._policy.waited = time.perf_counter() - since
         found = []
         for fd, _ in ready:
-            if fd == self._fd:
+            if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(fd)
             else:
                 found.append(self._by_fd[fd])
         return found
 
-    def know(self, channels: list[Channel]) -> None:
-        """Which channels are listened to next."""
+    def register(self, channels: list[Channel]) -> None:
+        """Say for which channels the next ``wait`` waits."""
         for fd in self._by_fd:
             self._poller.unregister(fd)
         self._channels = list(channels)
@@ -81,8 +82,8 @@ class ChannelWaiter:
             self._poller.register(fd, select.POLLIN)
 
     def close(self) -> None:
-        """Free its descriptor; idempotent."""
-        with self._ringing:
-            fd, self._fd = self._fd, -1
+        """Close the descriptor. May be called twice."""
+        with self._lock:
+            fd, self._wake_fd = self._wake_fd, -1
             if fd >= 0:
                 os.close(fd)

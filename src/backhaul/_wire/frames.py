@@ -37,7 +37,7 @@ MAX_BODY = (1 << 32) - 1
 _SLOTS, _CONTROL = 1, 2  # flags
 _MAX_CONTROL = 64
 _JOINED = 8 << 10  # up to here a buffer is cheaper copied than written as a piece of its own
-_AT_ONCE = 1 << 20  # bytes to read at once, see ``FrameReader.writable``
+_AT_ONCE = 1 << 20  # bytes to read at once, see ``FrameReader.space``
 
 
 class Slots(Protocol):
@@ -115,11 +115,11 @@ def control_frame(kind: int, number: int, body: bytes = b"") -> bytes:
 class FrameReader:
     """Turns a stream of bytes into frames. One reader per channel; used by one thread at a time.
 
-    Ask ``writable`` for memory, put bytes there, say how many with ``fed``::
+    Put bytes into ``space``, say how many with ``fed``::
 
         >>> reader = FrameReader(limit=1 << 20)
         >>> wire = b"".join(Frame(3, 7, b"hello").parts())
-        >>> reader.writable()[: len(wire)] = wire
+        >>> reader.space[: len(wire)] = wire
         >>> reader.fed(len(wire))
         [Frame(kind=3, number=7, 37 bytes)]
     """
@@ -135,6 +135,7 @@ class FrameReader:
         self._slots = slots
         self._memory = bytearray(self.SCRATCH + 8)  # the last bytes are never filled: a table may be looked for there
         self._scratch = memoryview(self._memory)[: self.SCRATCH]
+        self.space = self._scratch  # memory for the next bytes; never empty, and another after each ``fed``
         self._start = 0
         self._end = 0
         # A piece too large for the scratch is read straight into its own memory.
@@ -164,24 +165,8 @@ class FrameReader:
         self._slots = None
         self._slotted = []
 
-    def writable(self) -> memoryview:
-        """Memory for the next bytes; never empty.
-
-        Not all of a large buffer at once: a system call that reads as fast as the peer writes would not return before
-        the buffer is full, and until then nobody could tell that bytes arrive.
-        """
-        if self._large is not None:
-            return self._large[self._filled : self._filled + _AT_ONCE]
-        if not self._end:
-            return self._scratch
-        if self._start and self._end - self._start < self.SCRATCH // 2:
-            rest = self._memory[self._start : self._end]
-            self._scratch[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
-        return self._scratch[self._end :]
-
     def fed(self, count: int) -> list[Frame]:
-        """Account for ``count`` bytes written to ``writable()``; return the frames now complete.
+        """Account for ``count`` bytes written to ``space``; return the frames now complete.
 
         A frame that is there as a whole, as small ones mostly are, is cut out here. One that comes piece by piece, has
         flags, or is not right is left to ``_read_header`` and ``_read_on``.
@@ -193,6 +178,7 @@ class FrameReader:
         elif self._read_on(count, frames):
             start, end = self._start, self._end
         else:
+            self._make_space()
             return frames
         while end - start >= _HEADER_SIZE:
             mark, kind, flags, several, body, number, payload, first = _HEAD_OF_ONE.unpack_from(memory, start)
@@ -212,13 +198,31 @@ class FrameReader:
             self._start, self._end = start, end
             self._read_header()
             if not self._read_on(0, frames):
+                self._make_space()
                 return frames
             start, end = self._start, self._end
         if start != end:
             self._start, self._end = start, end
+            self._make_space()
         elif self._end:
             self._start = self._end = 0
+            self.space = self._scratch
         return frames
+
+    def _make_space(self) -> None:
+        """Find ``space`` for the rest of a frame.
+
+        Not all of a large buffer at once: a system call that reads as fast as the peer writes would not return before
+        the buffer is full, and until then nobody could tell that bytes arrive.
+        """
+        if self._large is not None:
+            self.space = self._large[self._filled : self._filled + _AT_ONCE]
+            return
+        if self._start and self._end - self._start < self.SCRATCH // 2:
+            rest = self._memory[self._start : self._end]
+            self._scratch[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        self.space = self._scratch[self._end :]
 
     def _read_on(self, count: int, frames: list[Frame]) -> bool:
         """Go on with a frame whose header was read, ``count`` bytes later; return whether it is complete."""
@@ -227,6 +231,7 @@ class FrameReader:
             if self._filled < len(self._large):
                 return False
             block, self._block, self._large = self._block, b"", None
+            self.space = self._scratch
             self._accept(block, frames)
         else:
             self._end += count

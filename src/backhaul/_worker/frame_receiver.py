@@ -170,31 +170,31 @@ class FrameReceiver:
         """
         held = list(channels)
         deadline = None if timeout is None else self._runtime.now() + timeout
-        waiter = self._waiters.pop() if self._waiters else self._endpoint.bell(self._spin_policy)
+        waiter = self._waiters.pop() if self._waiters else self._endpoint.make_waiter(self._spin_policy)
         in_time = True
         try:
-            waiter.expect()
-            one_shot.bell = waiter.ring
+            waiter.claim()
+            one_shot.on_open = waiter.wake
             while not one_shot.opened and not inbox:
                 left = None if deadline is None else deadline - self._runtime.now()
                 if left is not None and left <= 0:
                     in_time = False
                     break
-                for channel in waiter.listen(held, left, look=self._endpoint.quiet):
+                for channel in waiter.wait(held, left, spin=self._endpoint.quiet):
                     event = channel.take()
                     if event is None:
                         continue
                     self.take_in(event)
                     if isinstance(event, Lost):
                         held.remove(channel)
-                        waiter.know(held)
+                        waiter.register(held)
             for channel in held:
                 channel.release()
         except BaseException:  # a signal interrupted this thread; the waiter's state is not known
-            one_shot.bell = None
+            one_shot.on_open = None
             waiter.close()
             raise
-        one_shot.bell = None
+        one_shot.on_open = None
         self._waiters.append(waiter)
         return in_time
 

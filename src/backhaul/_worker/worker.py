@@ -175,10 +175,10 @@ class Worker:
             if last:
                 worker_patches.end()
         if last:
-            interrupts.defer_no_more()
+            interrupts.stop_deferring()
         return True
 
-    @interrupts.unwavering
+    @interrupts.uninterruptible
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and free everything; idempotent. Wait for running handlers for at most ``timeout`` seconds."""
         if not self.abandon():

@@ -23,7 +23,7 @@ def deferring() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     interrupts.defer()
     yield
-    interrupts.defer_no_more()
+    interrupts.stop_deferring()
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
     assert interrupts.deferred is None
 
@@ -73,7 +73,7 @@ def test_several_are_one() -> None:
 
 def test_tools_for_testing_are_programs() -> None:
     with pytest.raises(KeyboardInterrupt):
-        ours(interrupt, os.path.join(os.path.dirname(OURS), "testing", "made_up.py"))()
+        ours(interrupt, os.path.join(os.path.dirname(os.path.dirname(OURS)), "testing", "made_up.py"))()
 
 
 def test_where_we_wait_it_is_raised() -> None:
@@ -99,7 +99,7 @@ def test_nothing_is_raised_where_it_must_not() -> None:
     def work() -> None:
         interrupts.waits(ours(interrupt))()
 
-    interrupts.unwavering(ours(work))()
+    interrupts.uninterruptible(ours(work))()
     expect()
 
 
@@ -162,7 +162,7 @@ def test_what_would_be_lost_comes_again() -> None:
 
 
 def test_who_insists_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_INSIST", 0.0)
+    monkeypatch.setattr(interrupts, "_INSIST_SECONDS", 0.0)
 
     def hang() -> None:
         interrupt()
@@ -235,7 +235,7 @@ def test_what_handlers_of_signals_raise_is_told_from_what_code_raises(case: str)
 @pytest.mark.parametrize("deferred", [True, False])
 def test_an_interrupt_is_told_from_what_code_raises(deferred: bool) -> None:
     if not deferred:
-        interrupts.defer_no_more()
+        interrupts.stop_deferring()
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupt()
     assert interrupts.from_signal(caught.value)
@@ -257,8 +257,8 @@ def test_the_main_thread_waits_in_pieces() -> None:
 
         def release(self) -> None: ...
 
-    assert interrupts.acquire(Lock(), -1.0)
-    assert asked == [interrupts._PIECE] * 3
+    assert interrupts.acquire(Lock(), None)
+    assert asked == [interrupts._PIECE_SECONDS] * 3
     asked.clear()
     assert not interrupts.acquire(Lock(), 0.01)
     assert asked == [0.01]

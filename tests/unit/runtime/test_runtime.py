@@ -1,4 +1,4 @@
-"""A gate opens once, for everyone and for good; threads of the runtime keep no process alive."""
+"""A one-shot event opens once, for all waiters and for good. Threads of the runtime keep no process alive."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from backhaul._runtime.runtime import OneShotEvent, Runtime
 
 
-class TestGate:
-    def test_is_shut_at_first(self) -> None:
+class TestOneShotEvent:
+    def test_is_not_open_at_first(self) -> None:
         assert OneShotEvent().wait(0) is False
 
     @pytest.mark.parametrize("timeout", [0, 0.0, -1.0, -1e300, 1e-9])
@@ -20,34 +20,34 @@ class TestGate:
 
     @pytest.mark.parametrize("timeout", [None, 0, -1.0, 5.0, 1e300, float("inf"), threading.TIMEOUT_MAX])
     def test_once_open_it_stays_open(self, timeout: float | None) -> None:
-        gate = OneShotEvent()
-        gate.open()
-        assert [gate.wait(timeout) for _ in range(3)] == [True, True, True]
+        event = OneShotEvent()
+        event.open()
+        assert [event.wait(timeout) for _ in range(3)] == [True, True, True]
 
     def test_may_be_opened_again(self) -> None:
-        gate = OneShotEvent()
-        gate.open()
-        gate.open()
-        assert gate.wait(0)
-        gate.open()
-        assert gate.wait(0)
+        event = OneShotEvent()
+        event.open()
+        event.open()
+        assert event.wait(0)
+        event.open()
+        assert event.wait(0)
 
     def test_a_wait_that_timed_out_changes_nothing(self) -> None:
-        gate = OneShotEvent()
-        assert not gate.wait(0)
-        assert not gate.wait(0)
-        gate.open()
-        assert gate.wait(0)
+        event = OneShotEvent()
+        assert not event.wait(0)
+        assert not event.wait(0)
+        event.open()
+        assert event.wait(0)
 
     @pytest.mark.parametrize("timeout", [None, 60.0, 1e300, float("inf")])
     def test_lets_all_waiters_through(self, timeout: float | None) -> None:
-        gate = OneShotEvent()
+        event = OneShotEvent()
         passed: list[bool] = []
         about_to_wait = threading.Semaphore(0)
 
         def wait() -> None:
             about_to_wait.release()
-            passed.append(gate.wait(timeout))
+            passed.append(event.wait(timeout))
 
         threads = [threading.Thread(target=wait) for _ in range(8)]
         for thread in threads:
@@ -55,36 +55,38 @@ class TestGate:
         for _ in threads:
             about_to_wait.acquire()
         assert passed == []
-        gate.open()
+        event.open()
         for thread in threads:
             thread.join()
         assert passed == [True] * 8
 
     @pytest.mark.parametrize("turn", range(20))
     def test_many_openers_and_waiters(self, turn: int) -> None:
-        gate = OneShotEvent()
+        event = OneShotEvent()
         passed: list[bool] = []
-        threads = [threading.Thread(target=gate.open) for _ in range(4)]
-        threads[turn % 4 : turn % 4] = [threading.Thread(target=lambda: passed.append(gate.wait(60))) for _ in range(4)]
+        threads = [threading.Thread(target=event.open) for _ in range(4)]
+        threads[turn % 4 : turn % 4] = [
+            threading.Thread(target=lambda: passed.append(event.wait(60))) for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert passed == [True] * 4
 
-    def test_an_open_gate_is_open_to_all_at_the_same_time(self) -> None:
-        """Those who pass must not shut it for each other, not even for a moment."""
-        gate = OneShotEvent()
-        gate.open()
+    def test_an_open_event_is_open_to_all_threads(self) -> None:
+        """A thread whose wait ends must not close the event for other threads, not even for a moment."""
+        event = OneShotEvent()
+        event.open()
         refused: list[int] = []
 
-        def look(number: int) -> None:
-            refused.extend(number for _ in range(5000) if not gate.wait(0))
+        def check(number: int) -> None:
+            refused.extend(number for _ in range(5000) if not event.wait(0))
 
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
         try:
-            threads = [threading.Thread(target=look, args=(number,)) for number in range(4)]
+            threads = [threading.Thread(target=check, args=(number,)) for number in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -100,7 +102,7 @@ class TestRuntime:
         times = [runtime.now() for _ in range(1000)]
         assert times == sorted(times)
 
-    def test_gates_are_shut_and_their_own(self) -> None:
+    def test_events_are_not_open_and_independent(self) -> None:
         runtime = Runtime()
         first, second = runtime.one_shot(), runtime.one_shot()
         first.open()
@@ -132,8 +134,8 @@ class TestRuntimeObjects:
         assert [queue.get() for _ in range(3)] == [1, 2, None]
 
     def test_join_says_whether_the_thread_has_ended(self) -> None:
-        runtime, gate = Runtime(), OneShotEvent()
-        thread = runtime.spawn(lambda: gate.wait() and None, name="a name")
+        runtime, event = Runtime(), OneShotEvent()
+        thread = runtime.spawn(lambda: event.wait() and None, name="a name")
         assert not runtime.join(thread, 0.001)
-        gate.open()
+        event.open()
         assert runtime.join(thread)

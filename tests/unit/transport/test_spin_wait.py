@@ -1,4 +1,4 @@
-"""When a thread looks for a message before it sleeps, and a bell that ends a wait for channels."""
+"""When a thread spins before it sleeps, and how a waiter waits for channels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backhaul._transport.base import Event, Lost, Received
 from backhaul._transport.sockets import channel as socket_channel
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.endpoint import SocketEndpoint
-from backhaul._transport.spin_wait import LONGEST, SpinPolicy
+from backhaul._transport.spin_wait import SPIN_SECONDS, SpinPolicy
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import Frame
 
@@ -40,57 +40,57 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return made
 
 
-def wait(luck: SpinPolicy, clocks: Clocks, seconds: float, *, taken: float = 0.0) -> bool:
-    """One wait that took so long, ``taken`` of it without the processor; whether the thread looked."""
-    luck.begin()
-    looks = luck.expecting
+def wait(policy: SpinPolicy, clocks: Clocks, seconds: float, *, taken: float = 0.0) -> bool:
+    """One wait that took so long, ``taken`` of it without the processor; whether the thread spun."""
+    start = clocks.wall
+    spins = policy.should_spin()
     clocks.wall += seconds
     clocks.processor += seconds - taken
-    if looks:
-        luck.looked()
-    luck.end()
-    return looks
+    if spins:
+        policy.stop()
+    policy.waited = clocks.wall - start
+    return spins
 
 
-def test_looks_while_messages_come_soon(clocks: Clocks) -> None:
-    luck = SpinPolicy()
-    assert all(wait(luck, clocks, 0.0001) for _ in range(50))
+def test_spins_while_messages_come_soon(clocks: Clocks) -> None:
+    policy = SpinPolicy()
+    assert all(wait(policy, clocks, 0.0001) for _ in range(50))
 
 
 def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
-    luck = SpinPolicy()
+    policy = SpinPolicy()
     for _ in range(50):
-        wait(luck, clocks, 0.01)
-    rare = [wait(luck, clocks, 0.01) for _ in range(320)]
-    assert sum(rare) == 10, "now and then it looks all the same"
+        wait(policy, clocks, 0.01)
+    rare = [wait(policy, clocks, 0.01) for _ in range(320)]
+    assert sum(rare) == 10, "one wait of 32 spins in any case"
     for _ in range(3):
-        wait(luck, clocks, 0.0001)
-    assert all(wait(luck, clocks, 0.0001) for _ in range(50))
+        wait(policy, clocks, 0.0001)
+    assert all(wait(policy, clocks, 0.0001) for _ in range(50))
 
 
-def test_leaves_the_processor_to_others_for_a_while(clocks: Clocks) -> None:
-    luck = SpinPolicy()
+def test_pauses_after_others_had_the_processor(clocks: Clocks) -> None:
+    policy = SpinPolicy()
     pauses = []
     for _ in range(8):
-        assert wait(luck, clocks, 0.002, taken=0.0015)
-        pauses.append(next(n for n in range(1000) if luck._waits + n + 1 > luck._pause))
+        assert wait(policy, clocks, 0.002, taken=0.0015)
+        pauses.append(next(n for n in range(1000) if policy._waits + n + 1 > policy._min_waits))
         for _ in range(pauses[-1]):
-            assert not wait(luck, clocks, 0.0001)
+            assert not wait(policy, clocks, 0.0001)
     assert pauses == sorted(pauses), "the more often it is taken, the longer"
     assert pauses[0] < 10 < 100 < pauses[-1] == pauses[-2]
-    looked = sum(wait(luck, clocks, 0.0001) for _ in range(200))
-    assert looked == 200
-    assert wait(luck, clocks, 0.002, taken=0.0015)
+    spun = sum(wait(policy, clocks, 0.0001) for _ in range(200))
+    assert spun == 200
+    assert wait(policy, clocks, 0.002, taken=0.0015)
     shorter = 0
-    while not wait(luck, clocks, 0.0001):
+    while not wait(policy, clocks, 0.0001):
         shorter += 1
     assert shorter < 10, "and that is forgotten when it no longer happens"
 
 
-def test_never_looks_on_one_processor(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_spins_on_one_processor(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SPINS", 0)
-    luck = SpinPolicy()
-    assert not any(wait(luck, clocks, 0.0001) for _ in range(100))
+    policy = SpinPolicy()
+    assert not any(wait(policy, clocks, 0.0001) for _ in range(100))
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def ends() -> Iterator[tuple[SocketEndpoint, SocketEndpoint]]:
         end.close()
 
 
-@pytest.mark.parametrize("look", [True, False])
-def test_a_bell_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, SocketEndpoint], look: bool) -> None:
+@pytest.mark.parametrize("spin", [True, False])
+def test_a_wake_up_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, SocketEndpoint], spin: bool) -> None:
     here, there = ends
     connected = threading.Event()
 
@@ -116,13 +116,13 @@ def test_a_bell_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, Sock
     connected.set()
     poller.join()
     assert channel.acquire()
-    bell = ChannelWaiter(SpinPolicy())
-    assert bell.listen([channel], 0.001, look=look) == []
-    threading.Timer(0.01, bell.ring).start()
-    assert bell.listen([channel], None, look=look) == []
-    bell.expect()
-    bell.ring()  # by the thread that listens, which knows
-    assert bell.listen([channel], 0.001, look=look) == []
+    waiter = ChannelWaiter(SpinPolicy(), here)
+    assert waiter.wait([channel], 0.001, spin=spin) == []
+    threading.Timer(0.01, waiter.wake).start()
+    assert waiter.wait([channel], None, spin=spin) == []
+    waiter.claim()
+    waiter.wake()  # by the thread that waits, which knows
+    assert waiter.wait([channel], 0.001, spin=spin) == []
     channel.send(Frame(40, 1, b"hello"))
     received = None
     while received is None:
@@ -130,17 +130,17 @@ def test_a_bell_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, Sock
     assert isinstance(received, Received)
     received.channel.send(Frame(41, 1, b"and back"))
     received.channel.release()
-    assert bell.listen([channel], None, look=look) == [channel]
+    assert waiter.wait([channel], None, spin=spin) == [channel]
     event = channel.take()
     assert isinstance(event, Received)
     assert [bytes(frame.body) for frame in event.frames] == [b"and back"]
     assert channel.take() is None
     channel.release()
-    bell.close()
+    waiter.close()
 
 
-def test_who_waits_gets_the_channel_from_who_lingers(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
-    """One thread polls and lingers, another takes the channel for itself now and then: between them they see every
+def test_a_thread_that_waits_gets_the_channel_from_one_that_spins(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
+    """One thread polls and spins, another holds the channel now and then: between them they see every
     frame once and in order, and the second gets it although the first always has it.
     """
     here, there = ends
@@ -218,19 +218,19 @@ def comes(end: SocketEndpoint) -> Event:
     return event
 
 
-def test_looking_ends_when_others_keep_the_processor(
+def test_spinning_ends_when_others_keep_the_processor(
     ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often one may look: a call with a timeout of 20 ms had waited for 300 on a busy machine."""
+    """Whatever the limit of polls is: a call with a timeout of 20 ms had waited for 300 ms on a busy machine."""
     mine, _ = connect(*ends)
     offered: list[None] = []
 
     def lose_the_processor() -> None:
         offered.append(None)
-        time.sleep(2 * LONGEST)
+        time.sleep(2 * SPIN_SECONDS)
 
-    monkeypatch.setattr(socket_channel, "offer", lose_the_processor)
-    monkeypatch.setattr(socket_channel, "MAX_SPINS", 300)
+    monkeypatch.setattr(module, "offer", lose_the_processor)
+    monkeypatch.setattr(module, "MAX_SPINS", 300)
     mine._endpoint.quiet = True
     assert mine.acquire(offered)
     assert mine.receive(0.0) is None
@@ -238,12 +238,12 @@ def test_looking_ends_when_others_keep_the_processor(
     assert len(offered) == 1
 
 
-def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
+def test_an_interrupt_while_a_thread_takes_a_channel_leaves_it_readable(
     ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = ends
     channel, back = connect(here, there)
-    channel._holder[0], channel._lingering = "another", True
+    channel._holder[0], channel._spinning = "another", True
 
     def interrupt(_: float) -> None:
         raise Interrupt
@@ -251,10 +251,10 @@ def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
     with monkeypatch.context() as patch:
         patch.setattr(socket_channel.time, "sleep", interrupt)
         with pytest.raises(Interrupt):
-            channel.acquire("who is interrupted")
+            channel.acquire("the holder")
     channel._holder.clear()
-    channel._lingering = False
-    assert channel.recover_after_interrupt("who is interrupted", whole=False) is None
+    channel._spinning = False
+    assert channel.recover_after_interrupt("the holder", whole=False) is None
     for number in range(2):  # armed, and again after it was read
         back.send(Frame(41, number))
         event = comes(here)
@@ -266,29 +266,29 @@ def test_an_interrupt_of_who_wants_the_channel_leaves_it_to_others(
 def test_an_interrupt_while_a_channel_is_read_ends_it(
     ends: tuple[SocketEndpoint, SocketEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Part of what came is lost; nobody may wait for it for ever."""
+    """Part of a frame is lost, and no thread may wait for it for ever."""
     here, there = ends
     channel, back = connect(here, there)
 
     def interrupt(_: int) -> list[Frame]:
         raise Interrupt
 
-    assert channel.acquire("who is interrupted")
+    assert channel.acquire("the holder")
     monkeypatch.setattr(channel._reader, "fed", interrupt)
     back.send(Frame(41, 7))
     with pytest.raises(Interrupt):
         channel.receive(5.0)
-    loss = channel.recover_after_interrupt("who is interrupted", whole=False)
+    loss = channel.recover_after_interrupt("the holder", whole=False)
     assert isinstance(loss, Lost)
     assert "interrupted" in loss.reason
     assert isinstance(comes(there), Lost)
 
 
-def test_an_interrupt_of_who_waits_for_a_channel_leaves_it_whole(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
+def test_an_interrupt_of_a_wait_for_a_channel_leaves_it_whole(ends: tuple[SocketEndpoint, SocketEndpoint]) -> None:
     here, there = ends
     channel, back = connect(here, there)
-    assert channel.acquire("who is interrupted")
-    assert channel.recover_after_interrupt("who is interrupted", whole=True) is None
+    assert channel.acquire("the holder")
+    assert channel.recover_after_interrupt("the holder", whole=True) is None
     back.send(Frame(41, 7))
     event = comes(here)
     assert isinstance(event, Received)

@@ -11,7 +11,7 @@ SocketAddress = str | tuple[str, int]
 
 
 def parse(address: str) -> tuple[socket.AddressFamily, SocketAddress]:
-    """Split an address into family and what ``socket.connect`` takes. IPv6 hosts stand in brackets.
+    """Split an address into its family and the argument of ``socket.connect``. IPv6 hosts stand in brackets.
 
     >>> parse("tcp:[::1]:7000")
     (<AddressFamily.AF_INET6: 10>, ('::1', 7000))
@@ -25,12 +25,12 @@ def parse(address: str) -> tuple[socket.AddressFamily, SocketAddress]:
     if host.startswith("[") and host.endswith("]") and len(host) > 2:
         return socket.AF_INET6, (host[1:-1], int(port))
     if any(sign in host for sign in ":/[]"):
-        raise ValueError(f"not a host: {host!r}; an IPv6 address stands in brackets")
+        raise ValueError(f"not a host: {host!r}; put an IPv6 address in brackets")
     return socket.AF_INET, (host, int(port))
 
 
 def show_tcp(host: str, port: int) -> str:
-    """The address of a TCP host and port.
+    """Format the address of a TCP host and port.
 
     >>> show_tcp("::1", 7000), show_tcp("127.0.0.1", 7000)
     ('tcp:[::1]:7000', 'tcp:127.0.0.1:7000')
@@ -39,16 +39,16 @@ def show_tcp(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether everything that ``host`` names stays on this machine."""
+    """Whether all addresses of ``host`` are loopback addresses."""
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError):  # no such host, or no host's name
+    except (OSError, UnicodeError):  # there is no such host, or this is not a host's name
         return False
     return bool(found) and all(ipaddress.ip_address(str(ip).partition("%")[0]).is_loopback for ip in found)
 
 
 def host_identity() -> str:
-    """The same for two processes exactly if they can reach each other's abstract sockets."""
+    """Return a string that two processes share exactly if they can reach each other's abstract Unix sockets."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/net')}"

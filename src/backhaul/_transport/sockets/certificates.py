@@ -1,6 +1,7 @@
-"""Certificates for the workers of one launch: an authority that signs one for each worker, and is thrown away.
+"""Certificates for the workers of one launch. An authority signs one for each worker; its key is then deleted.
 
-Python's ``ssl`` cannot make any. The ``cryptography`` package does (extra ``tls``), or else the ``openssl`` command.
+Python's ``ssl`` cannot make certificates. The ``cryptography`` package (extra ``tls``) makes them, or else the
+``openssl`` command.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from pathlib import Path
 
 from backhaul._types import Tls
 
-_DAYS = 365  # for workers that run long and connect anew
+_VALID_DAYS = 365  # workers that run long reconnect with the same certificate
 
 
 def files_of(folder: Path, rank: int) -> Tls:
-    """Where ``make_certificates`` has put what the worker of that rank needs."""
+    """Return the files that ``make_certificates`` has made for the worker of that rank."""
     return Tls(
         certificate=folder / f"{rank}.pem", key=folder / f"{rank}.key", authority=folder / "authority.pem", names=True
     )
 
 
 def make_certificates(folder: Path, names: Sequence[str]) -> None:
-    """Make a certificate for each of these workers, by rank, with its name as subject alternative name.
+    """Make a certificate for each worker, by rank, with the worker's name as subject alternative name.
 
-    Once this returns, the authority's key is gone: nobody can get another certificate.
+    Once this returns, the authority's key is deleted: no further certificate can be made.
 
     Raises:
-        RuntimeError: There is nothing to make them with.
+        RuntimeError: Neither the ``cryptography`` package nor the ``openssl`` command is installed.
     """
     if importlib.util.find_spec("cryptography") is not None:
         _with_cryptography(folder, names)
@@ -40,8 +41,8 @@ def make_certificates(folder: Path, names: Sequence[str]) -> None:
         _with_openssl(command, folder, names)
     else:
         raise RuntimeError(
-            "tls='auto' needs something to make certificates with: install the 'cryptography' package "
-            "(pip install 'backhaul[tls]') or the openssl command, or give certificates with Options(tls=Tls(...))"
+            "tls='auto' cannot make certificates: install the 'cryptography' package (pip install 'backhaul[tls]') or "
+            "the openssl command, or pass your own certificates with Options(tls=Tls(...))"
         )
 
 
@@ -69,7 +70,7 @@ def _with_cryptography(folder: Path, names: Sequence[str]) -> None:
             .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=_DAYS))
+            .not_valid_after(now + datetime.timedelta(days=_VALID_DAYS))
         )
 
     authority = called("backhaul launch")
@@ -109,12 +110,12 @@ authorityKeyIdentifier = keyid
 def _with_openssl(command: str, folder: Path, names: Sequence[str]) -> None:
     authority, signer = folder / "authority.pem", folder / "authority.key"
     settings, request = folder / "settings", folder / "request"
-    days = ("-days", str(_DAYS))
+    days = ("-days", str(_VALID_DAYS))
 
     def run(*arguments: str | Path) -> None:
         done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{command} {arguments[0]} failed, so there are no certificates: {done.stderr.strip()}")
+            raise RuntimeError(f"{command} {arguments[0]} failed to make certificates: {done.stderr.strip()}")
 
     def make_key(path: Path) -> None:
         _private(path, b"")

@@ -1,13 +1,13 @@
-"""Who may speak: both sides of a new connection prove that they know the cluster secret, before anything else
-that they send is looked at. Pure: bytes in, bytes out.
+"""The handshake of a new connection: both sides prove that they know the cluster secret, before either side looks at
+anything else that the other sends. Pure: bytes in, bytes out.
 
     client -> server   magic, version, client nonce
     server -> client   magic, version, server nonce
     client -> server   proof of the client
     server -> client   verdict, proof of the server
 
-A proof is an HMAC-SHA-256 over the role and both nonces, so that none can be replayed or sent back. The client proves
-first: a stranger who connects gets nothing to try secrets against.
+A proof is an HMAC-SHA-256 over the role and both nonces, so that no proof can be replayed or sent back. The client
+proves itself first: an attacker who connects gets nothing against which to try secrets.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from backhaul.errors import AuthenticationError
 
 MAGIC = b"BACKHAUL"
 VERSION = 1
-_GREETING = len(MAGIC) + 1 + 32
-_PROOF = 32
+_GREETING_BYTES = len(MAGIC) + 1 + 32
+_PROOF_BYTES = 32
 _ACCEPTED, _REFUSED = b"\x01", b"\x00"
 
 
@@ -30,7 +30,7 @@ def _proof(secret: bytes, role: bytes, client: bytes, server: bytes) -> bytes:
 
 
 class _Side:
-    """What both sides share: collecting input until a fixed-size piece is there."""
+    """The part that both sides share: collects input until a message of a fixed size is complete."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -40,7 +40,7 @@ class _Side:
 
     @property
     def wanted(self) -> int:
-        """How many more bytes to read, never one too many: what follows belongs to the frames."""
+        """How many more bytes to read. Reading more would take bytes of the frames that follow."""
         return self._expected() - len(self._input)
 
     def _expected(self) -> int:
@@ -51,28 +51,31 @@ class _Side:
 
     def _check_greeting(self) -> bytes:
         if self._input[:2] == b"\x16\x03":
-            raise AuthenticationError("the other side speaks TLS, but this port is without: Options(tls=...) differ")
+            raise AuthenticationError(
+                "the other side speaks TLS, but this side does not: use the same Options(tls=...) on both"
+            )
         if self._input[: len(MAGIC)] != MAGIC:
             raise AuthenticationError("the other side does not speak Backhaul")
         if self._input[len(MAGIC)] != VERSION:
             raise AuthenticationError(
-                f"the other side shakes hands in version {self._input[len(MAGIC)]}, this one in {VERSION}"
+                f"the other side uses version {self._input[len(MAGIC)]} of the handshake, this side version {VERSION}: "
+                "install the same version of Backhaul on both"
             )
         return bytes(self._input[len(MAGIC) + 1 :])
 
 
 class ServerHandshake(_Side):
-    """The accepting side. Feed it what arrives; send what it returns."""
+    """The accepting side. Feed it the bytes that arrive; send the bytes that it returns."""
 
     def __init__(self, secret: bytes) -> None:
         super().__init__(secret)
         self._client: bytes | None = None
 
     def _expected(self) -> int:
-        return _GREETING if self._client is None else _PROOF
+        return _GREETING_BYTES if self._client is None else _PROOF_BYTES
 
     def feed(self, data: bytes) -> bytes:
-        """Take in at most ``wanted`` bytes. Raises ``AuthenticationError``; send ``last_word`` then, and close."""
+        """Accept at most ``wanted`` bytes. Raises ``AuthenticationError``: send ``last_word`` then, and close."""
         self._input += data
         if self.wanted:
             return b""
@@ -85,45 +88,47 @@ class ServerHandshake(_Side):
         self.done = True
         return _ACCEPTED + _proof(self._secret, b"server", self._client, self._nonce)
 
-    refusal = _REFUSED + bytes(_PROOF)
+    refusal = _REFUSED + bytes(_PROOF_BYTES)
 
     @property
     def last_word(self) -> bytes:
-        """What to send before closing. A client of another version waits for a greeting, which tells it ours."""
+        """What to send before closing. A client of another version waits for a greeting, which contains our version."""
         other_version = self._client is None and self._input.startswith(MAGIC)
         return self._greeting() if other_version else self.refusal
 
     wants_tls = MAGIC + b"\0" + b"TLS".ljust(32, b"\0")
-    """What to send instead of all else to a client that should have begun with TLS."""
+    """The only bytes to send to a client that should have started with TLS."""
 
 
 class ClientHandshake(_Side):
-    """The connecting side. Send ``start()``, then as the server."""
+    """The connecting side. Send ``start()``; then use it like ``ServerHandshake``."""
 
     def __init__(self, secret: bytes) -> None:
         super().__init__(secret)
         self._server: bytes | None = None
 
     def start(self) -> bytes:
-        """The first bytes to send."""
+        """Return the first bytes to send."""
         return self._greeting()
 
     def _expected(self) -> int:
-        return _GREETING if self._server is None else 1 + _PROOF
+        return _GREETING_BYTES if self._server is None else 1 + _PROOF_BYTES
 
     def feed(self, data: bytes) -> bytes:
-        """Take in at most ``wanted`` bytes. Raises ``AuthenticationError``."""
+        """Accept at most ``wanted`` bytes. Raises ``AuthenticationError``."""
         self._input += data
         if self.wanted:
             return b""
         if self._server is None:
             if self._input == ServerHandshake.wants_tls:
-                raise AuthenticationError("the other side takes TLS only: give this one Options(tls=...)")
+                raise AuthenticationError("the other side takes TLS only: pass Options(tls=...) on this side")
             self._server = self._check_greeting()
             self._input.clear()
             return _proof(self._secret, b"client", self._nonce, self._server)
         if self._input[:1] != _ACCEPTED:
-            raise AuthenticationError("the other side refused this one: their cluster secrets differ")
+            raise AuthenticationError(
+                "the other side refused the connection: its cluster secret differs; use the same secret on both"
+            )
         if not hmac.compare_digest(self._input[1:], _proof(self._secret, b"server", self._nonce, self._server)):
             raise AuthenticationError("the other side does not know the cluster secret")
         self.done = True

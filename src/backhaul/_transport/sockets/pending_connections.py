@@ -1,4 +1,4 @@
-"""Accepted connections that have not proven themselves yet."""
+"""Accepted connections that have not proven yet that they know the secret. Knows no frames."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import threading
 import time
 from typing import Protocol, cast
 
-from backhaul._transport.sockets.channel import SocketChannel, Watcher
+from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
+from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.handshake import ServerHandshake
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket, begins_tls, explain
 from backhaul.errors import AuthenticationError
 
 log = logging.getLogger("backhaul")
 
-_DISCARDED = 1 << 16  # bytes at once that come of a peer that was refused
-_PATIENCE = 64  # how often
+_DISCARD_BYTES = 1 << 16  # to read at once from a peer that was refused
+_MAX_DISCARDS = 64  # reads before a peer that was refused is dropped
 
 
-class Host(Watcher, Protocol):
-    """What a newcomer needs of its endpoint."""
+class PendingOwner(Protocol):
+    """What a pending connection needs of the object that has accepted it."""
 
     secret: bytes
+    descriptors: EpollSet
 
-    def welcome(self, newcomer: PendingConnection) -> None:
-        """It has proven itself."""
+    def admit(self, pending: PendingConnection) -> None:
+        """The connection has proven itself."""
 
-    def drop(self, newcomer: PendingConnection) -> None:
-        """Close a connection that did not."""
+    def drop(self, pending: PendingConnection) -> None:
+        """Close a connection that did not prove itself."""
 
 
 class _RefusalError(Exception):
-    """The peer is not one of us, and is told so."""
+    """The peer cannot be admitted, and is told so."""
 
     def __init__(self, reason: str, last_word: bytes = b"") -> None:
         super().__init__(reason)
@@ -44,37 +46,39 @@ class _RefusalError(Exception):
 class PendingConnection:
     """A connection without TLS."""
 
-    def __init__(self, endpoint: Host, sock: socket.socket, peer: str) -> None:
+    def __init__(self, owner: PendingOwner, sock: socket.socket, peer: str) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.peer = peer
         self.since = time.monotonic()
-        self._endpoint = endpoint
-        self._handshake = ServerHandshake(endpoint.secret)
-        self._ignored = 0  # how often something came that was not looked at any more
-        self._reading = threading.Lock()  # guards all of it
-        self._over = False  # it is a channel, or was dropped
+        self._owner = owner
+        self._handshake = ServerHandshake(owner.secret)
+        self._ignored = 0  # how often bytes were discarded since the peer was refused; 0: it was not
+        self._reading = threading.Lock()  # held by the thread that reads
+        self._over = False  # it has become a channel, or was dropped
 
-    def channel(self) -> SocketChannel:
-        """What it becomes."""
-        return SocketChannel(self._endpoint, self.sock, self.peer)
+    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
+        """Make the channel that a connection becomes once it has proven itself."""
+        return SocketChannel(endpoint, self.sock, self.peer)
 
     def read(self) -> None:
-        """Something came; or it came to who had the descriptor before, so that several threads may be told at once."""
+        """The descriptor is readable. Several threads may call this at once: the event may belong to the connection
+        that had the same descriptor before.
+        """
         if not self._reading.acquire(blocking=False):
-            return  # who is at it arms the descriptor again
+            return  # the thread that reads arms the descriptor again
         try:
-            awaited = self._go_on()
+            awaited = self._continue()
         except BaseException:
             self._drop()
             raise
         finally:
             self._reading.release()
-        if awaited:  # not before: a poller that is told would find it being read
-            self._endpoint.arm(self.fd, awaited)
+        if awaited:  # not earlier: a thread that polls would find the connection being read
+            self._owner.descriptors.arm(self.fd, awaited)
 
-    def _go_on(self) -> int:
-        """Read what is there; what to wait for next, 0 if this is over."""
+    def _continue(self) -> int:
+        """Read what is there. Returns what to wait for next; 0: nothing, the connection is no longer pending."""
         if self._over:
             return 0
         if self._ignored:
@@ -96,11 +100,11 @@ class PendingConnection:
         if not self._handshake.done:
             return select.EPOLLIN
         self._over = True
-        self._endpoint.welcome(self)
+        self._owner.admit(self)
         return 0
 
     def _agree(self) -> int:
-        """What to wait for before bytes of the handshake may be read; 0: nothing."""
+        """Returns what to wait for before the handshake of the secret can be read; 0: nothing."""
         return 0
 
     def _read(self) -> None:
@@ -109,11 +113,11 @@ class PendingConnection:
             raise ConnectionResetError("closed before it was authenticated")
         answer = self._handshake.feed(data)
         if answer:
-            self.sock.sendall(answer)  # a few bytes into an empty buffer: does not block
+            self.sock.sendall(answer)  # a few bytes into an empty buffer; does not block
 
     def _refuse(self, reason: str, last_word: bytes) -> int:
-        """Say why, and wait for the peer to close: closing first, with bytes of its to come, would take back our last
-        word. Its time as a newcomer runs on.
+        """Tell the peer why, and wait until the peer closes. If this side closed first while bytes of the peer arrive,
+        the kernel would drop what was told. The connection stays pending, and is dropped when its time is over.
         """
         log.warning("refused a connection from %s: %s", self.peer, reason)
         self._ignored = 1
@@ -128,7 +132,7 @@ class PendingConnection:
     def _ignore(self) -> int:
         self._ignored += 1
         try:
-            over = not self._discard() or self._ignored > _PATIENCE
+            over = not self._discard() or self._ignored > _MAX_DISCARDS
         except BlockingIOError:
             over = False
         except OSError:
@@ -137,25 +141,25 @@ class PendingConnection:
 
     def _drop(self) -> int:
         self._over = True
-        self._endpoint.drop(self)
+        self._owner.drop(self)
         return 0
 
     def _discard(self) -> int:
-        return len(self.sock.recv(_DISCARDED))
+        return len(self.sock.recv(_DISCARD_BYTES))
 
 
 class TlsPendingConnection(PendingConnection):
-    """A connection that has to speak TLS."""
+    """A connection that must speak TLS."""
 
-    def __init__(self, endpoint: Host, sock: socket.socket, peer: str, credentials: Credentials) -> None:
-        super().__init__(endpoint, sock, peer)
+    def __init__(self, owner: PendingOwner, sock: socket.socket, peer: str, credentials: Credentials) -> None:
+        super().__init__(owner, sock, peer)
         self._credentials = credentials
         self._secure: TlsSocket | None = None
-        self._agreed = False  # the handshake of TLS is over
+        self._agreed = False  # the handshake of TLS is done
 
-    def channel(self) -> SocketChannel:
+    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
         assert self._secure is not None
-        return TlsChannel(self._endpoint, self._secure, self.peer)
+        return TlsChannel(endpoint, self._secure, self.peer)
 
     def _agree(self) -> int:
         if self._agreed:
@@ -180,10 +184,10 @@ class TlsPendingConnection(PendingConnection):
         return 0
 
     def _discard(self) -> int:
-        return super()._discard() if self._secure is None else self._secure.discard(_DISCARDED)
+        return super()._discard() if self._secure is None else self._secure.discard(_DISCARD_BYTES)
 
     def _read(self) -> None:
         super()._read()
         assert self._secure is not None
-        while not self._handshake.done and self._secure.pending():  # no descriptor tells of these
+        while not self._handshake.done and self._secure.pending():  # the descriptor is not readable for these
             super()._read()

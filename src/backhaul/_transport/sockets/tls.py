@@ -1,10 +1,11 @@
-"""TLS for TCP: what a worker proves itself with, and connections that channels can use as they use plain ones.
+"""TLS for TCP: a worker's credentials, and TLS connections that channels use like plain sockets.
 
-Both ends show a certificate and check the other's. Hosts are not checked, since workers are known by name and come from
-anywhere: names are, by who knows them (``rpc.peers``). The handshake of the secret follows inside.
+Both ends show a certificate and check the certificate of the other. Host names are not checked, since a worker may run
+on any host. The names of workers are checked where they are known (``_rpc.cluster``). The handshake of the secret
+follows inside the TLS connection.
 
-[Note: one at a time] A channel is read and written by different threads, and OpenSSL's connections bear only one at a
-time. Nothing blocks here, so a lock around each call is enough.
+[Note: one at a time] Different threads read and write a channel, and OpenSSL allows only one thread at a time to use a
+connection. No call here blocks, so a lock around each call is enough.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from typing import Any, cast
 
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Event, Lost, Received
-from backhaul._transport.sockets.channel import SocketChannel, Watcher
+from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
 from backhaul._types import Tls
 from backhaul._wire.memory import Buffer
 from backhaul.errors import AuthenticationError
 
-_WRITE = 1 << 17  # bytes at once: what a reader has to wait for; no more than a turn of ``socket_channel``
-_HELLO = b"\x16\x03"  # how TLS begins
+_WRITE_BYTES = 1 << 17  # in one call; a thread that reads waits for it. At most ``socket_writer.TURN_BYTES``
+_CLIENT_HELLO = b"\x16\x03"  # the first bytes of every TLS connection
 _NOT_NOW = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_OTHER_LANGUAGE = frozenset(
+_NOT_TLS = frozenset(
     ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE")
 )
 
 
 def begins_tls(data: bytes) -> bool:
-    """Whether these are the first bytes of somebody who speaks TLS."""
-    return data[: len(_HELLO)] == _HELLO[: len(data)]
+    """Whether these are the first bytes of a TLS connection."""
+    return data[: len(_CLIENT_HELLO)] == _CLIENT_HELLO[: len(data)]
 
 
 class Credentials:
-    """A worker's certificate, key and authority, loaded. Raises ``ValueError`` if they are not what they should be."""
+    """A worker's certificate, key and authority, loaded. Raises ``ValueError`` if they cannot be used."""
 
     def __init__(self, tls: Tls) -> None:
         self.names = tls.names
@@ -55,7 +56,7 @@ class Credentials:
         context.verify_mode = ssl.CERT_REQUIRED
         what = f"certificate {tls.certificate} with key {tls.key}"
         try:
-            # An empty password: one that is asked for at the terminal would stop the program.
+            # With an empty password OpenSSL does not ask for one at the terminal, which would stop the program.
             context.load_cert_chain(tls.certificate, tls.key, password="")
             what = f"authority {tls.authority}"
             context.load_verify_locations(cafile=tls.authority)
@@ -64,11 +65,11 @@ class Credentials:
         return context
 
     def accept(self, sock: socket.socket) -> ssl.SSLSocket:
-        """The server's side of a new connection; its handshake is still to be done."""
+        """Make the server's side of a new connection. The caller does the handshake."""
         return self._server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def connect(self, sock: socket.socket) -> ssl.SSLSocket:
-        """The client's side, after its handshake. Takes ``sock`` over, and closes it if that fails."""
+        """Make the client's side of a connection, and do its handshake. Closes ``sock`` if that fails."""
         secure = self._client.wrap_socket(sock, do_handshake_on_connect=False)
         try:
             _shake_hands(secure)
@@ -87,19 +88,19 @@ def _shake_hands(secure: ssl.SSLSocket) -> None:
 
 
 def explain(error: ssl.SSLError) -> str:
-    """What went wrong with a connection, for people."""
+    """Say for people what went wrong with a connection."""
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
-            f"the certificate of the other side is not one of this cluster's authority, or not valid: "
+            f"the certificate of the other side is not valid, or this cluster's authority did not sign it: "
             f"{error.verify_message}"
         )
-    if reason in _OTHER_LANGUAGE:
-        return "the other side does not speak TLS: give it Options(tls=...), or this one none"
+    if reason in _NOT_TLS:
+        return "the other side does not speak TLS: use the same Options(tls=...) on both"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "the other side showed no certificate"
     if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
-        return f"the other side did not accept the certificate of this one: {_words(reason)}"
+        return f"the other side did not accept the certificate of this side: {_words(reason)}"
     return f"TLS failed: {_words(reason) or error}"
 
 
@@ -108,9 +109,9 @@ def _words(reason: str) -> str:
 
 
 class TlsSocket:
-    """A TLS connection with those methods of a plain, non-blocking socket that channels use; see [Note: one at a time].
+    """A TLS connection with the methods of a plain, non-blocking socket that channels use; see [Note: one at a time].
 
-    Bytes that were decrypted and not yet read make no descriptor readable: read while ``pending``.
+    The descriptor is not readable while decrypted bytes wait to be read: read until ``pending`` is 0.
     """
 
     def __init__(self, secure: ssl.SSLSocket) -> None:
@@ -119,31 +120,31 @@ class TlsSocket:
         self.family = secure.family
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Like ``socket.fileno``."""
         return self._secure.fileno()
 
     def pending(self) -> int:
-        """How many bytes can be read without the descriptor."""
+        """How many decrypted bytes wait to be read."""
         with self._lock:
             return self._secure.pending()
 
     def peer_names(self) -> frozenset[str]:
-        """Whom the peer's certificate names."""
+        """The worker names in the peer's certificate."""
         certificate: Any = self._secure.getpeercert() or {}
         return frozenset(name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
 
     def do_handshake(self) -> None:
-        """Go on with it. Raises ``ssl.SSLWantReadError`` or ``ssl.SSLWantWriteError`` if it is not over."""
+        """Continue the handshake. Raises ``ssl.SSLWantReadError`` or ``ssl.SSLWantWriteError`` if it is not done."""
         with self._lock:
             self._secure.do_handshake()
 
     def recv(self, size: int) -> bytes:
-        """As of a socket."""
+        """Like ``socket.recv``."""
         with self._lock, _as_of_sockets():
             return self._secure.recv(size)
 
     def recv_into(self, memory: memoryview) -> int:
-        """As of a socket."""
+        """Like ``socket.recv_into``."""
         try:
             with self._lock:
                 return self._secure.recv_into(memory)
@@ -153,16 +154,16 @@ class TlsSocket:
             raise OSError(errno.EPROTO, explain(error)) from error
 
     def discard(self, size: int) -> int:
-        """Take bytes from below without looking at them; 0: there will be none."""
+        """Read encrypted bytes and drop them. Returns how many; 0: the peer has closed the connection."""
         return len(socket.socket.recv(self._secure, size))
 
     def sendall(self, data: bytes) -> None:
-        """As of a socket; for little that fits into its buffer."""
+        """Like ``socket.sendall``, for a few bytes that fit into the socket's buffer."""
         with self._lock, _as_of_sockets():
             self._secure.sendall(data)
 
     def sendmsg(self, parts: Sequence[Buffer]) -> int:
-        """As of a socket. What follows an error has to begin with the same bytes, and no fewer, as with channels."""
+        """Like ``socket.sendmsg``. After an error the caller must repeat the same bytes, and no fewer; channels do."""
         sent = 0
         try:
             for piece in _pieces(parts):
@@ -177,22 +178,22 @@ class TlsSocket:
         return sent
 
     def shutdown(self, how: int) -> None:
-        """As of a socket, with no word to the peer. SSL sockets would go on in plain text from there."""
+        """Like ``socket.shutdown``, without a TLS message. An SSL socket would continue in plain text after one."""
         socket.socket.shutdown(self._secure, how)
 
     def detach(self) -> int:
-        """As of a socket. Takes no lock."""
+        """Like ``socket.detach``. Takes no lock."""
         return self._secure.detach()
 
     def close(self) -> None:
-        """As of a socket."""
+        """Like ``socket.close``."""
         with self._lock:
             self._secure.close()
 
 
 @contextlib.contextmanager
 def _as_of_sockets() -> Iterator[None]:
-    """Raise what plain sockets raise."""
+    """Translate errors of SSL into those of plain sockets."""
     try:
         yield
     except _NOT_NOW:
@@ -202,11 +203,11 @@ def _as_of_sockets() -> Iterator[None]:
 
 
 def _pieces(parts: Sequence[Buffer]) -> Iterator[Buffer]:
-    """The same bytes in pieces worth a call each: small parts joined, large ones cut."""
+    """The same bytes in pieces of a good size for one call: small parts are joined, large parts are cut."""
     small: list[Buffer] = []
     size = 0
     for part in parts:
-        if size + len(part) <= _WRITE:
+        if size + len(part) <= _WRITE_BYTES:
             small.append(part)
             size += len(part)
             continue
@@ -214,8 +215,8 @@ def _pieces(parts: Sequence[Buffer]) -> Iterator[Buffer]:
             yield b"".join(small)
             small, size = [], 0
         view = memoryview(part)
-        for start in range(0, len(view), _WRITE):
-            yield view[start : start + _WRITE]
+        for start in range(0, len(view), _WRITE_BYTES):
+            yield view[start : start + _WRITE_BYTES]
     if small:
         yield small[0] if len(small) == 1 else b"".join(small)
 
@@ -223,12 +224,12 @@ def _pieces(parts: Sequence[Buffer]) -> Iterator[Buffer]:
 class TlsChannel(SocketChannel):
     """A channel over a TLS connection."""
 
-    def __init__(self, endpoint: Watcher, secure: TlsSocket, peer: str) -> None:
+    def __init__(self, endpoint: ChannelOwner, secure: TlsSocket, peer: str) -> None:
         super().__init__(endpoint, cast("socket.socket", secure), peer)
         self._secure = secure
         self.names = secure.peer_names()
 
-    def _ahead(self) -> bool:
+    def _has_buffered(self) -> bool:
         return self._secure.pending() > 0
 
     def _read(self) -> Event | None:

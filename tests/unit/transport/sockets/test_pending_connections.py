@@ -1,5 +1,5 @@
-"""Connections that have not proven themselves yet, told of by several threads: descriptors are used again, so a thread
-may be told of one that another has seen to.
+"""Pending connections that several threads read. Descriptors are used again, so a thread may get an event of a
+connection that another thread has finished with.
 """
 
 from __future__ import annotations
@@ -36,49 +36,49 @@ def client(endpoint: SocketEndpoint) -> Iterator[socket.socket]:
         yield made
 
 
-def meet(endpoint: SocketEndpoint) -> PendingConnection:
-    while not endpoint._newcomers:
+def accept(endpoint: SocketEndpoint) -> PendingConnection:
+    while not endpoint._acceptor.pending:
         endpoint.poll(1.0)
-    (newcomer,) = endpoint._newcomers.values()
-    return newcomer
+    (pending,) = endpoint._acceptor.pending.values()
+    return pending
 
 
-def shake_hands(endpoint: SocketEndpoint, newcomer: PendingConnection, client: socket.socket) -> None:
+def shake_hands(endpoint: SocketEndpoint, pending: PendingConnection, client: socket.socket) -> None:
     handshake = ClientHandshake(SECRET)
     client.sendall(handshake.start())
     while not handshake.done:
-        newcomer.read()
+        pending.read()
         client.sendall(handshake.feed(client.recv(handshake.wanted)))
-    while endpoint._newcomers:
-        newcomer.read()
+    while endpoint._acceptor.pending:
+        pending.read()
 
 
-def test_who_is_told_late_takes_nothing_from_the_channel(
+def test_a_late_event_takes_nothing_from_the_channel(
     endpoint: SocketEndpoint, client: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    newcomer = meet(endpoint)
-    shake_hands(endpoint, newcomer, client)
+    pending = accept(endpoint)
+    shake_hands(endpoint, pending, client)
     client.sendall(b"".join(Frame(3, 7, b"hello").parts()))
-    newcomer.read()
+    pending.read()
     for _ in range(10):
         event = endpoint.poll(1.0)
         if event is not None:
             break
     assert isinstance(event, Received)
     assert [bytes(frame.body) for frame in event.frames] == [b"hello"]
-    assert not caplog.records, "nobody was refused"
+    assert not caplog.records, "no connection was refused"
 
 
-def test_who_is_told_late_closes_nothing_of_another(
+def test_a_late_event_closes_no_other_descriptor(
     endpoint: SocketEndpoint, client: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    newcomer = meet(endpoint)
+    pending = accept(endpoint)
     client.close()
-    newcomer.read()
-    assert not endpoint._newcomers
+    pending.read()
+    assert not endpoint._acceptor.pending
     other = socket.socketpair()  # one of them has the descriptor now, as a rule
     with other[0], other[1]:
-        newcomer.read()
+        pending.read()
         other[0].sendall(b"still there")
         assert other[1].recv(100) == b"still there"
     assert len(caplog.records) == 1, "refused once"
@@ -87,9 +87,9 @@ def test_who_is_told_late_closes_nothing_of_another(
 def test_one_thread_at_a_time_reads(
     endpoint: SocketEndpoint, client: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newcomer = meet(endpoint)
+    pending = accept(endpoint)
     within, go_on = threading.Event(), threading.Event()
-    feed = newcomer._handshake.feed
+    feed = pending._handshake.feed
     fed: list[bytes] = []
 
     def slowly(data: bytes) -> bytes:
@@ -99,21 +99,21 @@ def test_one_thread_at_a_time_reads(
             assert go_on.wait(10)
         return feed(data)
 
-    monkeypatch.setattr(newcomer._handshake, "feed", slowly)
+    monkeypatch.setattr(pending._handshake, "feed", slowly)
     handshake = ClientHandshake(SECRET)
     hello = handshake.start()
     client.sendall(hello[:3])
-    reader = threading.Thread(target=newcomer.read)
+    reader = threading.Thread(target=pending.read)
     reader.start()
     assert within.wait(10)
     client.sendall(hello[3:])
-    newcomer.read()
-    assert fed == [hello[:3]], "the other is at it"
+    pending.read()
+    assert fed == [hello[:3]], "the other thread reads"
     go_on.set()
     reader.join()
     endpoint.poll(1.0)  # it was armed again
     assert b"".join(fed) == hello
     client.sendall(handshake.feed(client.recv(handshake.wanted)))
-    while endpoint._newcomers:
+    while endpoint._acceptor.pending:
         endpoint.poll(1.0)
     assert len(endpoint._channels) == 1

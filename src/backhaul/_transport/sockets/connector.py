@@ -1,0 +1,111 @@
+"""Opening connections to other workers, including the proof of both sides. Knows no frames."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+
+from backhaul._runtime import interrupts
+from backhaul._transport.base import ConnectTimeoutError
+from backhaul._transport.sockets import addresses
+from backhaul._transport.sockets.handshake import ClientHandshake
+from backhaul._transport.sockets.tls import Credentials, explain
+from backhaul.errors import AuthenticationError
+
+_SEND_BUFFER_BYTES = 4 << 20  # of Unix sockets
+
+
+def tune(sock: socket.socket) -> None:
+    """Set the options of a new connection, on either side."""
+    with contextlib.suppress(OSError):
+        if sock.family == socket.AF_UNIX:  # TCP sizes its buffers itself, and better
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class Connector:
+    """Opens connections. Thread-safe.
+
+    Args:
+        secret: What both sides must know.
+        credentials: What this side proves itself with over TCP, which is then TLS.
+    """
+
+    def __init__(self, secret: bytes, credentials: Credentials | None) -> None:
+        self._secret = secret
+        self._credentials = credentials
+
+    def connect(self, address: str, timeout: float) -> socket.socket:
+        """Open a connection and authenticate both sides. The socket does not block; with TLS it is an SSL socket.
+
+        Raises:
+            ConnectionError: Nothing listens there; ``ConnectTimeoutError`` if there was no answer in time.
+            AuthenticationError: One side does not know the other's secret, or does not accept its certificate.
+        """
+        family, where = addresses.parse(address)
+        deadline = time.monotonic() + timeout
+        sock = _open(family, where, timeout, address)
+        try:
+            tune(sock)
+            if self._credentials is not None and family != socket.AF_UNIX:
+                sock = self._credentials.connect(sock)
+            handshake = ClientHandshake(self._secret)
+            sock.sendall(handshake.start())
+            while not handshake.done:
+                sock.settimeout(max(deadline - time.monotonic(), 0.001))
+                data = _recv(sock, handshake.wanted)
+                if not data:
+                    raise ConnectionResetError(f"{address} closed the connection during the handshake")
+                sock.sendall(handshake.feed(data))
+            sock.setblocking(False)
+            return sock
+        except TimeoutError as error:
+            sock.close()
+            raise _timed_out(address, timeout) from error
+        except ssl.SSLError as error:  # the peer's verdict on our certificate may come as late as this
+            sock.close()
+            raise AuthenticationError(explain(error)) from error
+        except BaseException:
+            sock.close()
+            raise
+
+
+def _timed_out(address: str, timeout: float) -> ConnectTimeoutError:
+    return ConnectTimeoutError(f"{address} did not answer within {timeout:g} s")
+
+
+@interrupts.waits
+def _open(family: socket.AddressFamily, where: addresses.SocketAddress, timeout: float, address: str) -> socket.socket:
+    try:
+        if isinstance(where, tuple):
+            return socket.create_connection(where, timeout)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except TimeoutError as error:
+        raise _timed_out(address, timeout) from error
+    except OSError as error:
+        raise ConnectionError(f"cannot connect to {address}: {error}") from error
+    try:
+        # Not by settimeout: a non-blocking connect fails as soon as the listener's queue is full.
+        limit = struct.pack("ll", int(timeout), max(int(timeout % 1 * 1e6), 1))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.connect(where)
+        sock.settimeout(timeout)
+        return sock
+    except BlockingIOError as error:
+        sock.close()
+        raise _timed_out(address, timeout) from error
+    except OSError as error:
+        sock.close()
+        raise ConnectionError(f"cannot connect to {address}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+@interrupts.waits
+def _recv(sock: socket.socket, size: int) -> bytes:
+    return sock.recv(size)
