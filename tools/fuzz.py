@@ -48,11 +48,12 @@ from backhaul._transport.sockets import handshake
 from backhaul._transport.sockets.handshake import ClientHandshake, ServerHandshake
 from backhaul._types import Options
 from backhaul._wire import messages, value_count
-from backhaul._wire.codec import encode, load, tensors_of
+from backhaul._wire.codec import encode, load
 from backhaul._wire.frames import Frame, FrameReader, control_frame
 from backhaul._wire.memory import Buffer, Recycler
 from backhaul._wire.messages import Fault, Hello, Kind, Payload, Refuse, Reply, Request, pack, unpack
 from backhaul._wire.strict import check_payload
+from backhaul._wire.tensors.reader import tensors_of
 from backhaul.errors import AuthenticationError, LimitError, ProtocolError
 
 LIMIT = 1 << 20
@@ -532,7 +533,7 @@ def _plain_target() -> Target | None:
         _decode = msgspec.msgpack.Decoder(list[Any]).decode
 
         def seeds(self) -> list[bytes]:
-            from backhaul._wire.tensors.tensors import TensorWriter
+            from backhaul._wire.tensors.writer import TensorWriter
 
             values: list[Any] = [
                 *(1, None, 2.5, "text", b"x", 1 << 70, "\ud800", 1j, torch.Size([1, 2]), torch.float32),

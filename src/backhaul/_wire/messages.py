@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from backhaul._wire.memory import Buffer
-from backhaul._wire.tensors.tensors import EMPTY_TABLE, TensorTable
+from backhaul._wire.tensors.specs import EMPTY_TABLE, TensorTable
 from backhaul.errors import ProtocolError
 
 M = TypeVar("M", bound=msgspec.Struct)

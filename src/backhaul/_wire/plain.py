@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from backhaul._types import UNTRUSTED_VALUES
-from backhaul._wire.tensors.tensors import TensorWriter
+from backhaul._wire.tensors.writer import TensorWriter
 from backhaul._wire.value_count import LEVELS, count
 from backhaul.errors import LimitError, ProtocolError, SerializationError
 

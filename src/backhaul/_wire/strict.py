@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from backhaul._wire.codec import tensors_of
 from backhaul._wire.device_link import Grounded
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import TREE, Payload
 from backhaul._wire.plain import MAX_DIMENSIONS, SCALARS
-from backhaul._wire.tensors.tensors import Ordinary, Part, TensorTable, dtype_named, read_record
+from backhaul._wire.tensors.dtypes import dtype_named
+from backhaul._wire.tensors.reader import tensors_of
+from backhaul._wire.tensors.specs import Ordinary, Part, TensorTable, read_record
 from backhaul.errors import ProtocolError
 
 _grounded = Grounded()

@@ -19,7 +19,7 @@ from backhaul._wire.codec import decode, encode
 from backhaul._wire.messages import TREE, Payload, pack, unpack
 from backhaul._wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Tag, restore
 from backhaul._wire.strict import check_payload
-from backhaul._wire.tensors.tensors import Part, TensorSpec, TensorTable
+from backhaul._wire.tensors.specs import Part, TensorSpec, TensorTable
 from backhaul._wire.value_count import count
 from backhaul.errors import BackhaulError, LimitError, ProtocolError, SerializationError
 

@@ -43,12 +43,13 @@ from backhaul._rpc.node import Node
 from backhaul._rpc.security.policy import internal
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel, ChannelClosedError
-from backhaul._wire.codec import load, tensors_of
+from backhaul._wire.codec import load
 from backhaul._wire.device_link import decline
 from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import pack, unpack
+from backhaul._wire.tensors.reader import tensors_of
 from backhaul._wire.tensors.subclasses import detached
 from backhaul._worker import deadlines
 from backhaul._worker.deadlines import FOREVER

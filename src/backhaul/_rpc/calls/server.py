@@ -29,11 +29,12 @@ from backhaul._runtime import interrupts, runtime
 from backhaul._runtime.observer import ServeTrace
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError
 from backhaul._wire.callables import label_of, resolve
-from backhaul._wire.codec import Encoded, encode, load, tensors_of
+from backhaul._wire.codec import Encoded, encode, load
 from backhaul._wire.device_link import decline
 from backhaul._wire.faults import encode_fault
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Cancel, Kind, Reply, Request, pack, unpack
+from backhaul._wire.tensors.reader import tensors_of
 from backhaul._wire.tensors.subclasses import may_require_grad
 from backhaul._worker import deadlines
 from backhaul._worker.deadlines import CancelScope

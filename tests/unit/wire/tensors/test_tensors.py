@@ -18,15 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul._wire.tensors.tensors import (
-    Ordinary,
-    Part,
-    TensorSpec,
-    TensorTable,
-    TensorWriter,
-    read_tensors,
-    write_all_ordinary,
-)
+from backhaul._wire.tensors.reader import read_tensors
+from backhaul._wire.tensors.specs import Ordinary, Part, TensorSpec, TensorTable
+from backhaul._wire.tensors.writer import TensorWriter, write_all_ordinary
 from backhaul.errors import ProtocolError, SerializationError
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
