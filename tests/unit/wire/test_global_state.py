@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul._wire.bytecode import uses_of
 from backhaul._wire.codec import encode
-from backhaul._wire.global_state import refuse_state, uses_of
+from backhaul._wire.global_state import refuse_state
 from backhaul._wire.pickling import reducers
 from backhaul.errors import SerializationError
 
