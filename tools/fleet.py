@@ -34,7 +34,7 @@ from backhaul._transport.sockets.addresses import host_identity
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._types import Options
 from backhaul._worker.worker import Worker, current_worker
-from backhaul.testing.leaks import take_snapshot
+from backhaul.testing.snapshots import take_snapshot
 
 COUNTED = (
     "num_autograd_contexts",

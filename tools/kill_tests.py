@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 
 from backhaul._rpc.api import rpc_async, rpc_sync
-from backhaul._sim.random_steps import RandomStep, draw_trial, run_trial
+from backhaul._sim.random_steps import RandomStep, draw_step, run_step
 from backhaul._types import Options
 from backhaul.errors import BackhaulError, BackwardTimeoutError, CallTimeoutError, PeerLostError, SerializationError
 from tools.fleet import Exam, Fleet
@@ -174,7 +174,7 @@ class Killer:
         number = self._fleet.number(victim)
         role = "called" if stage is None else stage.role
         while True:
-            trial = draw_trial(self._draw, next(self._runs), number if role == "driver" else 0, self._numbers())
+            trial = draw_step(self._draw, next(self._runs), number if role == "driver" else 0, self._numbers())
             if number not in trial.places:
                 continue
             part = takes_part(trial.program.body, trial.places.index(number))
@@ -189,7 +189,7 @@ class Killer:
     def _step(self, trial: RandomStep, outcome: KillOutcome) -> None:
         driver = trial.places[0]
         try:
-            differences = run_trial(trial) if driver == 0 else rpc_async(driver, run_trial, args=(trial,)).wait()
+            differences = run_step(trial) if driver == 0 else rpc_async(driver, run_step, args=(trial,)).wait()
         except BackhaulError as error:
             outcome.how, outcome.about = type(error).__name__, error.worker
             error.__traceback__ = None  # refers to all that the step held
@@ -245,9 +245,9 @@ class Killer:
 
     def _must_be_right(self, when: str, others: Sequence[int] | None = None) -> None:
         numbers = self._numbers() if others is None else [0, *others]
-        trial = draw_trial(self._draw, next(self._runs), 0, numbers)
+        trial = draw_step(self._draw, next(self._runs), 0, numbers)
         try:
-            differences = run_trial(trial)
+            differences = run_step(trial)
         except Exception as error:
             self._verdict.steps[type(error).__name__] += 1
             self._verdict.problems.append(f"{when}: a step failed:\n{''.join(traceback.format_exception(error))}")

@@ -29,7 +29,7 @@ from backhaul._rpc.node import Node
 from backhaul._sim.cluster import SimCluster, SimProgram
 from backhaul._sim.faults import FAULTS, HARMLESS, SURVIVED, UNREACHABLE, SimulatedFaults
 from backhaul._sim.network import NetworkConditions
-from backhaul._sim.random_steps import RandomStep, Stage, draw_trial, forget_states, run_trial
+from backhaul._sim.random_steps import RandomStep, Stage, draw_step, forget_states, run_step
 from backhaul._types import Options
 from backhaul._worker.worker import current_worker
 from backhaul.errors import BackhaulError
@@ -165,7 +165,7 @@ class _Run:
 
     def run(self, fate: SimulatedFaults, drivers: int) -> None:
         cluster = self._cluster
-        cluster.spawn(functools.partial(self._guard, fate.work), "fate")
+        cluster.spawn(functools.partial(self._guard, fate.work), "faults")
         while self._taken < self._setting.steps or fate.busy or self.driving():
             self._programs = [program for program in self._programs if not program.ended]
             names = list(cluster.nodes)
@@ -178,7 +178,7 @@ class _Run:
             if self._verdict.problems:
                 return
         fate.over = True
-        cluster.calm()
+        cluster.end_faults()
         self._settle()
 
     def _guard(self, work: Callable[[], None]) -> None:
@@ -206,12 +206,12 @@ class _Run:
             self._begun[run] = worker.incarnation, self._cluster.scheduler.now
             draw = random.Random(self._setting.seed * 1_000_003 + run)
             known = [peer.record.id for peer in worker.part(Node).peers]
-            trial = draw_trial(draw, run, worker.info.id, known, replay=self._setting.replay)
+            trial = draw_step(draw, run, worker.info.id, known, replay=self._setting.replay)
             what = "step with replay" if trial.replay else "step"
             self._cluster.scheduler.trace.note(f"{what} {run} on {worker.name}")
             stages: dict[Stage, float] = {"preparing": self._cluster.scheduler.now}
             try:
-                differences = run_trial(trial, functools.partial(self._note_stage, stages))
+                differences = run_step(trial, functools.partial(self._note_stage, stages))
             except BackhaulError as error:
                 # As text: the error itself refers to all frames it went through, and so to what they held.
                 self._verdict.errors.append("".join(traceback.format_exception(error)))
@@ -304,7 +304,7 @@ def _run_seed(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
     conditions = NetworkConditions(
         delay=draw.choice((0.0, 0.0001, 0.0005, 0.002)),
         capacity=draw.choice((float("inf"), float("inf"), 4096.0)),
-        patience=4.0,
+        silence_seconds=4.0,
     )
     options = Options(
         timeout=3.0,
@@ -322,7 +322,7 @@ def _run_seed(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
         seed=draw.getrandbits(64),
         options=options,
         conditions=conditions,
-        eagerness=draw.choice((0.0, 0.1, 0.5)),
+        yield_probability=draw.choice((0.0, 0.1, 0.5)),
         keep_trace=setting.keep_trace,
     )
     try:

@@ -31,7 +31,7 @@ import torch
 
 from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._rref.remote import remote
-from backhaul._sim.random_steps import draw_trial, forget_states, run_trial
+from backhaul._sim.random_steps import draw_step, forget_states, run_step
 from backhaul._types import Options
 from backhaul.errors import BackhaulError
 from tools.fleet import DRIVER, Exam, Fleet
@@ -202,7 +202,7 @@ class Soak:
 
     def _step(self, draw: random.Random) -> bool:
         numbers = range(len(self._names) + 1)
-        return not run_trial(draw_trial(draw, next(self._runs), 0, numbers, length=5))
+        return not run_step(draw_step(draw, next(self._runs), 0, numbers, length=5))
 
     def _value(self, draw: random.Random) -> torch.Tensor:
         return torch.full((draw.choice(_SIZES),), draw.random())

@@ -26,7 +26,8 @@ from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._wire.frames import Frame, FrameReader
 from backhaul._wire.messages import Kind
 from backhaul._worker.worker import current_worker
-from backhaul.testing.oracle import Body, State
+from backhaul.testing.oracle import State
+from backhaul.testing.programs import Body
 from tools.fleet import die
 
 When = Literal["before", "amid", "after"]

@@ -14,7 +14,9 @@ from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.handshake import ClientHandshake
 from backhaul._wire.frames import FrameReader
 from backhaul.testing.transport_conformance import Pollers
-from tools.fuzz import FindingError, Mutator, Target, corpus_of, feed, main, run, targets
+from tools.fuzz.mutator import Mutator
+from tools.fuzz.run import corpus_of, main, run, targets
+from tools.fuzz.target import FindingError, Target, feed
 
 CORPUS = Path(__file__).parent / "corpus"
 TARGETS = targets()
@@ -59,7 +61,7 @@ class Careless(Target):
 
 
 def test_what_must_not_come_out_is_found_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.fuzz.targets", lambda: [Careless()])
+    monkeypatch.setattr("tools.fuzz.run.targets", lambda: [Careless()])
     lines: list[str] = []
     assert main(["--inputs", "4000", "--corpus", str(tmp_path)], lines.append) == 1
     kinds = {word for line in lines for word in ("IndexError", "too few zeros") if word in line}

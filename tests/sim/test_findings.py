@@ -16,8 +16,8 @@ import backhaul as bh
 from backhaul._autograd.messages import AutogradKind
 from backhaul._rpc.calls.client import Pending
 from backhaul._rpc.cluster.joining import join
+from backhaul._sim.channel import SimChannel
 from backhaul._sim.cluster import SimCluster, SimProgram
-from backhaul._sim.endpoints import SimChannel
 from backhaul._sim.network import NetworkConditions
 from backhaul._transport.base import Channel, ChannelBrokenError
 from backhaul._wire.frames import Frame
@@ -30,7 +30,7 @@ def test_a_release_that_is_lost_with_its_channel() -> None:
         send = SimChannel.send
 
         def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
-            if frame.kind == AutogradKind.RELEASE and channel.home == "worker0" and not lost:
+            if frame.kind == AutogradKind.RELEASE and channel.source == "worker0" and not lost:
                 lost.append(frame)
                 cluster.network.drop(channel, 0.0, 1.0)
             else:
@@ -58,7 +58,7 @@ def test_a_release_into_a_channel_that_only_the_other_knows_to_be_lost() -> None
     with SimCluster(2, seed=1) as cluster:
         going = cluster.run("worker0", program)
         cluster.sleep(0.5)
-        (used,) = (channel for channel in cluster.network.channels if channel.home == "worker0")
+        (used,) = (channel for channel in cluster.network.channels if channel.source == "worker0")
         cluster.network.drop(used, 5.0, 0.0)
         going.result()
         cluster.sleep(10.0)
@@ -340,7 +340,7 @@ def test_a_release_while_only_the_other_end_knows_of_a_loss() -> None:
         x = torch.ones(2, requires_grad=True)
         with bh.context():
             bh.rpc_sync("worker1", torch.mul, args=(x, 2))
-            (channel,) = [channel for channel in cluster.network.channels if channel.home == "worker0"]
+            (channel,) = [channel for channel in cluster.network.channels if channel.source == "worker0"]
             cluster.network.drop(channel, 1.0, 0.0)
             bh.current_worker().runtime.one_shot().wait(0.5)
 
@@ -412,7 +412,7 @@ def test_a_newcomer_that_loses_a_channel_while_it_shows_itself(monkeypatch: pyte
     send, lost = SimChannel.send, []
 
     def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
-        if frame.kind == Kind.HELLO and (channel.home, channel.target) == ("late", "worker1") and not lost:
+        if frame.kind == Kind.HELLO and (channel.source, channel.target) == ("late", "worker1") and not lost:
             lost.append(channel)
             cluster.network.drop(channel, 0.0, 0.0)
         else:
@@ -433,7 +433,7 @@ def test_a_successor_that_not_everybody_knows(monkeypatch: pytest.MonkeyPatch) -
     send = SimChannel.send
 
     def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
-        if (channel.home, channel.target) == ("worker2", "worker1"):
+        if (channel.source, channel.target) == ("worker2", "worker1"):
             cluster.network.drop(channel, 0.0, 0.0)
         else:
             send(channel, frame, timeout=timeout)
@@ -467,7 +467,7 @@ def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: py
     sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
     options = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
     with SimCluster(4, seed=1, options=options) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # which would end the split
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)  # which would end the split
         for one in [*sides["left"], "left"]:
             for other in [*sides["right"], "right"]:
                 cluster.cut(one, other, 1000.0)
@@ -480,7 +480,7 @@ def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: py
         cluster.nodes = everyone
         assert [everyone[side].peers.own.record.id for side in sides] == [4, 4]
         assert [everyone[side].peers.own.record.epoch for side in sides] == [1, 1]
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         for _ in range(3):
             for one in everyone:
                 for other in everyone:
@@ -503,7 +503,7 @@ def test_an_address_that_does_not_answer_keeps_nobody_from_joining(silent: str) 
         addresses = [node.worker.endpoint.addresses[0] for node in cluster.nodes.values()]
         record, endpoint, runtime = cluster._prepare("late")
         if silent == "nobody reads there":
-            addresses[0] = cluster.network.endpoint(cluster.scheduler.home("silent")).addresses[0]
+            addresses[0] = cluster.network.endpoint(cluster.scheduler.new_process("silent")).addresses[0]
         elif silent == "cut off":
             cluster.cut("late", "worker1", 1000.0)
             del addresses[0]
@@ -552,7 +552,7 @@ def test_a_channel_that_is_lost_while_some_wait_for_all_to_be_done(home: str, ne
         ]
         cluster.sleep(3.5)
         ends = {home, "worker0" if home == "worker2" else "worker2"}
-        (used,) = [c for c in cluster.network.channels if c.home == home and {c.home, c.target} == ends]
+        (used,) = [c for c in cluster.network.channels if c.source == home and {c.source, c.target} == ends]
         cluster.network.drop(used, near, 2.0 - near)
         working.result()
         cluster.run("worker2", functools.partial(nodes[2].shutdown, graceful=True, timeout=30.0)).result()

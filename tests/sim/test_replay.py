@@ -13,11 +13,12 @@ import torch
 import backhaul as bh
 from backhaul._autograd.failure import recovery
 from backhaul._autograd.messages import AutogradKind
+from backhaul._sim.channel import SimChannel
 from backhaul._sim.cluster import SimCluster
-from backhaul._sim.endpoints import SimChannel
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
 from backhaul.testing import oracle
+from backhaul.testing.programs import Program, make_program
 
 OPTIONS = bh.Options(timeout=20.0, connect_timeout=2.0, backward_timeout=30.0)
 NAMES = ("worker0", "worker1", "worker2", "worker3")
@@ -135,7 +136,7 @@ class Fault:
         fault = self
 
         def watched(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
-            if frame.kind not in fault._kinds or fault._victim not in (channel.home, channel.target):
+            if frame.kind not in fault._kinds or fault._victim not in (channel.source, channel.target):
                 send(channel, frame, timeout=timeout)
                 return
             fault.count += 1
@@ -149,7 +150,7 @@ class Fault:
         return self
 
     def _strike(self) -> None:
-        self._cluster.spawn(self._crash, "fate")
+        self._cluster.spawn(self._crash, "faults")
 
     def _crash(self) -> None:
         if over:
@@ -226,7 +227,7 @@ def test_a_worker_that_is_lost_in_a_later_pass(cluster: SimCluster, victim: str,
 # Random programs.
 
 
-def run_program(program: oracle.Program, run: int) -> oracle.Result:
+def run_program(program: Program, run: int) -> oracle.Result:
     everyone = range(program.workers)
     prepare = functools.partial(oracle.prepare, program, run)
     for worker in everyone:
@@ -250,7 +251,7 @@ def run_program(program: oracle.Program, run: int) -> oracle.Result:
 def test_random_programs(seed: int) -> None:
     """Hooks fire again where a pass does, so they are not counted."""
     draw = random.Random(seed)
-    program = oracle.make_program(draw.randrange, workers=4, depth=3)
+    program = make_program(draw.randrange, workers=4, depth=3)
     with SimCluster(4, seed=seed, options=OPTIONS) as cluster:
         expected = cluster.run("worker0", lambda: run_program(program, 10_000 + 2 * seed)).result()
         assert not oracle.compare(dataclasses.replace(oracle.run_locally(program), counts={}), expected)
@@ -311,7 +312,7 @@ def pause(seconds: float) -> None:
 
 def lose(cluster: SimCluster, name: str) -> None:
     """From within a program."""
-    cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.crash(name), "fate"))
+    cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.crash(name), "faults"))
     pause(0.5)
 
 
@@ -446,7 +447,7 @@ def test_what_was_given_up_can_be_tried_again(cluster: SimCluster, what: str, pa
                 else:
                     with pytest.raises(bh.BackwardTimeoutError):
                         ctx.backward(y.sum(), timeout=2.0)
-                cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "fate"))
+                cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "faults"))
                 pause(1.0)
             y = bh.rpc_sync("worker1", nested, args=(y, []))
             ctx.backward(y.sum(), deterministic=True)
@@ -484,7 +485,7 @@ def expect_the_same_if_replaced(cluster: SimCluster, program: Callable[[Call, Re
 
     def replace(name: str) -> None:
         if disturbed:
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(functools.partial(crash, name), "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(functools.partial(crash, name), "faults"))
             bh.current_worker().runtime.one_shot().wait(2.0)
 
     def crash(name: str) -> None:
@@ -547,7 +548,7 @@ def test_a_worker_that_is_lost_while_its_share_is_made_again(cluster: SimCluster
     def strike(self: recovery.Recovery, context: int, place: tuple[int, ...], to: int, incarnation: str) -> None:
         if not again:
             again.append("worker1")
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "faults"))
             bh.current_worker().runtime.one_shot().wait(2.0)
         repeat(self, context, place, to, incarnation)
 
@@ -581,7 +582,7 @@ def test_a_restore_that_fails_says_what_it_was(cluster: SimCluster, what: str) -
         with bh.context(replay=bh.Replay(restore=fail_to_restore, timeout=30.0)) as ctx:
             y = bh.rpc_sync("worker1", torch.mul, args=(x, 2))
             lose(cluster, "worker1")
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "faults"))
             pause(1.0)
             if what == "backward":
                 ctx.backward(y.sum())
@@ -601,7 +602,7 @@ def test_references_are_refused(cluster: SimCluster) -> None:
         with bh.context(replay=bh.Replay(timeout=3.0)):
             rref = bh.remote("worker1", torch.mul, args=(x, 2))
             rref.to_here()
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "faults"))
             bh.current_worker().runtime.one_shot().wait(2.0)
             bh.rpc_sync("worker1", torch.mul, args=(x, 2))
 
@@ -647,7 +648,7 @@ def test_arguments_that_change_after_they_were_sent(cluster: SimCluster) -> None
             factor = torch.full((2,), 3.0, dtype=torch.float64)
             y = bh.rpc_sync("worker1", torch.mul, args=(x, factor))
             factor.fill_(100.0)
-            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "fate"))
+            cluster.scheduler.after(0.0, lambda: cluster.spawn(crash, "faults"))
             bh.current_worker().runtime.one_shot().wait(2.0)
             ctx.backward(y.sum())
             return ctx.grads[x].tolist()

@@ -66,7 +66,7 @@ def test_the_command_says_how_to_run_a_failure_again(monkeypatch: pytest.MonkeyP
     def wrong(trial: object, enter: object) -> list[str]:
         return ["all of it"]
 
-    monkeypatch.setattr("tools.simulation.run_trial", wrong)
+    monkeypatch.setattr("tools.simulation.run_step", wrong)
     lines: list[str] = []
     assert main(["--seeds", "4:6", "--workers", "3", "--steps", "2", "--faults", "none"], lines.append) == 1
     assert lines[-1] == ("failed: python -m tools.simulation --seeds 5 --workers 3 --steps 2 --faults 'none'")
