@@ -84,7 +84,7 @@ def test_a_deadlock_says_who_waits_where() -> None:
     with Scheduler(1) as scheduler:
         gate = SimOneShotEvent(scheduler)
         scheduler.spawn(lambda: gate.wait() and None, name="somebody", process=scheduler.outside)
-        with pytest.raises(DeadlockError, match="somebody waits for a gate"):
+        with pytest.raises(DeadlockError, match="somebody waits for a one-shot event"):
             scheduler.wait("Godot")
 
 
