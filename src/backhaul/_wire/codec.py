@@ -1,7 +1,8 @@
-"""Python values <-> payloads: plain data as it is, anything else pickled, tensors and large buffers beside it.
+"""Python values <-> payloads. Plain data is sent as it is, everything else is pickled, and tensors and large buffers go
+beside it.
 
-What both ends can import goes by name; lambdas, closures and what only ``__main__`` knows goes by value
-(cloudpickle). Only ever applied to bytes of authenticated peers.
+Functions and classes that both ends can import are sent by name. Lambdas, closures and what only ``__main__`` defines
+are sent by value (cloudpickle). This module decodes bytes of authenticated peers only.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ from backhaul._wire.unsendable import explain, path_to
 from backhaul.errors import BackhaulError, ProtocolError, SerializationError
 
 _ALWAYS_PLAIN = frozenset((type(None), bool, float, bytes))
-_MAX_PLAIN = 64  # a list longer than this is left to pickle, which is in C
+_MAX_PLAIN_VALUES = 64  # a longer list is left to pickle, which is written in C
 
 
 class Encoded(msgspec.Struct, eq=False):
-    """A value on its way out: the payload, the frame's buffers, and what owns their memory.
+    """A list of values, ready to be sent.
 
     Attributes:
-        tensors: Those of the message's table, then the wrappers that require grad (see ``wire.subclasses``).
-        unrecorded: Where in the message a value requires grad whose gradient would be lost, and why.
-        parcels: What reducers left.
-        lease: The slots of a link that the message takes with it, if any. To be told when it is handed to a channel.
+        payload: What the body of the message contains.
+        buffers: The buffers of the frame.
+        keep: The owners of the buffers' memory.
+        tensors: The tensors of the message's table, then the wrappers that require grad (see ``tensors.subclasses``).
+        parcels: What reducers left for their layers.
+        lease: The slots of a link that the message takes, if any. The sender reports when a channel has the message.
+        unrecorded: Paths to values that require grad and whose gradient would be lost, with their types.
     """
 
     payload: Payload
@@ -61,24 +65,24 @@ def encode(
     plain: bool = False,
     link: Link | None = None,
 ) -> Encoded:
-    """Encode a list of values. Raises ``SerializationError`` naming the part that cannot travel.
+    """Encode a list of values. Raises ``SerializationError``, which names the part that cannot be sent.
 
     Args:
-        values: Anything.
-        names: What to call each value in that error.
+        values: The values.
+        names: The names of the values in that error.
         main_shared: Whether ``__main__`` is the same program at the other end.
-        plain: Whether nothing may be pickled.
-        link: What takes tensors of devices; None: they cannot travel.
+        plain: Whether pickle is forbidden.
+        link: Takes tensors of devices. None: tensors of devices cannot be sent.
     """
     try:
         flat = _encode_plain(values, link)
-    except Exception:  # a tensor that cannot travel: the other form says which
+    except Exception:  # a tensor cannot be sent; the other form finds out which
         flat = None
     if plain:
         found = flat if flat is not None and not _special(flat.tensors) else _encode_tree(values, names, link)
     else:
         found = flat or _encode_pickled(values, names, main_shared, link)
-    if forward_ad._current_level >= 0:  # inside ``forward_ad.dual_level()``, on whatever thread
+    if forward_ad._current_level >= 0:  # inside ``forward_ad.dual_level()``, on any thread
         _refuse_tangents(found, values, names)
     return found
 
@@ -108,24 +112,27 @@ def _encode_tree(values: Sequence[Any], names: Sequence[str], link: Link | None)
     tensors = writer.tensors
     inline = link is None or not link.takes_host
     ordinary = write_all_ordinary(tensors) if inline and tensors else None
-    if ordinary is not None:  # which takes a twentieth of the values
+    if ordinary is not None:  # this table has a twentieth of the values of the other form
         return Encoded(Payload(ordinary[0], tree, loose=TREE), ordinary[1], tensors, tensors)
     table, buffers, keep = writer.finish()
     if len(buffers) > MAX_BUFFERS:
         _unsent(writer)
-        raise SerializationError(f"too much for one message: {len(buffers)} buffers of tensors")
+        raise SerializationError(
+            f"the message is too much for one frame: it has {len(buffers)} tensor buffers, and the limit is "
+            f"{MAX_BUFFERS}; send fewer tensors in one call"
+        )
     return Encoded(Payload(table, tree, loose=TREE), buffers, [keep], writer.tensors, lease=writer.lease)
 
 
 def _unsent(writer: TensorWriter) -> None:
-    """Whoever catches the error may keep it for long, and all it went through; slots are not to wait for that."""
+    """Give the slots back now. Code that keeps the error also keeps its frames, and with them the lease."""
     if writer.lease is not None:
         writer.lease.end()
 
 
 def _encode_plain(values: Sequence[Any], link: Link | None) -> Encoded | None:
-    """The form for plain scalars and tensors; None if there is anything else."""
-    if len(values) > _MAX_PLAIN:
+    """Encode plain scalars and tensors; None if there is any other value."""
+    if len(values) > _MAX_PLAIN_VALUES:
         return None
     plain = list(values)
     tensor: torch.Tensor | None = None
@@ -160,9 +167,7 @@ def _encode_plain(values: Sequence[Any], link: Link | None) -> Encoded | None:
 
 
 def _encode_tensors(plain: list[Any], placed: list[tuple[int, torch.Tensor]], link: Link | None) -> Encoded | None:
-    """Several tensors, or one that is not ordinary; None if one of them is neither in this process's memory nor the
-    link's.
-    """
+    """Encode several tensors, or one that is not ordinary. None if the link does not take the device of a tensor."""
     by_id = {id(tensor): tensor for _, tensor in placed}
     ids, distinct = list(by_id), list(by_id.values())
     where = tuple((place, ids.index(id(tensor))) for place, tensor in placed)
@@ -189,19 +194,20 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
         pickler = Pickler(out, writer, loose, main_shared, parcels)
         pickler.dump(list(values))
         table, buffers, keep = writer.finish()
-    except BaseException as error:  # code of the user's may raise anything
+    except BaseException as error:  # user code may raise anything
         if interrupts.from_signal(error):
             raise
-        if isinstance(error, BackhaulError) and not isinstance(error, SerializationError):  # what it refers to is lost
+        if isinstance(error, BackhaulError) and not isinstance(error, SerializationError):
             culprit = explain(values, names, main_shared, link, error).path
-            error.add_note(f"{culprit} stands for that, and cannot be sent")
+            error.add_note(f"{culprit} cannot be sent, because it refers to what this error is about")
             raise
         raise explain(values, names, main_shared, link, error) from error
     body = out.getvalue()
     if len(body) > MAX_BODY - (1 << 16) or len(buffers) + len(loose) > MAX_BUFFERS:
         _unsent(writer)
         raise SerializationError(
-            f"too much for one message: {len(body)} bytes of pickle, {len(buffers)} buffers of tensors"
+            f"the message is too much for one frame: it has {len(body)} bytes of pickle and {len(buffers)} tensor "
+            f"buffers, and the limits are {MAX_BODY} and {MAX_BUFFERS}; split it over several calls"
         )
     buffers.extend(buffer.raw() for buffer in loose)
     wrapped = pickler.subclasses.wrapped
@@ -213,14 +219,14 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
 
 
 def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None, *, why: str = "") -> list[Any]:
-    """Make the values again. The tensors live on the memory of ``buffers``, which must be writable, and of the slots
+    """Decode a list of values. The tensors live on the memory of ``buffers``, which must be writable, and of the slots
     of ``link``.
 
     Args:
-        payload: The values.
-        buffers: Those of the message.
-        link: What has tensors of devices.
-        why: If given, tensors that require grad raise this text when their gradient is computed.
+        payload: The encoded values.
+        buffers: The buffers of the message.
+        link: Gives access to tensors of devices.
+        why: If given, a gradient of a received tensor raises an error with this text.
     """
     tensors = tensors_of(payload, buffers, link)
     return load(payload, buffers, refuse_gradients(tensors, why) if why else tensors)
@@ -228,18 +234,18 @@ def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None
 
 @interrupts.calls_out
 def load(
-    payload: Payload, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor], home: object = None
+    payload: Payload, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor], worker: object = None
 ) -> list[Any]:
-    """Put a payload together from its tensors, or from others in their place, for the worker ``home``."""
+    """Decode a payload with these tensors, which may differ from those of the message, for the worker ``worker``."""
     values = payload.plain
     if values is None:
         loose = buffers[len(buffers) - payload.loose :]
-        values = Unpickler(io.BytesIO(payload.pickle), tensors, loose, home).load()
+        values = Unpickler(io.BytesIO(payload.pickle), tensors, loose, worker).load()
         if not isinstance(values, list):
-            raise ProtocolError(f"a payload is a list of values, not a {type(values).__name__}")
+            raise ProtocolError(f"the pickle of a payload must be a list of values, not a {type(values).__name__}")
         return values
     if payload.loose == TREE:
-        options = getattr(home, "options", None)
+        options = getattr(worker, "options", None)
         return restore(
             values,
             tensors,
@@ -250,5 +256,7 @@ def load(
         for place, index in payload.places:
             values[place] = tensors[index]
     except IndexError:
-        raise ProtocolError(f"no tensor {index} or no place {place} for it") from None
+        raise ProtocolError(
+            f"a payload puts tensor {index} into place {place}, but has {len(tensors)} tensors and {len(values)} places"
+        ) from None
     return values

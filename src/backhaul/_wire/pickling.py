@@ -32,21 +32,27 @@ from backhaul._wire.tensors.writer import TensorWriter
 _SMALL_BUFFER_BYTES = 4096  # a smaller buffer is cheaper inside the pickle
 
 Reducer = Callable[[Any, list[Any]], Any]
-"""Reduces a value for a message as ``__reduce__`` does. It may leave something in the list for its layer to act on when
-the message goes out; a message that cannot be encoded never does.
+"""Reduces a value for a message, as ``__reduce__`` does. It may append a parcel to the list. Its layer acts on the parcel
+when the message is sent. A message that cannot be encoded is never sent.
 """
 
 reducers: dict[type, Reducer] = {}
-"""Types that mean something only in a message, by their layers."""
+"""The reducers that higher layers have registered, by type."""
 
 builders: dict[tuple[str, str], Callable[..., Any]] = {}
-"""What to call in the place of a function named in a message, by module and name: with the same arguments, and before
-them the worker that has received it.
+"""What the unpickler calls in place of a named function, by module and name. It gets the receiving worker as its first
+argument, before the arguments in the message.
 """
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's by-value rules for functions and classes, ours for tensors and ``__main__``."""
+    """Pickles one message. cloudpickle decides which functions and classes go by value, except those of a shared
+    ``__main__``.
+
+    Attributes:
+        subclasses: Takes tensor subclasses apart.
+        scripted: Script modules with a value that requires grad and cannot be recorded.
+    """
 
     def __init__(
         self,
@@ -56,15 +62,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         main_shared: bool,
         parcels: list[Any],
     ) -> None:
-        # Not a method: a pickler that refers to itself would keep all it has seen until the next collection.
+        # Not a bound method: a pickler that refers to itself would keep all values until the next garbage collection.
         super().__init__(file, protocol=5, buffer_callback=functools.partial(_take_buffer, loose))
         self._writer = writer
         self._main_shared = main_shared
         self._parcels = parcels
         self.subclasses = SubclassReducer()
-        self.scripted: list[Any] = []  # script modules with a value that requires grad and cannot be recorded
+        self.scripted: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
+        """See ``pickle.Pickler.reducer_override``."""
         kind = type(value)
         if kind is torch.Tensor:
             return self._reduce_tensor(value)
@@ -73,13 +80,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (reducer := reducers.get(kind)) is not None:
             return reducer(value, self._parcels)
         if issubclass(kind, io.IOBase) and not issubclass(kind, (io.BytesIO, io.StringIO)):
-            raise TypeError("an open file belongs to its process")
+            raise TypeError("an open file cannot be sent to another process; send its path or its content")
         if issubclass(kind, torch.jit.ScriptModule):
             return self._reduce_script_module(value)
         if kind is torch.jit.ScriptFunction or isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return resolve, (name_of(value),)
         if self._main_shared and isinstance(value, (type, types.FunctionType)) and _in_main(value):
-            return NotImplemented  # plain pickle: by name
+            return NotImplemented  # pickle then sends the name
         reduced = super().reducer_override(value)
         if kind is types.FunctionType and reduced is not NotImplemented:
             refuse_state(value, by_value=self._by_value, references=reducers)
@@ -93,7 +100,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return (*reduced, tensor.__dict__, None, None, set_attributes) if tensor.__dict__ else reduced
 
     def _reduce_script_module(self, module: Any) -> Any:
-        """A script module is saved as a whole. What requires grad in it goes along, to be part of the graph."""
+        """Save a script module as a whole. Its tensors that require grad are sent too, as part of the graph."""
         recorded: dict[tuple[str, str], torch.Tensor] = {}
         for path, part in module.named_modules() if torch.is_grad_enabled() else ():
             for name in part._concrete_type.get_attributes():
@@ -107,42 +114,45 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _take_buffer(loose: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Put a buffer beside the pickle, or return True to keep it inside."""
+    """Put a buffer beside the pickle, or return True to leave it inside the pickle."""
     try:
         view = buffer.raw()
     except BufferError:  # not contiguous
         return True
     if view.nbytes < _SMALL_BUFFER_BYTES or view.readonly:
-        return True  # read-only memory comes back read-only that way
+        return True  # memory inside the pickle stays read-only at the other end
     loose.append(buffer)
     return False
 
 
 class Unpickler(pickle.Unpickler):
+    """Unpickles one message with these tensors for the worker ``worker``."""
+
     def __init__(
-        self, file: io.BytesIO, tensors: Sequence[torch.Tensor], loose: Sequence[Buffer], home: object
+        self, file: io.BytesIO, tensors: Sequence[torch.Tensor], loose: Sequence[Buffer], worker: object
     ) -> None:
         super().__init__(file, buffers=loose)
         self._tensors = tensors
-        self._home = home
+        self._worker = worker
 
     def find_class(self, module: str, name: str) -> Any:
+        """See ``pickle.Unpickler.find_class``."""
         if name == "_tensor" and module == __name__:
             return self._tensors.__getitem__
         if name == make_wrapper.__name__ and module == make_wrapper.__module__:
             return functools.partial(make_wrapper, self._tensors)
         if (builder := builders.get((module, name))) is not None:
-            return functools.partial(builder, self._home)
+            return functools.partial(builder, self._worker)
         return super().find_class(module, name)
 
 
 def _tensor(index: int) -> torch.Tensor:
-    """Stands in a pickle for the message's tensor of that index; the unpickler puts its own in its place."""
-    raise pickle.UnpicklingError("a payload's tensors are missing")
+    """Refers, in a pickle, to the tensor of that index. The unpickler replaces this function."""
+    raise pickle.UnpicklingError("this pickle is part of a Backhaul message and cannot be read without its tensors")
 
 
 def _script_module(saved: bytes, recorded: dict[tuple[str, str], torch.Tensor]) -> Any:
-    # As torch.jit.load does it, without its remark that TorchScript is deprecated.
+    # This does what torch.jit.load does, without its warning that TorchScript is deprecated.
     unit = torch._C.CompilationUnit()
     module = torch._C.import_ir_module_from_buffer(unit, saved, None, {}, False)  # type: ignore[call-arg, arg-type]
     made = torch.jit._recursive.wrap_cpp_module(module)

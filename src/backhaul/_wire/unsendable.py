@@ -24,21 +24,21 @@ _MAX_NAMES = 8
 
 
 def path_to(part: Any, values: Sequence[Any], names: Sequence[str]) -> str:
-    """Where in a message ``part`` is, in the words of ``names``; all of them if it is not found in reasonable time."""
-    ahead = list(zip(names, values, strict=True))
+    """The path to ``part`` in a message, starting with one of ``names``. If the search takes too long: the names."""
+    queue = list(zip(names, values, strict=True))
     seen = {id(value) for value in values}
-    for path, value in ahead:  # grows
+    for path, value in queue:  # the loop appends to it
         if value is part or (isinstance(value, torch.Tensor) and _aliases(value, part)):
             return path
-        for step, child in _children(value) if len(ahead) < _MAX_SEARCHED_VALUES else ():
+        for step, child in _children(value) if len(queue) < _MAX_SEARCHED_VALUES else ():
             if id(child) not in seen:
                 seen.add(id(child))
-                ahead.append((path + step, child))
+                queue.append((path + step, child))
     return ", ".join(itertools.islice(names, _MAX_NAMES))
 
 
 def _aliases(value: torch.Tensor, part: Any) -> bool:
-    """Whether ``part`` is the plain alias that travels for ``value``."""
+    """Whether ``part`` is the plain alias that is sent for ``value``."""
     base = value if value._base is None else value._base
     return isinstance(part, torch.Tensor) and part._base is base
 
@@ -46,21 +46,21 @@ def _aliases(value: torch.Tensor, part: Any) -> bool:
 def explain(
     values: Sequence[Any], names: Sequence[str], main_shared: bool, link: Link | None, error: BaseException
 ) -> SerializationError:
-    """Find the innermost part that does not travel on its own, and say so."""
+    """The error that names the innermost part which cannot be sent on its own."""
     search = _Search(main_shared, None if link is None else TrialEncoding(link))
     for name, value in zip(names, values, strict=True):
         found = search.locate(name, value, frozenset((id(value),)), 0)
         if found is not None:
             path, culprit, why = found
             break
-    else:  # a circle, or nothing to be found in reasonable time
+    else:  # a reference cycle, or the search took too long
         path, culprit, why = ", ".join(itertools.islice(names, _MAX_NAMES)), values, _reason(error)
     device = error.device if isinstance(error, SerializationError) else None
     return SerializationError(f"{path} (a {type(culprit).__name__}) cannot be sent: {why}", path=path, device=device)
 
 
 class _Search:
-    """Looks for what cannot travel, by trying part after part."""
+    """Searches for a part that cannot be sent. It tries to pickle one part after the other."""
 
     def __init__(self, main_shared: bool, link: Link | None) -> None:
         self._main_shared = main_shared
@@ -68,13 +68,15 @@ class _Search:
         self._tries = _MAX_TRIES
 
     def locate(self, path: str, value: Any, above: frozenset[int], depth: int) -> tuple[str, Any, str] | None:
-        """The culprit at or below ``value``, with its path and what is wrong with it."""
+        """The part at or below ``value`` that cannot be sent: its path, the part, and the reason."""
         self._tries -= 1
         why = _trouble(value, self._main_shared, self._link)
         if why is None:
             return None
         circular = False
-        apart = depth < _MAX_DEPTH and self._tries > 0 and type(value) not in reducers  # those do not travel by parts
+        apart = (
+            depth < _MAX_DEPTH and self._tries > 0 and type(value) not in reducers
+        )  # those are not sent by their parts
         for step, part in _children(value) if apart else ():
             if id(part) in above:
                 circular = True
@@ -82,12 +84,12 @@ class _Search:
             found = self.locate(path + step, part, above | {id(part)}, depth + 1)
             if found is not None:
                 return found
-        # What refers back to something above it may only suffer from that.
+        # A part that refers back to a value above it may fail only because of that value.
         return None if circular and depth else (path, value, why)
 
 
 def _trouble(value: Any, main_shared: bool, link: Link | None) -> str | None:
-    """Why ``value`` does not travel. Text, not the exception: that would hold on to all it went through."""
+    """Why ``value`` cannot be sent; None if it can. Returns text, because an exception keeps its frames alive."""
     try:
         writer = TensorWriter(link)
         Pickler(io.BytesIO(), writer, [], main_shared, []).dump(value)
