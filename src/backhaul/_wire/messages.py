@@ -44,8 +44,8 @@ class Departure(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """Opens a channel. It names the sender, the receiver that the sender expects, and workers that had the sender's name
-    or id and have left.
+    """Opens a channel. It names the sender, the receiver that the sender expects, and workers that had the name or id
+    of the sender and have left.
     """
 
     to: str
@@ -69,8 +69,8 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """Answers a join: the joiner's final record, the records of all members, and the workers that have left. Or, without
-    members, the record of the leader, which the joiner must ask.
+    """Answers a join: the joiner's final record, the records of all members, and the workers that have left. Without
+    members, it has the record of the leader, which the joiner must ask.
     """
 
     record: bytes
@@ -86,9 +86,9 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     """A list of values, in one of three forms. Tensors are always in ``tensors``.
 
     Plain scalars and tensors are in ``plain``. A tensor is None there, and ``places`` says where. Any other list is a
-    pickle. Its large buffers, ``loose`` in number, follow those of the tensors in the frame. If one of the two ends does
-    not trust the other, nothing is pickled: ``plain`` has nested data in the form of ``_wire.plain``, and ``loose`` is
-    ``TREE``.
+    pickle. Its large buffers, ``loose`` in number, follow those of the tensors in the frame. If one of the two ends
+    does not trust the other, nothing is pickled: ``plain`` has nested data in the form of ``_wire.plain``, and
+    ``loose`` is ``TREE``.
     """
 
     tensors: TensorTable = EMPTY_TABLE

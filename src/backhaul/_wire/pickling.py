@@ -32,8 +32,8 @@ from backhaul._wire.tensors.writer import TensorWriter
 _SMALL_BUFFER_BYTES = 4096  # a smaller buffer is cheaper inside the pickle
 
 Reducer = Callable[[Any, list[Any]], Any]
-"""Reduces a value for a message, as ``__reduce__`` does. It may append a parcel to the list. Its layer acts on the parcel
-when the message is sent. A message that cannot be encoded is never sent.
+"""Reduces a value for a message, as ``__reduce__`` does. It may append a parcel to the list. Its layer acts on the
+parcel when the message is sent. A message that cannot be encoded is never sent.
 """
 
 reducers: dict[type, Reducer] = {}

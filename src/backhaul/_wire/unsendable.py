@@ -74,10 +74,9 @@ class _Search:
         if why is None:
             return None
         circular = False
-        apart = (
-            depth < _MAX_DEPTH and self._tries > 0 and type(value) not in reducers
-        )  # those are not sent by their parts
-        for step, part in _children(value) if apart else ():
+        # Reducers do not send a value by its parts.
+        searchable = depth < _MAX_DEPTH and self._tries > 0 and type(value) not in reducers
+        for step, part in _children(value) if searchable else ():
             if id(part) in above:
                 circular = True
                 continue

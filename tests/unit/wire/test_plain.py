@@ -154,7 +154,7 @@ def test_depth() -> None:
         trip([deep])
     circle: list[Any] = []
     circle.append(circle)
-    with pytest.raises(SerializationError, match="in itself"):
+    with pytest.raises(SerializationError, match="contains itself"):
         trip(circle)
     encoded = encode([[[[1]]]], names=["v"], plain=True)
     assert encoded.payload.plain is not None
