@@ -11,7 +11,9 @@ import torch
 
 import backhaul as bh
 from backhaul._sim.cluster import SimCluster
-from tools.simulation import FAULTS, SimulationSetting, main, run_seed
+from backhaul._sim.faults import FAULTS
+from tools.simulation.command import main
+from tools.simulation.run import SimulationSetting, run_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 
@@ -51,7 +53,7 @@ def test_a_seed_is_one_run(seed: int) -> None:
 
 def test_a_seed_is_one_run_in_every_process() -> None:
     """Strings hash differently in each; objects lie elsewhere."""
-    program = "from tools.simulation import *; print(run_seed(SimulationSetting(6, workers=5, steps=5)).digest)"
+    program = "from tools.simulation.run import *; print(run_seed(SimulationSetting(6, workers=5, steps=5)).digest)"
     other = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         env={**os.environ, "PYTHONHASHSEED": "1"},
@@ -66,7 +68,7 @@ def test_the_command_says_how_to_run_a_failure_again(monkeypatch: pytest.MonkeyP
     def wrong(trial: object, enter: object) -> list[str]:
         return ["all of it"]
 
-    monkeypatch.setattr("tools.simulation.run_step", wrong)
+    monkeypatch.setattr("tools.simulation.run.run_step", wrong)
     lines: list[str] = []
     assert main(["--seeds", "4:6", "--workers", "3", "--steps", "2", "--faults", "none"], lines.append) == 1
     assert lines[-1] == ("failed: python -m tools.simulation --seeds 5 --workers 3 --steps 2 --faults 'none'")

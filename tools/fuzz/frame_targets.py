@@ -29,7 +29,7 @@ def _frames() -> list[Frame]:
 
 
 class FrameTarget(Target):
-    """``FrameReader``; the bytes come in pieces, which the input's hash decides on."""
+    """``FrameReader``. The bytes come in pieces, whose size the last byte of the input determines."""
 
     name = "frames"
 
@@ -48,7 +48,7 @@ class FrameTarget(Target):
             while rest:
                 space = reader.writable()
                 if not space:
-                    raise FindingError("the reader has no room for more")
+                    raise FindingError("the reader offers no memory for more bytes")
                 fits = min(len(space), len(rest))
                 space[:fits] = rest[:fits]
                 for frame in reader.fed(fits):
@@ -56,12 +56,12 @@ class FrameTarget(Target):
                     held += len(frame.body) + sum(map(len, frame.buffers))
                 rest = rest[fits:]
         if held > len(data):
-            raise FindingError(f"frames of {held} bytes were made of {len(data)}")
+            raise FindingError(f"an input of {len(data)} bytes became frames of {held} bytes")
         return count
 
 
 class _FakeSlots:
-    """The slots of a channel without a peer: places up to 8 exist."""
+    """The slots of a channel without a peer. Places 1 to 8 exist."""
 
     def __init__(self) -> None:
         self._borrower = shared_memory.HostBorrower(0)
@@ -84,9 +84,9 @@ class _FakeSlots:
 
 
 class _LimitedSlotRecycler(LimitedRecycler):
-    """Limits are those of the same frame without slots; the table may be twice as long as its."""
+    """Allows twice the memory, because the table of a frame with slots is twice as long as that of one without."""
 
-    most = 2 * LIMIT_BYTES
+    limit_bytes = 2 * LIMIT_BYTES
 
 
 class SlotTarget(FrameTarget):

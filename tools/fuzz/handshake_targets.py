@@ -14,7 +14,7 @@ _SECRET = b"nobody outside knows it"
 
 
 class _FixedNonces:
-    """Nonces that are always the same, so that an input means the same every time."""
+    """Replaces random nonces with a fixed one, so that an input always has the same effect."""
 
     def __enter__(self) -> None:
         self._token = secrets.token_bytes
@@ -25,14 +25,14 @@ class _FixedNonces:
 
 
 class ServerTarget(Target):
-    """What a client may say to a server before its bytes are frames. Nothing that it says may count as a proof."""
+    """The server side of the handshake. No mutated input may count as a proof."""
 
     name = "server"
     expected = (AuthenticationError,)
     _side: type[ServerHandshake] | type[ClientHandshake] = ServerHandshake
 
     def _honest(self) -> bytes:
-        """What the other side says that knows the secret."""
+        """What the other side sends if it knows the secret."""
         with _FixedNonces():
             client, server = ClientHandshake(_SECRET), ServerHandshake(_SECRET)
             first = client.start()
@@ -53,14 +53,14 @@ class ServerTarget(Target):
         while not side.done and at < len(data):
             wanted = side.wanted
             if not 0 < wanted <= 64:
-                raise FindingError(f"a handshake wants {wanted} bytes")
+                raise FindingError(f"the handshake asks for {wanted} bytes")
             piece = data[at : at + min(wanted, 1 + (data[at] & 63))]
             at += len(piece)
             said += side.feed(piece)
         if side.done and data[:at] != self._valid():
-            raise FindingError(f"a handshake was over with {data[:at].hex()}")
+            raise FindingError(f"the handshake accepted {data[:at].hex()}")
         if side.done:
-            return at  # bytes from here on are frames: not one before was looked at as such
+            return at  # the bytes after this are frames; no earlier byte was read as part of a frame
         return None
 
     def _valid(self) -> bytes:
@@ -70,7 +70,7 @@ class ServerTarget(Target):
 
 
 class ClientTarget(ServerTarget):
-    """What a server may say to a client."""
+    """The client side of the handshake."""
 
     name = "client"
     _side = ClientHandshake

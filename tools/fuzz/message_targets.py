@@ -58,7 +58,7 @@ _MESSAGES: tuple[msgspec.Struct, ...] = (
 
 
 def _values_in(value: Any) -> int:
-    """How many values have been made."""
+    """The number of values in a decoded message."""
     found, left = 0, [value]
     while left:
         each = left.pop()
@@ -71,7 +71,7 @@ def _values_in(value: Any) -> int:
 
 
 class CountTarget(Target):
-    """The number of values: whatever can be made of an input has been counted before, and is within the limit."""
+    """The count of values. It must not be less than the number of decoded values, and not more than the limit."""
 
     name = "counting"
     expected = (LimitError,)
@@ -96,12 +96,12 @@ class CountTarget(Target):
         except (msgspec.DecodeError, ValueError, OverflowError, TypeError, RecursionError):
             return None
         if not _values_in(value) <= found <= MAX_VALUES:
-            raise FindingError(f"{_values_in(value)} values were made, {found} were counted, {MAX_VALUES} are allowed")
+            raise FindingError(f"{_values_in(value)} values decoded, {found} counted, {MAX_VALUES} allowed")
         return found
 
 
 class MessageTarget(Target):
-    """The body of every kind of message. The first byte of an input says which."""
+    """The body of every kind of message. The first byte of an input selects the kind."""
 
     name = "messages"
     expected = (ProtocolError, LimitError)
@@ -115,9 +115,10 @@ class MessageTarget(Target):
 
 
 class TensorTarget(Target):
-    """A payload with its buffers: the tensors, and the list they stand in. What is a pickle is not read.
+    """A payload with its buffers: the tensors, and the values around them. Pickles are not read.
 
-    An input is the number of buffers (1), their lengths (2 each), the payload's length (2), payload, buffers.
+    An input has the number of buffers (1 byte), their lengths (2 bytes each), the length of the payload (2 bytes), the
+    payload, and the buffers.
     """
 
     name = "tensors"
@@ -143,7 +144,7 @@ class TensorTarget(Target):
         if payload.plain is None:
             return None
         with contextlib.suppress(ProtocolError):
-            check_payload(payload, buffers, LIMIT_BYTES)  # it must not raise anything else
+            check_payload(payload, buffers, LIMIT_BYTES)  # it must not raise any other error
         tensors = tensors_of(payload, buffers)
         load(payload, buffers, tensors)
         for tensor in tensors:
@@ -154,11 +155,15 @@ class TensorTarget(Target):
     @staticmethod
     def _check(tensor: torch.Tensor, given: int) -> None:
         if tensor.untyped_storage().nbytes() > 4 * given + 64:
-            raise FindingError(f"a tensor on {tensor.untyped_storage().nbytes()} bytes was made of {given}")
+            raise FindingError(
+                f"{given} bytes became a tensor with {tensor.untyped_storage().nbytes()} bytes of storage"
+            )
         if tensor.numel() and tensor.numel() < 1 << 16 and not tensor.is_quantized:
             reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             if (tensor.storage_offset() + reach) * tensor.itemsize > tensor.untyped_storage().nbytes():
-                raise FindingError(f"a tensor {tuple(tensor.shape)}, {tensor.stride()} reaches beyond its memory")
+                raise FindingError(
+                    f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} reaches beyond its memory"
+                )
 
 
 class PlainTarget(Target):

@@ -13,12 +13,12 @@ _EDGE_NUMBERS = (
 
 
 class Mutator:
-    """Makes inputs out of others. Draws with ``random``: what it makes depends on the seed alone."""
+    """Makes inputs from other inputs. Its results depend on the seeds and on ``draw`` only."""
 
     def __init__(self, seeds: Sequence[bytes], draw: random.Random) -> None:
         self._seeds = list(seeds)
         self._draw = draw
-        self._ways: tuple[Callable[[bytearray], None], ...] = (
+        self._mutations: tuple[Callable[[bytearray], None], ...] = (
             self._flip,
             self._flip,
             self._byte,
@@ -36,14 +36,14 @@ class Mutator:
         random_ = self._draw.random
         seeds = self._seeds
         data = bytearray(seeds[int(random_() * len(seeds))])
-        ways = self._ways
+        mutations = self._mutations
         for _ in range(1 + int(random_() * random_() * 5)):
             if data:
-                ways[int(random_() * len(ways))](data)
+                mutations[int(random_() * len(mutations))](data)
         return bytes(data)
 
     def _at(self, data: bytearray) -> int:
-        """Mostly near the beginning: that is where lengths are."""
+        """A random position, mostly near the beginning, where lengths are."""
         random_ = self._draw.random
         size = len(data)
         return int(random_() * (size if size < 64 or random_() < 0.4 else 64))
@@ -55,11 +55,11 @@ class Mutator:
         data[self._at(data)] = int(self._draw.random() * 256)
 
     def _number(self, data: bytearray) -> None:
-        """Put a strange number where one may be, in either byte order."""
+        """Write an edge-case number at a random position, in either byte order."""
         random_ = self._draw.random
         at, width = self._at(data), (1, 2, 4, 8)[int(random_() * 4)]
         value = _EDGE_NUMBERS[int(random_() * len(_EDGE_NUMBERS))] & ((1 << 8 * width) - 1)
-        if random_() < 0.3 and at + width <= len(data):  # near to what is there
+        if random_() < 0.3 and at + width <= len(data):  # close to the number that is there
             value = (int.from_bytes(data[at : at + width], "little") + int(random_() * 9) - 4) & ((1 << 8 * width) - 1)
         data[at : at + width] = value.to_bytes(width, "big" if random_() < 0.3 else "little")
 
@@ -72,13 +72,13 @@ class Mutator:
         data[at:at] = data[at : at + 1 + int(self._draw.random() * 32)]
 
     def _splice(self, data: bytearray) -> None:
-        """Go on as another input does."""
+        """Continue with the rest of another input."""
         other = self._seeds[int(self._draw.random() * len(self._seeds))]
         at = self._at(data)
         data[at:] = other[min(at, len(other)) :] if self._draw.random() < 0.5 else other[self._at(bytearray(1)) :]
 
     def _swell(self, data: bytearray) -> None:
-        """Put many small values in the place of one: an array or a map of them, or without a header."""
+        """Replace one value with many small ones: an array or a map of them, or without a header."""
         random_ = self._draw.random
         item = _SMALL_VALUES[int(random_() * len(_SMALL_VALUES))]
         count = (3, 40, 700, 9000)[int(random_() * random_() * 4)]

@@ -36,7 +36,14 @@ def targets() -> list[Target]:
 
 
 class FuzzFindings:
-    """What came out of a run, by target."""
+    """The result of a run, by the name of the target.
+
+    Attributes:
+        inputs: How many inputs the target got.
+        outcomes: How many inputs ended in which way.
+        seconds: How long the target took.
+        findings: What must not happen: the target, the input, and a description.
+    """
 
     def __init__(self) -> None:
         self.inputs: collections.Counter[str] = collections.Counter()
@@ -46,7 +53,7 @@ class FuzzFindings:
 
 
 def corpus_of(folder: Path | None, target: Target) -> list[bytes]:
-    """The inputs that are kept for a target."""
+    """The inputs of the corpus for a target."""
     if folder is None or not (folder / target.name).is_dir():
         return []
     return [path.read_bytes() for path in sorted((folder / target.name).iterdir())]
@@ -63,14 +70,14 @@ def keep(folder: Path, target: str, data: bytes) -> Path:
 def run(
     chosen: Iterable[Target], *, inputs: int, seconds: float = float("inf"), seed: int = 0, corpus: Path | None = None
 ) -> FuzzFindings:
-    """Feed ``inputs`` inputs to the targets in turn, or as many as come in ``seconds``."""
+    """Feed ``inputs`` inputs to the targets in turn, or as many as possible in ``seconds``."""
     report, draw = FuzzFindings(), random.Random(seed)
     chosen = list(chosen)
     mutators = {}
     for target in chosen:
         kept = corpus_of(corpus, target)
         for data in (*target.seeds(), *kept):
-            _one(target, data, report)
+            _feed_one(target, data, report)
         mutators[target.name] = Mutator([*target.seeds(), *kept], draw)
     begun = time.monotonic()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -83,7 +90,7 @@ def run(
             break
         make, started = mutators[target.name].make, time.monotonic()
         for _ in range(min(_BATCH_INPUTS, inputs - report.inputs.total())):
-            _one(target, make(), report)
+            _feed_one(target, make(), report)
         report.seconds[target.name] += time.monotonic() - started  # type: ignore[assignment]
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) << 10
         if grown > _MAX_GROWTH_BYTES:
@@ -92,7 +99,7 @@ def run(
     return report
 
 
-def _one(target: Target, data: bytes, report: FuzzFindings) -> None:
+def _feed_one(target: Target, data: bytes, report: FuzzFindings) -> None:
     report.inputs[target.name] += 1
     try:
         report.outcomes[target.name][feed(target, data)] += 1
@@ -107,13 +114,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--targets", default="", help="names, with commas between them; default: all")
+    parser.add_argument("--targets", default="", help="names, separated by commas; default: all")
     parser.add_argument("--corpus", type=Path, default=Path("tests/fuzz/corpus"))
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> int:
-    """The command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     given = _parse(arguments)
     wanted = set(given.targets.split(",")) if given.targets else None
     chosen = [target for target in targets() if wanted is None or target.name in wanted]

@@ -23,11 +23,11 @@ class FindingError(Exception):
 
 
 class Target:
-    """Something that reads bytes of others.
+    """A part of Backhaul that reads bytes of a peer.
 
     Attributes:
-        name: Of its folder in the corpus, too.
-        expected: Errors that may come out.
+        name: The name of the target, and of its folder in the corpus.
+        expected: Errors that it may raise.
     """
 
     name = ""
@@ -43,7 +43,7 @@ class Target:
 
 
 def feed(target: Target, data: bytes) -> str:
-    """Give one input to a target; how it took it. Raises ``FindingError``, or what came out and must not."""
+    """Feed one input to a target. Returns what happened. Raises ``FindingError``, or an error that is not expected."""
     try:
         return "read" if target.take(data) is not None else "ignored"
     except target.expected as error:
@@ -57,18 +57,18 @@ def check_value_count(body: bytes) -> None:
 
 
 class LimitedRecycler(Recycler):
-    """Refuses to allocate what no valid frame needs."""
+    """Raises ``FindingError`` for an allocation that is larger than any valid frame needs."""
 
-    most = LIMIT_BYTES
+    limit_bytes = LIMIT_BYTES
 
     def allocate(self, size: int) -> Buffer:
-        if size > self.most:
-            raise FindingError(f"{size} bytes were allocated, the limit is {self.most}")
+        if size > self.limit_bytes:
+            raise FindingError(f"{size} bytes were allocated, but the limit is {self.limit_bytes}")
         return super().allocate(size)
 
 
 def sample_values() -> list[list[Any]]:
-    """Values of all kinds that travel without pickle."""
+    """Values of all kinds that can be sent without pickle."""
     base = torch.arange(12.0)
     return [
         [],

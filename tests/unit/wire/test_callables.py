@@ -265,7 +265,7 @@ class TestChangedModules:
 
     def test_not_all_names_are_remembered(self, module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(callables, "_of_name", {})
-        monkeypatch.setattr(callables, "_MANY", 3)
+        monkeypatch.setattr(callables, "_MAX_CACHED_NAMES", 3)
         for number in range(6):
             exec(f"def g{number}(): return {number}", module.__dict__)
         for _ in range(2):
