@@ -26,17 +26,11 @@ class BackhaulError(RuntimeError):
 
 
 class NotInitializedError(BackhaulError):
-    """Raised if there is no current worker: ``init`` was not called, or the worker was shut down.
-
-    Call ``init`` or open a ``cluster`` first. On another thread, enter the worker with ``with worker:``.
-    """
+    """Raised if there is no current worker, or if it was shut down. Call ``init`` or open a ``cluster`` first."""
 
 
 class UnknownWorkerError(BackhaulError, LookupError):
-    """Raised if no worker of that name or id is in the cluster.
-
-    Check the name. A worker that joins later can be called after it has joined.
-    """
+    """Raised if no worker of that name or id is in the cluster. Check the name, or wait until the worker has joined."""
 
 
 class CallTimeoutError(BackhaulError, TimeoutError):

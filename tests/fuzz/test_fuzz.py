@@ -1,4 +1,4 @@
-"""Broken input: a sample of ``make fuzz``, all inputs that are kept, and that strangers' bytes are no frames."""
+"""Broken input: a sample of ``make fuzz``, all inputs of the corpus, and bytes sent before the handshake is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.fuzz.target import FindingError, Target, feed
 CORPUS = Path(__file__).parent / "corpus"
 TARGETS = targets()
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what torch says of unusual tensors
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about unusual tensors
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

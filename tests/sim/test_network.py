@@ -1,4 +1,4 @@
-"""Faults of the simulated network, one by one, and what workers make of them."""
+"""Each fault of the simulated network, and how workers react to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = Options(timeout=5.0, connect_timeout=2.0, backward_timeout=10.0)
 
 
 class Pair:
-    """Two endpoints and a channel, with frames noted as they come."""
+    """Two endpoints and a channel. It records frames as they arrive."""
 
     def __init__(self, scheduler: Scheduler, conditions: NetworkConditions) -> None:
         self.scheduler = scheduler
@@ -117,7 +117,7 @@ def test_connecting_through_a_partition_takes_too_long(pair: Pair) -> None:
         pair.here.connect(pair.there.addresses[0], timeout=5.0)
     pair.network.partitions.heal("there", "here")
     pair.pass_time(1.0)
-    assert pair.lost == ["there"]  # it had accepted what nobody uses
+    assert pair.lost == ["there"]  # it had accepted a connection that the other end does not use
 
 
 def test_a_dropped_channel_loses_what_is_under_way(pair: Pair) -> None:
@@ -147,7 +147,7 @@ def test_a_receiver_that_does_not_read_holds_its_sender_up() -> None:
         channel = here.connect(there.addresses[0], timeout=10.0)
         channel.send(Frame(1, 1, bytes(900)))
         begun = scheduler.now
-        channel.send(Frame(1, 2, bytes(900)), timeout=3.0)  # gives up waiting, and loses nothing
+        channel.send(Frame(1, 2, bytes(900)), timeout=3.0)  # stops waiting for room, and sends the frame all the same
         assert scheduler.now >= begun + 3.0
         scheduler.wait("them", 1.0)
         event = there.poll(10.0)
@@ -170,7 +170,7 @@ def ask(to: str = "worker1") -> list[float]:
 
 
 def nest(path: list[int]) -> int:
-    """Call the next worker from each."""
+    """Call from each worker to the next."""
     return 1 + bh.rpc_sync(path[0], nest, args=(path[1:],)) if path else 0
 
 
@@ -247,7 +247,7 @@ def test_a_cut_is_noticed_by_who_waits(cluster: SimCluster, ways: tuple[str, str
     with pytest.raises((bh.PeerLostError, bh.CallTimeoutError)):
         cluster.run("worker0", ask).result()
     cluster.sleep(40.0)
-    with contextlib.suppress(bh.PeerLostError):  # an end that was idle learns of it now
+    with contextlib.suppress(bh.PeerLostError):  # an idle end learns of the loss now
         cluster.run("worker0", ask).result()
     assert cluster.run("worker0", step).result() == [2.0, 2.0]
 
@@ -273,7 +273,7 @@ def double_along(x: torch.Tensor, path: list[str]) -> torch.Tensor:
 
 @pytest.mark.parametrize("near", [0.0, 0.5])
 def test_channels_that_are_dropped_far_from_the_driver(cluster: SimCluster, near: float) -> None:
-    """Nobody has to wait for the deadline, whatever was lost on whichever way, and nothing is left of it."""
+    """Whichever frame is lost, no worker has to wait for the deadline, and nothing is left."""
     x = torch.ones(2, requires_grad=True)
 
     def go_around() -> list[float]:
@@ -306,7 +306,7 @@ def test_a_broken_send_fails_its_call(cluster: SimCluster) -> None:
         cluster.run("worker0", ask).result()
 
 
-def test_a_newcomer_is_admitted() -> None:
+def test_a_joiner_is_admitted() -> None:
     with SimCluster(2, seed=5, options=OPTIONS) as cluster:
         cluster.start("late")
         assert cluster.run("late", lambda: step("worker1")).result() == [2.0, 2.0]

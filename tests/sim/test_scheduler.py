@@ -16,7 +16,7 @@ from backhaul._sim.tasks import Killed
 
 
 def several(scheduler: Scheduler, *targets: Callable[[], None]) -> None:
-    """Run functions side by side, and wait for them."""
+    """Run functions concurrently and wait for them."""
     threads = [
         scheduler.spawn(target, name=f"t{number}", process=scheduler.outside) for number, target in enumerate(targets)
     ]

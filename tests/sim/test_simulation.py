@@ -1,4 +1,4 @@
-"""Random steps under random faults: a handful of seeds, and that a seed is one run for good."""
+"""Random steps under random faults: some seeds pass, and a seed always gives the same run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_seed_is_one_run(seed: int) -> None:
 
 
 def test_a_seed_is_one_run_in_every_process() -> None:
-    """Strings hash differently in each; objects lie elsewhere."""
+    """Hashes of strings and addresses of objects differ between processes."""
     program = "from tools.simulation.run import *; print(run_seed(SimulationSetting(6, workers=5, steps=5)).digest)"
     other = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
@@ -91,7 +91,7 @@ def spread(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
 
 
 def test_five_hundred_workers() -> None:
-    """A ring of calls, and a tree."""
+    """A ring of calls and a tree of calls."""
     workers = 500
     with SimCluster(workers, seed=1, options=bh.Options(timeout=600.0)) as cluster:
 
@@ -110,7 +110,7 @@ def test_five_hundred_workers() -> None:
                 ctx.backward(spread(x, 0, workers).sum())
                 return ctx.grads[x].tolist()
 
-        assert cluster.run("worker0", ring).result() == [0.5]  # the last stretch has one worker less
+        assert cluster.run("worker0", ring).result() == [0.5]  # the last part of the ring has one worker less
         assert cluster.run("worker7", tree).result() == [2.0 * workers]
         cluster.sleep(1.0)
         assert not cluster.leftovers()

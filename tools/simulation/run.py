@@ -229,15 +229,14 @@ class _Run:
         """Whether replay was possible for a failed step: all lost workers were replaced in time."""
         if not set(self._verdict.faults) <= SURVIVED or "collecting" in stages or "running" not in stages:
             return False
-        cluster, names = self._cluster, {peer.record.id: peer.info.name for peer in current_worker().part(Node).peers}
+        history, now = self._cluster.history, self._cluster.scheduler.now
+        names = {peer.record.id: peer.info.name for peer in current_worker().part(Node).peers}
         places = [names[place] for place in step.places if place in names]
         before, since = stages["preparing"], stages["running"]
-        within = (
-            min(step.replay, current_worker().options.timeout) - _LEEWAY_SECONDS
-        )  # a call waits no longer than its timeout
+        # A call waits no longer than its timeout.
+        within = min(step.replay, current_worker().options.timeout) - _LEEWAY_SECONDS
         return all(
-            cluster.longest_absence(name, since) < within
-            and not any(who == name and before <= when <= since for when, who, _ in cluster.history)
+            history.longest_absence(name, since, now) < within and not history.changed(name, before, since)
             for name in places
         )
 

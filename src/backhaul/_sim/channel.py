@@ -77,6 +77,7 @@ class _SendWindow:
         self._senders.clear()
 
 
+# Over the limit because the interface Channel has most of its methods.
 class SimChannel(Channel):
     """One end of a connection.
 

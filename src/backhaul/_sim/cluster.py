@@ -92,6 +92,31 @@ class SimProgram(Generic[T]):
         return self._value[0]
 
 
+class WorkerHistory:
+    """When workers went away and came back."""
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[float, str, bool]] = []  # (time, name, whether the worker is there now)
+
+    def add(self, when: float, name: str, *, present: bool) -> None:
+        """A worker went away, or came back."""
+        self._changes.append((when, name, present))
+
+    def changed(self, name: str, first: float, last: float) -> bool:
+        """Whether a worker went away or came back between two times."""
+        return any(who == name and first <= when <= last for when, who, _ in self._changes)
+
+    def longest_absence(self, name: str, since: float, now: float) -> float:
+        """The longest time, from ``since`` to ``now``, for which a worker was away without interruption."""
+        longest, gone_since = 0.0, None
+        for when, who, present in [*self._changes, (now, name, True)]:
+            if who == name:
+                if gone_since is not None and present:
+                    longest = max(longest, when - max(gone_since, since))
+                gone_since = None if present else gone_since or when
+        return longest
+
+
 class SimCluster:
     """The workers of one simulation. A context manager; inside, the calling thread is a task that belongs to no worker.
 
@@ -107,7 +132,7 @@ class SimCluster:
 
     Attributes:
         nodes: The workers that live, by name.
-        history: When a worker went away (False) or came back (True): time, name, and which of the two.
+        history: When workers went away and came back.
     """
 
     def __init__(
@@ -124,7 +149,7 @@ class SimCluster:
         self.network = SimNetwork(self.scheduler, conditions)
         self.options = options or Options()
         self.nodes: dict[str, Node] = {}
-        self.history: list[tuple[float, str, bool]] = []
+        self.history = WorkerHistory()
         self._size = workers
         self._incarnations = itertools.count(1)
         self._collecting = False
@@ -220,7 +245,7 @@ class SimCluster:
         """Kill a worker. Its peers see its channels close; if ``silent``, they see nothing."""
         self._note(f"crash of {name}{' in silence' if silent else ''}")
         node = self.nodes.pop(name)
-        self.history.append((self.scheduler.now, name, False))
+        self.history.add(self.scheduler.now, name, present=False)
         process = self.runtime_of(node).process
         node.worker.abandon()
         self.network.crash(process, silent=silent)
@@ -243,18 +268,8 @@ class SimCluster:
 
         node = self.nodes[name] = SimProgram(self.scheduler, runtime, become_member).result()
         node.membership.secret = _secret_of(record.incarnation)
-        self.history.append((self.scheduler.now, name, True))
+        self.history.add(self.scheduler.now, name, present=True)
         return node
-
-    def longest_absence(self, name: str, since: float) -> float:
-        """The longest time, from ``since`` on, for which a worker was away without interruption."""
-        longest, gone_since = 0.0, None
-        for when, who, there in [*self.history, (self.scheduler.now, name, True)]:
-            if who == name:
-                if gone_since is not None and there:
-                    longest = max(longest, when - max(gone_since, since))
-                gone_since = None if there else gone_since or when
-        return longest
 
     def pause(self, name: str, seconds: float) -> None:
         """Stop all tasks of a worker for some time."""
@@ -313,7 +328,7 @@ class SimCluster:
         """Let a worker leave. Returns what is left of it, as text. The worker must not run a program."""
         self._note(f"leave of {name}")
         node = self.nodes.pop(name)
-        self.history.append((self.scheduler.now, name, False))
+        self.history.add(self.scheduler.now, name, present=False)
         end = functools.partial(node.shutdown, graceful=False, timeout=timeout, alone=True)
         SimProgram(self.scheduler, self.runtime_of(node), functools.partial(node.worker.run, end)).result()
         self.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What counts as state of a function that travels by value, and what does not."""
+"""What counts as state of a function that is sent by value, and what does not."""
 
 from __future__ import annotations
 
