@@ -21,6 +21,7 @@ import torch
 
 from backhaul._autograd.messages import AutogradKind
 from backhaul._rpc.node import Node
+from backhaul._rref import handle
 from backhaul._sim import random_steps
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._wire.frames import Frame, FrameReader
@@ -196,10 +197,11 @@ def _in(kind: int, text: bytes = b"") -> Callable[[signal.Signals], None]:
     return functools.partial(_incoming, kind, text)
 
 
-_SERVE = b"random_steps:serve"
+_STEPS = f"{random_steps.__name__}:".encode()
+_SERVE = _STEPS + b"serve"
 
 STAGES: tuple[Stage, ...] = (
-    Stage("parameters are made", _in(Kind.REQUEST, b"random_steps:prepare")),
+    Stage("parameters are made", _in(Kind.REQUEST, _STEPS + b"prepare")),
     Stage("request not read", functools.partial(_unread, _SERVE, 0.0)),
     Stage("request half read", functools.partial(_unread, _SERVE, 0.5)),
     Stage("request read", _in(Kind.REQUEST, _SERVE)),
@@ -210,7 +212,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("reply: before", _out(Kind.REPLY, "before")),
     Stage("reply: half", _out(Kind.REPLY, "middle")),
     Stage("reply: after", _out(Kind.REPLY, "after")),
-    Stage("value of a reference is asked for", _in(Kind.REQUEST, b"rref.handle:fetch")),
+    Stage("value of a reference is asked for", _in(Kind.REQUEST, f"{handle.__name__}:fetch".encode())),
     Stage("backward: gradients not read", functools.partial(_unread, b"BkHl\1" + bytes([AutogradKind.GRADIENT]), 0.0)),
     Stage("backward: gradients half read", functools.partial(_unread, b"BkHl\1" + bytes([AutogradKind.GRADIENT]), 0.5)),
     Stage("backward: gradients read", _in(AutogradKind.GRADIENT)),
@@ -223,7 +225,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("backward: report: before", _out(AutogradKind.REPORT, "before")),
     Stage("backward: report: half", _out(AutogradKind.REPORT, "middle")),
     Stage("backward: report: after", _out(AutogradKind.REPORT, "after")),
-    Stage("gradients are asked for", _in(Kind.REQUEST, b"random_steps:collect")),
+    Stage("gradients are asked for", _in(Kind.REQUEST, _STEPS + b"collect")),
     Stage("release read", _in(AutogradKind.RELEASE)),
     Stage("driver waits for a call", _while_it_waits, role="driver"),
     Stage("driver: half a call", _out(Kind.REQUEST, "middle"), role="driver"),

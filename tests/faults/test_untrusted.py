@@ -134,7 +134,7 @@ def call(function: str, payload: Payload, number: int = 1, notes: dict[str, byte
 def answers(sock: socket.socket, count: int = 1) -> list[Frame]:
     reader, found = FrameReader(LIMIT), []
     while len(found) < count:
-        memory = reader.writable()
+        memory = reader.space
         size = sock.recv_into(memory)
         assert size, "closed"
         found += [frame for frame in reader.fed(size) if frame.kind != Kind.BEAT]

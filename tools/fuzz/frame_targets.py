@@ -46,7 +46,7 @@ class FrameTarget(Target):
         for start in range(0, len(data), piece):
             rest = data[start : start + piece]
             while rest:
-                space = reader.writable()
+                space = reader.space
                 if not space:
                     raise FindingError("the reader offers no memory for more bytes")
                 fits = min(len(space), len(rest))
@@ -113,7 +113,7 @@ class SlotTarget(FrameTarget):
             reader.close()
 
     def _read_slotted(self, reader: FrameReader, data: bytes) -> int:
-        space, count = reader.writable(), 0
+        space, count = reader.space, 0
         fits = min(len(space), len(data))
         space[:fits] = data[:fits]
         for frame in reader.fed(fits):

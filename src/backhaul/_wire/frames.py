@@ -39,7 +39,7 @@ _SLOTS, _CONTROL = 1, 2  # flags
 _TABLE, _BODY, _BUFFERS = range(3)  # pieces of a frame
 _MAX_CONTROL_BYTES = 64
 _MAX_JOINED_BYTES = 8 << 10  # copying a buffer of up to this size is cheaper than writing it as a separate piece
-_MAX_READ_BYTES = 1 << 20  # how much one system call may read, see ``FrameReader.writable``
+_MAX_READ_BYTES = 1 << 20  # how much one system call may read, see ``FrameReader.space``
 
 
 class Slots(Protocol):
@@ -117,13 +117,16 @@ def control_frame(kind: int, number: int, body: bytes = b"") -> bytes:
 class FrameReader:
     """Turns a stream of bytes into frames. One reader per channel; used by one thread at a time.
 
-    Ask ``writable`` for memory, put bytes there, and pass their number to ``fed``::
+    Put bytes into ``space`` and pass their number to ``fed``::
 
         >>> reader = FrameReader(limit=1 << 20)
         >>> wire = b"".join(Frame(3, 7, b"hello").parts())
-        >>> reader.writable()[: len(wire)] = wire
+        >>> reader.space[: len(wire)] = wire
         >>> reader.fed(len(wire))
         [Frame(kind=3, number=7, 37 bytes)]
+
+    Attributes:
+        space: Memory for the next bytes. It is never empty, and each ``fed`` may replace it.
     """
 
     SCRATCH = 1 << 16  # bytes
@@ -138,6 +141,7 @@ class FrameReader:
         # The last 8 bytes stay empty: ``fed`` reads the length of a first buffer there even if there is none.
         self._memory = bytearray(self.SCRATCH + 8)
         self._scratch = memoryview(self._memory)[: self.SCRATCH]
+        self.space = self._scratch
         self._start = 0
         self._end = 0
         # A piece that is too large for the scratch memory is read directly into memory of its own.
@@ -157,24 +161,8 @@ class FrameReader:
         if self._partial is not None:
             self._partial.close()
 
-    def writable(self) -> memoryview:
-        """Memory for the next bytes; never empty.
-
-        It never covers all of a large buffer. A system call that reads as fast as the peer writes would return only
-        when the buffer is full, and until then nothing would show that bytes arrive.
-        """
-        if self._large is not None:
-            return self._large[self._filled : self._filled + _MAX_READ_BYTES]
-        if not self._end:
-            return self._scratch
-        if self._start and self._end - self._start < self.SCRATCH // 2:
-            rest = self._memory[self._start : self._end]
-            self._scratch[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
-        return self._scratch[self._end :]
-
     def fed(self, count: int) -> list[Frame]:
-        """Account for ``count`` bytes written to ``writable()``; return the frames that are complete now.
+        """Account for ``count`` bytes written to ``space``; return the frames that are complete now.
 
         This method itself reads frames that are complete in memory, as small frames usually are. It leaves a frame
         that is incomplete, has flags, or is malformed to ``_read_header`` and ``_read_on``.
@@ -186,6 +174,7 @@ class FrameReader:
         elif self._read_on(count, frames):
             start, end = self._start, self._end
         else:
+            self._make_space()
             return frames
         while end - start >= _HEADER_SIZE:
             mark, kind, flags, several, body, number, payload, first = _HEAD_OF_ONE.unpack_from(memory, start)
@@ -211,13 +200,31 @@ class FrameReader:
             self._start, self._end = start, end
             self._read_header()
             if not self._read_on(0, frames):
+                self._make_space()
                 return frames
             start, end = self._start, self._end
         if start != end:
             self._start, self._end = start, end
+            self._make_space()
         elif self._end:
             self._start = self._end = 0
+            self.space = self._scratch
         return frames
+
+    def _make_space(self) -> None:
+        """Set ``space`` for the rest of an incomplete frame.
+
+        It never covers all of a large buffer. A system call that reads as fast as the peer writes would return only
+        when the buffer is full, and until then nothing would show that bytes arrive.
+        """
+        if self._large is not None:
+            self.space = self._large[self._filled : self._filled + _MAX_READ_BYTES]
+            return
+        if self._start and self._end - self._start < self.SCRATCH // 2:
+            rest = self._memory[self._start : self._end]
+            self._scratch[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        self.space = self._scratch[self._end :]
 
     def _read_on(self, count: int, frames: list[Frame]) -> bool:
         """Continue a frame whose header was read, after ``count`` more bytes. Returns whether it is complete."""
@@ -228,6 +235,7 @@ class FrameReader:
             if self._filled < len(self._large):
                 return False
             block, self._block, self._large = self._block, b"", None
+            self.space = self._scratch
             partial.add(block)
         else:
             self._end += count

@@ -20,7 +20,7 @@ def feed(reader: FrameReader, wire: bytes, sizes: Iterable[int] = (1 << 20,)) ->
     for size in itertools.cycle(sizes):
         if at == len(wire):
             break
-        room = reader.writable()
+        room = reader.space
         assert len(room) > 0, "the reader asks for bytes but has no room for them"
         count = min(size, len(room), len(wire) - at)
         room[:count] = wire[at : at + count]

@@ -209,7 +209,7 @@ class SocketChannel(Channel):
         end = self.bytes_received + _TURN
         try:
             while True:
-                count = self._sock.recv_into(reader.writable())
+                count = self._sock.recv_into(reader.space)
                 if not count:
                     midway = " in the middle of a frame" if reader.midway else ""
                     return self._lose(f"closed by the peer{midway}")
