@@ -23,7 +23,7 @@ import backhaul as bh
 from backhaul._rpc.node import Node
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import TREE, Kind, Payload, Request, pack
-from backhaul._wire.tensors.tensors import Part, TensorSpec, TensorTable
+from backhaul._wire.tensors.specs import Part, TensorSpec, TensorTable
 from backhaul._worker.worker import current_worker
 
 TICK = 0.0005  # seconds between two looks of the thread that notices pauses

@@ -10,7 +10,7 @@ from multiprocessing import shared_memory
 
 import pytest
 
-from backhaul.testing.leaks import take_snapshot
+from backhaul.testing.snapshots import take_snapshot
 
 HOLDER = """
 from multiprocessing import shared_memory
@@ -66,3 +66,20 @@ def test_segments_of_tests_that_run_beside_these_are_theirs(
     finally:
         holder.communicate("\n")
     assert (name in found) == noticed
+
+
+WITHOUT_PYTEST = """
+import sys
+
+sys.modules["pytest"] = None  # every import of it raises
+
+import backhaul.testing
+from backhaul.testing import faults, oracle, programs, proxy, snapshots
+
+print(sorted(name for name in sys.modules if name.startswith("_pytest")))
+"""
+
+
+def test_the_package_does_not_need_pytest() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_PYTEST], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -1,1 +1,1 @@
-"""What only developers of Backhaul run: fuzzing, kill tests, soak tests, the version matrix."""
+"""Tools for developers of Backhaul: fuzzing, simulation, kill tests, soak tests, the version matrix."""

@@ -1,7 +1,7 @@
-"""Worker processes that can be killed, stopped and replaced, driven by a worker of the calling process.
+"""Worker processes that can be killed, stopped and replaced. A worker in the calling process drives them.
 
-Unlike those of ``launch`` they are no program's: each serves until it is told to end, and one that is gone can be
-followed by another of its name. What that takes of the layers below is in ``meet``, and nowhere else.
+Unlike the processes of ``launch``, they run no program. Each serves until the driver ends it, and a new process can
+take the name of one that is gone. Only ``meet`` uses internals of the cluster for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from backhaul._transport.sockets.addresses import host_identity
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._types import Options
 from backhaul._worker.worker import Worker, current_worker
-from backhaul.testing.leaks import take_snapshot
+from backhaul.testing.snapshots import take_snapshot
 
 COUNTED = (
     "num_autograd_contexts",
@@ -44,10 +44,10 @@ COUNTED = (
     "num_forks",
     "num_user_rrefs",
 )
-"""Counters that are 0 where nothing is left."""
+"""Counters that are 0 if nothing is left."""
 
 DRIVER = "driver"
-_PATIENCE = 60.0  # seconds for a process to start or to end
+_PROCESS_SECONDS = 60.0  # in which a process must start or end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +55,15 @@ class Exam:
     """What a worker holds at one moment.
 
     Attributes:
-        left: Counters that should be 0 and are not.
-        threads: How many.
-        sockets: How many descriptors of sockets.
-        descriptors: How many others.
-        segments: Files in ``/dev/shm``.
-        shm_bytes: Shared memory it has made.
-        shm_lent: Slots of it that others use.
-        rss: Bytes of memory that are its own: resident, and not of shared files.
-        futures: Futures that are not done; -1 if they were not counted.
+        left: Counters of ``COUNTED`` that are not 0.
+        threads: The number of threads.
+        sockets: The number of descriptors of sockets.
+        descriptors: The number of other descriptors.
+        segments: The number of files in ``/dev/shm``.
+        shm_bytes: Bytes of shared memory that the worker has created.
+        shm_lent: The number of its slots that other workers use.
+        rss: Bytes of resident memory that the worker shares with no other process.
+        futures: The number of futures that are not done; -1 if they were not counted.
     """
 
     left: dict[str, int]
@@ -78,7 +78,7 @@ class Exam:
 
 
 def examine(thorough: bool = False) -> Exam:
-    """Look at the current worker. ``thorough``: collect garbage before, and count futures."""
+    """Inspect the current worker. With ``thorough``, collect garbage first and count futures."""
     worker = current_worker()
     futures = -1
     if thorough:
@@ -99,29 +99,29 @@ def examine(thorough: bool = False) -> Exam:
 
 
 def _undone() -> int:
-    """Futures of this process that are not done."""
+    """The number of futures of this process that are not done."""
     gc.collect()
-    # By type: some objects warn when they are asked for their class.
+    # Use type(): some objects warn when their __class__ is read.
     return sum(issubclass(type(thing), Future) and not thing.done() for thing in gc.get_objects())
 
 
 def _memory() -> int:
     if _trim is not None:
-        _trim(0)  # what the allocator keeps for later is not held by anybody
+        _trim(0)  # memory that the allocator keeps for later does not count
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
     return 0
 
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
 
 
-# The seam: how a worker becomes known to the others, here without a leader or a store.
+# How a worker becomes known to the others, here without a leader and without a store.
 
 
 def meet(record: WorkerRecord) -> None:
-    """Know a worker from now on, in the place of one that had its name."""
+    """Add a worker to the peers of the current one. It replaces an earlier worker of its name."""
     problem = current_worker().part(Node).peers.admit(record)
     if problem:
         raise RuntimeError(problem)
@@ -130,7 +130,7 @@ def meet(record: WorkerRecord) -> None:
 def _start(
     name: str, number: int, secret: bytes, options: Options, epoch: int
 ) -> tuple[WorkerRecord, Callable[[list[WorkerRecord]], Node]]:
-    """A worker's record, and what makes the worker once the others' are known."""
+    """The record of a worker, and a function that starts the worker, given the records of the others."""
     endpoint = SocketEndpoint(
         secret=secret,
         unix=options.transport != "tcp",
@@ -145,14 +145,14 @@ def _start(
 # The other processes.
 
 _pipe: Connection | None = None  # to the process that started this one
-_struck = False
+_has_died = False
 
 
 def die(how: signal.Signals = signal.SIGKILL) -> None:
-    """End or stop this process, once, and let the one that started it know when."""
-    global _struck
-    if not _struck and _pipe is not None:
-        _struck = True
+    """Kill or stop this process, once. Tell the process that started it the time."""
+    global _has_died
+    if not _has_died and _pipe is not None:
+        _has_died = True
         _pipe.send(time.monotonic())
         os.kill(os.getpid(), how)
 
@@ -162,7 +162,7 @@ def _live(pipe: Connection, name: str, number: int, secret: bytes, options: Opti
     _pipe = pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    gc.freeze()  # so that collecting costs only what the worker has made
+    gc.freeze()  # so that a collection visits only objects of the worker
     own, start = _start(name, number, secret, options, epoch)
     pipe.send(own)
     with contextlib.suppress(EOFError, OSError):
@@ -175,7 +175,7 @@ def _live(pipe: Connection, name: str, number: int, secret: bytes, options: Opti
 
 
 class _Member:
-    """One of the other processes, as the first sees it."""
+    """A worker process, as the driver sees it."""
 
     def __init__(self, name: str, number: int, secret: bytes, options: Options, epoch: int = 0) -> None:
         context = mp.get_context("forkserver")
@@ -188,43 +188,44 @@ class _Member:
         )
         self.process.start()
         theirs.close()
-        self.record: WorkerRecord = self._hear()
+        self.record: WorkerRecord = self._receive()
         self.died_at: float | None = None
 
-    def _hear(self) -> WorkerRecord:
-        if not self.pipe.poll(_PATIENCE):
-            raise TimeoutError(f"process {self.name} does not come up")
-        heard: WorkerRecord = self.pipe.recv()
-        return heard
+    def _receive(self) -> WorkerRecord:
+        if not self.pipe.poll(_PROCESS_SECONDS):
+            raise TimeoutError(f"process {self.name} did not start within {_PROCESS_SECONDS:g} s; see its output")
+        received: WorkerRecord = self.pipe.recv()
+        return received
 
     def start(self, records: list[WorkerRecord]) -> None:
         self.pipe.send(records)
-        self._hear()
+        self._receive()
 
-    def died(self, patience: float = 0.0) -> float | None:
-        """When it said that it dies, if it did."""
+    def died(self, timeout: float = 0.0) -> float | None:
+        """When the process called ``die``; None if it has not."""
         with contextlib.suppress(EOFError, OSError):
-            if self.died_at is None and self.pipe.poll(patience):
+            if self.died_at is None and self.pipe.poll(timeout):
                 self.died_at = self.pipe.recv()
         return self.died_at
 
-    def bury(self) -> None:
-        """End it, however it is."""
+    def remove(self) -> None:
+        """Kill the process, also if it has stopped or ended, and free what belongs to it."""
         self.died()
         self.process.kill()
-        self.process.join(_PATIENCE)
+        self.process.join(_PROCESS_SECONDS)
         self.process.close()
         self.pipe.close()
 
 
 class Fleet:
-    """Worker processes ``worker1`` and so on, and the worker ``driver`` in this process, which is current inside.
+    """Worker processes ``worker1`` and so on, and the worker ``driver`` in this process. A context manager; inside, the
+    driver is the current worker.
 
-    Methods are for one thread, but for those that only look.
+    Only one thread may call methods that change the fleet.
 
     Args:
-        workers: How many processes.
-        options: For all of them.
+        workers: The number of processes.
+        options: The options of all workers.
     """
 
     def __init__(self, workers: int = 3, options: Options | None = None) -> None:
@@ -232,8 +233,8 @@ class Fleet:
         self._secret = secrets.token_bytes(32)
         self._names = {number: f"worker{number}" for number in range(1, workers + 1)}
         self._members: dict[str, _Member] = {}
-        self._epoch = 0  # how often a worker was replaced
-        self._undone = 0  # futures that others in this process have left
+        self._epoch = 0  # how many workers were replaced
+        self._undone = 0  # futures that this process had before
         self._node: Node | None = None
 
     def __enter__(self) -> Fleet:
@@ -247,7 +248,7 @@ class Fleet:
                 member.start([record for record in records if record.name != member.name])
             self._node = start(records[1:])
         except BaseException:
-            self._bury_all()
+            self._remove_all()
             raise
         self._node.worker.__enter__()
         return self
@@ -261,12 +262,12 @@ class Fleet:
             with contextlib.suppress(OSError):
                 member.pipe.send("end")
         self._node.shutdown(graceful=False, timeout=5.0)
-        self._bury_all()
+        self._remove_all()
         forget_states()
 
-    def _bury_all(self) -> None:
+    def _remove_all(self) -> None:
         for member in self._members.values():
-            member.bury()
+            member.remove()
         self._members.clear()
 
     @property
@@ -277,34 +278,34 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        """Those of the other processes that have not been buried."""
+        """The names of the worker processes that were not removed."""
         return sorted(self._members)
 
     def number(self, name: str) -> int:
-        """A worker's id."""
+        """The id of a worker."""
         return 0 if name == DRIVER else self._members[name].number
 
     def pid(self, name: str) -> int:
-        """A worker's process."""
+        """The process id of a worker."""
         pid = self._members[name].process.pid
         assert pid is not None
         return pid
 
     def signal(self, name: str, what: signal.Signals) -> float:
-        """Send a signal to a worker; return when."""
+        """Send a signal to a worker. Returns the time."""
         os.kill(self.pid(name), what)
         return time.monotonic()
 
-    def died(self, name: str, patience: float = 0.0) -> float | None:
-        """When a worker said that it dies or stops, see ``die``."""
-        return self._members[name].died(patience)
+    def died(self, name: str, timeout: float = 0.0) -> float | None:
+        """When a worker called ``die``; None if it does not within ``timeout`` seconds."""
+        return self._members[name].died(timeout)
 
-    def bury(self, name: str) -> None:
-        """End a worker, if it has not, and expect it no more."""
-        self._members.pop(name).bury()
+    def remove(self, name: str) -> None:
+        """Kill a worker, if it still runs, and remove it from the fleet."""
+        self._members.pop(name).remove()
 
     def replace(self, name: str) -> None:
-        """Start a new worker in the place of one that was buried."""
+        """Start a new worker in place of one that was removed."""
         (number,) = (number for number, known in self._names.items() if known == name)
         self._epoch += 1
         member = _Member(name, number, self._secret, self._options, self._epoch)
@@ -314,28 +315,28 @@ class Fleet:
             for other in self._members:
                 rpc_sync(other, meet, args=(member.record,))
         except BaseException:
-            member.bury()
+            member.remove()
             raise
         self._members[name] = member
 
     def exams(self, *, thorough: bool = False) -> dict[str, Exam]:
-        """Look at all workers."""
+        """Inspect all workers."""
         asked = [rpc_async(name, examine, args=(thorough,)) for name in self._members]
         found = wait_all(asked)
         del asked
         return {DRIVER: examine(thorough), **dict(zip(self._members, found, strict=True))}
 
-    def leftovers(self, *, patience: float, ignored: tuple[str, ...] = ()) -> list[str]:
-        """What is left although nothing runs, once that has not changed to nothing in ``patience`` seconds."""
+    def leftovers(self, *, timeout: float, ignored: tuple[str, ...] = ()) -> list[str]:
+        """What is still left after ``timeout`` seconds, although nothing runs. Returns earlier if nothing is left."""
         forget_states()
         for name in self._members:
             rpc_sync(name, forget_states)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         for pause in _pauses():
             left = []
             for name, exam in self.exams(thorough=True).items():
                 counts = {what: n for what, n in exam.left.items() if what not in ignored}
-                # A reference that is left may wait for its value.
+                # A reference that is left may have a future that waits for its value.
                 own = exam.futures - (self._undone if name == DRIVER else 0)
                 waiting = own if len(counts) == len(exam.left) else 0
                 counts |= {"futures": waiting} if waiting > 0 else {}

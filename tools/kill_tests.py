@@ -1,8 +1,8 @@
-"""Worker processes killed or stopped at every stage of a step, and at random times; each step is accounted for.
+"""Kills or stops worker processes at every stage of a step, and at random times, and checks each step.
 
-``python -m tools.kill_tests --count 200`` kills two hundred. After each: the step had the gradients of plain
-autograd or raised an error of Backhaul's, in time; the others go on with right steps, and nothing of it is left in
-them; then another worker takes the place of the dead one, and the next step is right with it, too.
+``python -m tools.kill_tests --count 200`` kills two hundred workers. After each kill the tool checks: the step had the
+gradients of plain autograd, or raised an error of Backhaul in time. The other workers run right steps, and nothing of
+the failed step is left in them. Then a new worker replaces the dead one, and the next step with it is right too.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from typing import Literal
 import torch
 
 from backhaul._rpc.api import rpc_async, rpc_sync
-from backhaul._sim.random_steps import RandomStep, draw_trial, run_trial
+from backhaul._sim.random_steps import RandomStep, draw_step, run_step
 from backhaul._types import Options
 from backhaul.errors import BackhaulError, BackwardTimeoutError, CallTimeoutError, PeerLostError, SerializationError
 from tools.fleet import Exam, Fleet
 from tools.triggers import STAGES, Stage, arm, takes_part
 
 RANDOM = "at a random time"
-_STUCK = 400.0  # seconds after which a kill must be stuck
-_TRIES = 12  # steps in which a stage may come to pass
+_STUCK_SECONDS = 400.0  # a kill that takes longer hangs
+_MAX_STEPS = 12  # in which a stage must be reached
+_REPORT_SECONDS = 10.0  # between two lines about progress
 _REFERENCES = "num_owner_rrefs", "num_forks", "num_user_rrefs"
 
 
 @dataclasses.dataclass(frozen=True)
 class KillSetting:
-    """What one run is about.
+    """The parameters of one run.
 
     Attributes:
         count: How many workers are killed.
-        workers: How many processes there are besides the driver's.
-        seed: Where programs, victims and times come from.
-        how: SIGKILL or SIGSTOP. Who was stopped goes on later.
-        stages: Which ones; see ``triggers``.
-        limit: Seconds in which a step has to end.
-        notice: What has to notice a worker that stopped: its silence (``heartbeat``), or only the timeouts of calls.
-        references: Whether references that went under with a worker must be given up.
-        left_by_lost: Whether contexts of a driver that was killed must be released. See ``simulation.Checks``.
-        patience: Seconds after which nothing may be left.
-        transport: Of the workers.
+        workers: The number of processes besides the driver's.
+        seed: Determines programs, victims and times.
+        how: SIGKILL or SIGSTOP. A stopped worker is continued later.
+        stages: The names of the stages; see ``triggers``.
+        limit: Seconds in which a step must end.
+        notice: How a stopped worker is noticed: by missing heartbeats (``heartbeat``), or by timeouts of calls only.
+        references: Whether references that were lost with a worker must be dropped.
+        left_by_lost: Whether contexts of a killed driver must be released. See ``simulation.run.Checks``.
+        settle_seconds: After this time nothing may be left.
+        transport: The transport of the workers.
     """
 
     count: int = 40
@@ -67,11 +68,11 @@ class KillSetting:
     notice: str = "timeout"
     references: bool = True
     left_by_lost: bool = False
-    patience: float = 20.0
+    settle_seconds: float = 20.0
     transport: Literal["auto", "tcp"] = "auto"
 
     def options(self) -> Options:
-        """Those of the workers: times are long enough never to matter where a closed channel has to tell."""
+        """The options of the workers. Where a closed channel must end a step, all timeouts are too long to do it."""
         times: dict[str, float] = {"timeout": 40.0, "backward_timeout": 50.0}
         if self.how == signal.SIGSTOP and self.notice == "heartbeat":
             times |= {"heartbeat_interval": 0.2, "suspect_after": 0.6, "lost_after": 1.5}
@@ -85,12 +86,12 @@ class KillOutcome:
     """How the step of one kill ended.
 
     Attributes:
-        stage: Where the worker was killed.
-        how: ``right``, the name of an error, or ``driver killed``.
+        stage: The stage at which the worker was killed.
+        how: ``right``, ``wrong``, or the name of an error.
         about: The worker that the error names.
-        victim: Who was killed.
+        victim: The worker that was killed.
         noticed: Seconds from the death to the end of the step.
-        reached: Whether the stage came to pass.
+        reached: Whether the step reached the stage.
     """
 
     stage: str
@@ -103,7 +104,7 @@ class KillOutcome:
 
 @dataclasses.dataclass
 class KillVerdict:
-    """What a run gave; ``problems`` is what must not be."""
+    """The result of a run. ``problems`` has what must not happen."""
 
     outcomes: list[KillOutcome] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -124,13 +125,13 @@ class Killer:
         self._stages = {stage.name: stage for stage in STAGES}
 
     def warm_up(self, steps: int = 12) -> None:
-        """Let everybody talk to everybody, so that channels and threads are there."""
+        """Run steps until all workers have called each other, so that channels and threads exist."""
         for _ in range(steps):
             self._must_be_right("warm-up")
         self._verdict.first = self._fleet.exams(thorough=True)
 
     def kill(self, name: str) -> None:
-        """One worker at one stage, and all that has to hold after that."""
+        """Kill one worker at one stage, and check everything that must hold afterwards."""
         stage = self._stages.get(name)
         victim = self._draw.choice(self._fleet.names)
         outcome = KillOutcome(name, "", victim)
@@ -138,15 +139,15 @@ class Killer:
         if stage is not None:
             rpc_sync(victim, arm, args=(name, self._setting.how))
         else:
-            timer = threading.Timer(self._draw.uniform(0.0, 0.05), self._strike, (victim,))
+            timer = threading.Timer(self._draw.uniform(0.0, 0.05), self._kill_now, (victim,))
             timer.start()
         died = None
-        for _ in range(_TRIES):
+        for _ in range(_MAX_STEPS):
             begun = time.monotonic()
-            self._step(self._trial(victim, stage), outcome)
+            self._run_step(self._draw_step(victim, stage), outcome)
             if timer is not None:
                 timer.join()
-            died = self._struck if stage is None else self._fleet.died(victim)
+            died = self._killed_at if stage is None else self._fleet.died(victim)
             over = time.monotonic()
             if died is not None or outcome.how != "right":
                 break
@@ -162,40 +163,41 @@ class Killer:
         self._verdict.outcomes.append(outcome)
         self._aftermath(outcome)
 
-    def _strike(self, victim: str) -> None:
-        self._struck = self._fleet.signal(victim, self._setting.how)
+    def _kill_now(self, victim: str) -> None:
+        self._killed_at = self._fleet.signal(victim, self._setting.how)
 
-    _struck: float | None = None
+    _killed_at: float | None = None
     _ended = 0.0
     _drivers_died = False
 
-    def _trial(self, victim: str, stage: Stage | None) -> RandomStep:
-        """A step in which the victim has the part that the stage takes; every message of it matters to backward."""
+    def _draw_step(self, victim: str, stage: Stage | None) -> RandomStep:
+        """Draw a step in which the victim has the role that the stage needs."""
         number = self._fleet.number(victim)
         role = "called" if stage is None else stage.role
         while True:
-            trial = draw_trial(self._draw, next(self._runs), number if role == "driver" else 0, self._numbers())
-            if number not in trial.places:
+            step = draw_step(self._draw, next(self._runs), number if role == "driver" else 0, self._numbers())
+            if number not in step.places:
                 continue
-            part = takes_part(trial.program.body, trial.places.index(number))
+            part = takes_part(step.program.body, step.places.index(number))
             if role == "driver" and part["calls"]:
-                return trial
+                return step
             if part["called"] and (part["calls"] or not (stage and stage.calls)):
-                return trial
+                return step
 
     def _numbers(self) -> list[int]:
         return [0, *(self._fleet.number(name) for name in self._fleet.names)]
 
-    def _step(self, trial: RandomStep, outcome: KillOutcome) -> None:
-        driver = trial.places[0]
+    def _run_step(self, step: RandomStep, outcome: KillOutcome) -> None:
+        driver = step.places[0]
         try:
-            differences = run_trial(trial) if driver == 0 else rpc_async(driver, run_trial, args=(trial,)).wait()
+            differences = run_step(step) if driver == 0 else rpc_async(driver, run_step, args=(step,)).wait()
         except BackhaulError as error:
             outcome.how, outcome.about = type(error).__name__, error.worker
-            error.__traceback__ = None  # refers to all that the step held
+            error.__traceback__ = None  # it refers to everything that the step held
         except Exception as error:
             outcome.how = type(error).__name__
-            self._complain(outcome, "an error that is not ours:\n" + "".join(traceback.format_exception(error)))
+            text = "".join(traceback.format_exception(error))
+            self._complain(outcome, f"an error that is not a BackhaulError:\n{text}")
             error.__traceback__ = None
         else:
             outcome.how = "wrong" if differences else "right"
@@ -206,10 +208,10 @@ class Killer:
         self._verdict.steps[outcome.how] += 1
 
     def _judge(self, outcome: KillOutcome) -> None:
-        """Who was killed is to be named, and by what it should be."""
+        """Check that the step ended with the right kind of error, which names the killed worker."""
         if outcome.how in ("right", "wrong") or not outcome.reached:
             if not outcome.reached and outcome.how != "right":
-                self._complain(outcome, f"ended with {outcome.how} before anybody was killed")
+                self._complain(outcome, f"ended with {outcome.how} before a worker was killed")
             return
         if outcome.how == SerializationError.__name__:
             return  # a reference whose value was lost with its owner cannot be sent on
@@ -217,16 +219,16 @@ class Killer:
         if self._setting.how == signal.SIGSTOP and self._setting.notice != "heartbeat":
             kinds |= {CallTimeoutError.__name__, BackwardTimeoutError.__name__}
         if outcome.how not in kinds:
-            self._complain(outcome, f"{outcome.how} was not to be expected")
+            self._complain(outcome, f"{outcome.how} is not an expected error")
         elif self._setting.how == signal.SIGKILL and outcome.about != outcome.victim:
-            self._complain(outcome, f"{outcome.how} is about {outcome.about}")
+            self._complain(outcome, f"{outcome.how} names {outcome.about}, which was not killed")
 
     def _aftermath(self, outcome: KillOutcome) -> None:
-        """The others go on; nothing is left; another takes the place."""
+        """Check that the others run right steps, that nothing is left, and that a new worker can take the place."""
         fleet, stopped = self._fleet, self._setting.how == signal.SIGSTOP
         others = [fleet.number(name) for name in fleet.names if name != outcome.victim]
         if not stopped:
-            fleet.bury(outcome.victim)
+            fleet.remove(outcome.victim)
         for _ in range(2):
             self._must_be_right(f"after '{outcome.stage}', without {outcome.victim}", others)
         if stopped:
@@ -235,19 +237,19 @@ class Killer:
         ignored: tuple[str, ...] = () if self._setting.references else _REFERENCES
         if self._drivers_died and not self._setting.left_by_lost:
             ignored += ("num_autograd_contexts",)
-        left = fleet.leftovers(patience=self._setting.patience, ignored=ignored)
+        left = fleet.leftovers(timeout=self._setting.settle_seconds, ignored=ignored)
         if left:
             self._complain(outcome, "left behind: " + ", ".join(left))
-        if stopped:  # it is patched, and knows that it was stopped once
-            fleet.bury(outcome.victim)
+        if stopped:  # its process is patched and stops only once
+            fleet.remove(outcome.victim)
         fleet.replace(outcome.victim)
         self._must_be_right(f"after '{outcome.stage}', with another {outcome.victim}")
 
     def _must_be_right(self, when: str, others: Sequence[int] | None = None) -> None:
         numbers = self._numbers() if others is None else [0, *others]
-        trial = draw_trial(self._draw, next(self._runs), 0, numbers)
+        step = draw_step(self._draw, next(self._runs), 0, numbers)
         try:
-            differences = run_trial(trial)
+            differences = run_step(step)
         except Exception as error:
             self._verdict.steps[type(error).__name__] += 1
             self._verdict.problems.append(f"{when}: a step failed:\n{''.join(traceback.format_exception(error))}")
@@ -261,12 +263,12 @@ class Killer:
         self._verdict.problems.append(f"{outcome.victim} killed, {outcome.stage}: {what}")
 
     def compare(self) -> None:
-        """What workers hold in the end against what they held in the beginning."""
+        """Compare what the workers hold at the end with what they held after the warm-up."""
         self._verdict.last = self._fleet.exams(thorough=True)
         peers = len(self._fleet.names)
         for name, exam in self._verdict.last.items():
             before = self._verdict.first[name]
-            # Two channels where both ends opened one at once, and a second descriptor of one that had to wait.
+            # Two channels if both ends connected at once, and a second descriptor of a channel that had to wait.
             if exam.sockets > 2 + 3 * peers:
                 self._verdict.problems.append(f"{name} has {exam.sockets} sockets for {peers} peers")
             if exam.descriptors > before.descriptors + 6:
@@ -277,24 +279,26 @@ class Killer:
                 self._verdict.problems.append(f"{exam.segments} files in /dev/shm, were {before.segments}")
 
 
-def run(setting: KillSetting, tell: Callable[[list[str], int], object] = lambda *_: None) -> KillVerdict:
-    """Kill as many as the setting says."""
+def run(setting: KillSetting, report: Callable[[list[str], int], object] = lambda *_: None) -> KillVerdict:
+    """Kill as many workers as the setting says."""
     verdict = KillVerdict()
     with contextlib.ExitStack() as stack:
         fleet = stack.enter_context(Fleet(setting.workers, setting.options()))
         killer = Killer(fleet, setting, verdict)
         killer.warm_up()
         names = list(itertools.islice(itertools.cycle(setting.stages), setting.count))
-        names.sort(key=lambda name: name.startswith("driver"))  # what they leave would be taken for others'
+        names.sort(
+            key=lambda name: name.startswith("driver")
+        )  # last, because what they leave would count against others
         for done, name in enumerate(names, 1):
-            faulthandler.dump_traceback_later(_STUCK, exit=True)
+            faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
             known = len(verdict.problems)
             killer.kill(name)
-            tell(verdict.problems[known:], done)
+            report(verdict.problems[known:], done)
         faulthandler.cancel_dump_traceback_later()
         known = len(verdict.problems)
         killer.compare()
-        tell(verdict.problems[known:], setting.count)
+        report(verdict.problems[known:], setting.count)
     return verdict
 
 
@@ -302,7 +306,7 @@ def run(setting: KillSetting, tell: Callable[[list[str], int], object] = lambda 
 
 
 def table(outcomes: Sequence[KillOutcome]) -> list[str]:
-    """For each stage: how often it was reached, how its steps ended, and how fast a death was noticed."""
+    """For each stage: how often it was reached, how its steps ended, and how soon a death was noticed."""
     rows = [f"{'stage':<38} {'kills':>5} {'reached':>7}  {'noticed after, ms (median, worst)':<34} ended"]
     for stage in dict.fromkeys(outcome.stage for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.stage == stage]
@@ -320,28 +324,27 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="store_true", help="stop workers (SIGSTOP) instead of killing them")
-    parser.add_argument("--notice", choices=["timeout", "heartbeat", "auto"], default="auto", help="who was stopped")
-    parser.add_argument("--stages", default="", help="only those whose name contains this")
     parser.add_argument(
-        "--references", action=argparse.BooleanOptionalAction, default=True, help="check references that went under"
+        "--notice", choices=["timeout", "heartbeat"], default="heartbeat", help="how stopped workers are noticed"
     )
-    parser.add_argument("--left-by-lost", action="store_true", help="also check contexts of drivers that were killed")
-    parser.add_argument("--patience", type=float, default=20.0, help="seconds after which nothing may be left")
+    parser.add_argument("--stages", default="", help="only stages whose name contains this text")
+    parser.add_argument(
+        "--references",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check references that were lost with a worker",
+    )
+    parser.add_argument("--left-by-lost", action="store_true", help="also check contexts of killed drivers")
+    parser.add_argument("--settle-seconds", type=float, default=20.0, help="seconds after which nothing may be left")
     parser.add_argument("--transport", choices=["auto", "tcp"], default="auto")
     return parser.parse_args(arguments)
 
 
-def has_heartbeats() -> bool:
-    """Whether workers notice silence."""
-    return hasattr(Options(), "lost_after")
-
-
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> int:
-    """The command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     given = _parse(arguments)
-    notice = given.notice if given.notice != "auto" else "heartbeat" if has_heartbeats() else "timeout"
     chosen = tuple(name for name in KillSetting.stages if given.stages in name)
-    if given.stop:  # who has taken or sent half of something out of turn cannot go on
+    if given.stop:  # a worker that has read or sent half a frame outside its channel cannot continue
         chosen = tuple(name for name in chosen if "half" not in name)
     setting = KillSetting(
         given.count,
@@ -349,26 +352,26 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
         given.seed,
         signal.SIGSTOP if given.stop else signal.SIGKILL,
         chosen,
-        notice=notice,
+        notice=given.notice,
         references=given.references,
         left_by_lost=given.left_by_lost,
-        patience=given.patience,
+        settle_seconds=given.settle_seconds,
         transport=given.transport,
     )
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    told = begun = time.monotonic()
+    reported = begun = time.monotonic()
 
-    def tell(problems: list[str], done: int) -> None:
-        nonlocal told
+    def report(problems: list[str], done: int) -> None:
+        nonlocal reported
         for problem in problems:
             write("PROBLEM " + problem.rstrip().replace("\n", "\n  "))
-        if time.monotonic() > told + 10:
-            told = time.monotonic()
-            write(f"{done} of {given.count}, {told - begun:.0f} s")
+        if time.monotonic() > reported + _REPORT_SECONDS:
+            reported = time.monotonic()
+            write(f"{done} of {given.count}, {reported - begun:.0f} s")
 
-    verdict = run(setting, tell)
+    verdict = run(setting, report)
     for row in table(verdict.outcomes):
         write(row)
     write("")
@@ -387,5 +390,5 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # Without the interpreter's farewell, in which threads of torch may abort the process.
+    # Skip the shutdown of the interpreter, in which threads of torch may abort the process.
     os._exit(status)

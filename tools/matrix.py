@@ -1,12 +1,12 @@
 """Runs the tests with each supported torch and Python, and writes the results into docs/versions.md.
 
-Each pair has an environment of its own in .matrix/, which is removed after its tests unless --keep is given: with CUDA
-libraries it takes up to 6 GB. A pair that cannot be built is a row of the table too, and a failure.
+Each pair has its own environment in .matrix/. The tool removes it after the tests, unless --keep is given, because with
+CUDA libraries it takes up to 6 GB. A pair that cannot be built gets a row in the table too, and counts as a failure.
 
     make matrix                                           all pairs; writes the table
     make matrix ARGS=--all                                also the tests that use little of torch, with every pair
     make matrix ARGS="2.15/3.12 2.12/3.11"                some pairs
-    make matrix ARGS="2.15/3.12 --keep --tests 'tests/jit -x'"    some tests, which only prints the table
+    make matrix ARGS="2.15/3.12 --keep --tests 'tests/jit -x'"    some tests; only prints the table
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 CONSTRAINTS = ROOT / "constraints.txt"
-PINNED_PYTHON = "3.11"  # with which constraints.txt was made
+PINNED_PYTHON = "3.11"  # constraints.txt was made with it
 FOLDER = ROOT / ".matrix"
 MARKS = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 TITLES = "| torch | Python | passed | failed | skipped | on | note |\n|---|---|---|---|---|---|---|"
@@ -41,14 +41,14 @@ ONCE = (
     "tests/test_documentation.py",
     "tests/test_examples.py",
 )
-"""Tests that take long and depend little on versions: of processes, transports, faults and protocols, and programs.
-They are run with the pinned pair only.
+"""Tests that take long and depend little on versions: of processes, transports, faults, protocols and programs. They
+run with the pinned pair only.
 """
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped)")
 
 
 class Pair(NamedTuple):
-    """A torch and a Python, both by their first two numbers."""
+    """A version of torch and one of Python, both as their first two numbers."""
 
     torch: str
     python: str
@@ -58,7 +58,7 @@ class Pair(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Where its environment is."""
+        """The folder of its environment."""
         return FOLDER / f"torch{self.torch}-python{self.python}"
 
 
@@ -74,7 +74,7 @@ PAIRS = (
 
 
 class Row(NamedTuple):
-    """What came of a pair."""
+    """The result of a pair."""
 
     torch: str
     python: str
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
     @property
     def pair(self) -> Pair:
-        """Which pair it is about."""
+        """The pair."""
         return Pair(_minor(self.torch), _minor(self.python))
 
     @property
@@ -96,11 +96,11 @@ class Row(NamedTuple):
 
 
 class BuildError(Exception):
-    """An environment cannot be built, or its tests cannot be run; says why."""
+    """An environment cannot be built, or its tests cannot be run. The text says why."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run what the command line says. Returns 0 if all of it is good."""
+    """Run the command. Returns 0 if the tests of all pairs passed."""
     options = _parse(args)
     rows = []
     for pair in options.pairs:
@@ -117,7 +117,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _parse(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", type=_pair, metavar="TORCH/PYTHON", help="such as 2.15/3.12; default: all")
-    parser.add_argument("--tests", help="arguments for pytest in the place of all tests, as one string")
+    parser.add_argument("--tests", help="arguments for pytest instead of all tests, as one string")
     parser.add_argument(
         "--all", action="store_true", help="also run the tests that use little of torch with every pair"
     )
@@ -143,7 +143,7 @@ def _pair(text: str) -> Pair:
 
 
 def run(pair: Pair, options: argparse.Namespace) -> Row:
-    """Build the environment of a pair, run the tests there, remove it."""
+    """Build the environment of a pair, run the tests in it, and remove it."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         python = build(pair, find_python(pair.python, options.python))
@@ -163,24 +163,24 @@ def run(pair: Pair, options: argparse.Namespace) -> Row:
 
 
 def find_python(version: str, given: Iterable[str] = ()) -> str:
-    """The interpreter of a version: one that was given, python3.x in PATH, or one of pyenv's. Raises ``BuildError``."""
+    """The interpreter of a version: from ``given``, from PATH, or from pyenv. Raises ``BuildError``."""
     name = f"python{version}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     known = sorted(pyenv.glob(f"{version}.*/bin/{name}"), key=lambda path: _numbers(path.parts[-3]), reverse=True)
     for candidate in [*given, shutil.which(name), *map(str, known)]:
         if candidate is None:
             continue
-        try:  # one of pyenv's shims is there even if the version is not chosen, and fails
+        try:  # a shim of pyenv exists even if the version is not selected, and then fails
             found = _output([candidate, "-c", "import platform; print(platform.python_version())"])
         except BuildError:
             continue
         if _minor(found) == version:
             return candidate
-    raise BuildError(f"not run: there is no {name} here; name one with --python")
+    raise BuildError(f"not run: there is no {name} here; give its path with --python")
 
 
 def build(pair: Pair, interpreter: str) -> str:
-    """Make the environment of a pair, unless it was kept; returns its interpreter. Raises ``BuildError``."""
+    """Build the environment of a pair, unless it was kept. Returns its interpreter. Raises ``BuildError``."""
     python = str(pair.folder / "bin" / "python")
     stamp = pair.folder / "built"
     wanted = f"{interpreter}\n{CONSTRAINTS.read_text()}\n{(ROOT / 'pyproject.toml').read_text()}"
@@ -193,7 +193,7 @@ def build(pair: Pair, interpreter: str) -> str:
         file = pair.folder / "constraints.txt"
         file.write_text(pins)
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(file)]
-        try:  # both at once: alone, the second could replace the torch of the first
+        try:  # install both at once: separately, the second could replace the torch of the first
             _output([*install, f"torch=={pair.torch}.*", "-e", f"{ROOT}[dev]"])
         except BuildError as error:
             trouble = trouble or error
@@ -204,8 +204,8 @@ def build(pair: Pair, interpreter: str) -> str:
 
 
 def constraints(text: str, pair: Pair) -> str:
-    """What of constraints.txt holds for a pair. All of it holds for the torch and the Python that it was made with.
-    Elsewhere what the dependencies need in turn is left to pip, since torch itself asks for some of it.
+    """The part of constraints.txt that applies to a pair. All of it applies to the torch and the Python that it was
+    made with. For other pairs pip chooses the indirect dependencies, because torch itself needs some of them.
     """
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
     if pair == Pair(_minor(pinned["torch"]), PINNED_PYTHON):
@@ -215,7 +215,7 @@ def constraints(text: str, pair: Pair) -> str:
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a command prints. Raises ``BuildError`` with the last of its errors if it fails."""
+    """The output of a command. Raises ``BuildError`` with its last error if the command fails."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
@@ -230,7 +230,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _environment() -> Mapping[str, str]:
-    """Ours, but for what would bring other packages along, or keep bytecode from being written."""
+    """This environment without variables that add other packages or keep Python from writing bytecode."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
@@ -239,7 +239,7 @@ def _environment() -> Mapping[str, str]:
 
 
 def test(row: Row, python: str, options: argparse.Namespace) -> Row:
-    """Run the tests with an interpreter. Raises ``BuildError`` if they do not come to an end."""
+    """Run the tests with an interpreter. Raises ``BuildError`` if they do not end."""
     pair = row.pair
     command = [
         python,
@@ -276,9 +276,9 @@ def test(row: Row, python: str, options: argparse.Namespace) -> Row:
 
 
 def selection(pair: Pair, tests: str | None, *, everything: bool = False) -> list[str]:
-    """What pytest is to run: what was asked for, or all as ``make test`` does with the pinned pair, and less with
-    another one. The reference's suites are part of torch and differ between versions; the list of those that pass is
-    that of one version.
+    """The arguments for pytest: the given tests, or all tests as in ``make test`` for the pinned pair, or fewer for
+    other pairs. The test suites of the reference are part of torch and differ between versions. The list of those that
+    pass belongs to one version.
     """
     if tests is not None:
         return shlex.split(tests)
@@ -292,7 +292,7 @@ def selection(pair: Pair, tests: str | None, *, everything: bool = False) -> lis
 
 
 def counts(line: str) -> dict[str, int]:
-    """How many tests did what, from the last line that pytest prints."""
+    """The numbers of tests by outcome, from the last line that pytest prints."""
     found = {kind: int(number) for number, kind in COUNT.findall(line)}
     return {kind: found.get(kind, 0) for kind in ("passed", "failed", "error", "skipped")}
 
@@ -301,7 +301,7 @@ def counts(line: str) -> dict[str, int]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Rows as Markdown."""
+    """The rows as a Markdown table."""
     return "\n".join([TITLES, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
@@ -315,7 +315,7 @@ def read(page: str) -> Iterator[Row]:
 
 
 def merged(page: str, rows: Iterable[Row]) -> str:
-    """A page with new rows in its table, in order; those of other pairs stay as they are."""
+    """A page with new rows in its table, sorted. Rows of other pairs stay as they are."""
     known = {row.pair: row for row in [*read(page), *rows]}
     ordered = [known[pair] for pair in sorted(known, key=lambda pair: (_numbers(pair.torch), _numbers(pair.python)))]
     before, _, rest = page.partition(MARKS[0])

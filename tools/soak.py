@@ -1,8 +1,8 @@
-"""Mixed traffic over worker processes, of which one is killed every few seconds; what that costs over time.
+"""Runs mixed traffic over worker processes, kills one of them every few seconds, and measures what leaks over time.
 
-``python -m tools.soak --minutes 10``. Several threads of the driver make steps, calls of all sizes and
-references. Each operation is right or raises an error of Backhaul's. Memory, threads, descriptors and shared memory of
-all workers are sampled; after a warm-up they must not grow.
+``python -m tools.soak --minutes 10``. Several threads of the driver run steps, calls of all sizes and references. Each
+operation must give the right result or raise an error of Backhaul. The tool samples memory, threads, descriptors and
+shared memory of all workers. After a warm-up they must not grow.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ import torch
 
 from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._rref.remote import remote
-from backhaul._sim.random_steps import draw_trial, forget_states, run_trial
+from backhaul._sim.random_steps import draw_step, forget_states, run_step
 from backhaul._types import Options
 from backhaul.errors import BackhaulError
 from tools.fleet import DRIVER, Exam, Fleet
 
-_SIZES = (1, 100, 10_000, 40_000, 300_000, 2_000_000)  # elements of four bytes: from inline to slots of 8 MiB
-_PAUSE = 1.0  # seconds without traffic in which a sample is taken
+_SIZES = (1, 100, 10_000, 40_000, 300_000, 2_000_000)  # elements of four bytes: from inline buffers to slots of 8 MiB
+_QUIET_SECONDS = 0.2  # without traffic before a sample is taken
+_MAX_PROBLEMS = 20
 _MEASURES = ("rss", "threads", "sockets", "descriptors", "shm_bytes", "segments")
 
 
 @dataclasses.dataclass(frozen=True)
 class SoakSetting:
-    """What one run is about.
+    """The parameters of one run.
 
     Attributes:
-        seconds: How long.
-        workers: How many processes besides the driver's.
-        threads: How many threads of the driver make traffic.
+        seconds: How long the run takes.
+        workers: The number of processes besides the driver's.
+        threads: The number of threads of the driver that make traffic.
         every: Seconds from one kill to the next, on average.
-        seed: Where all is drawn from; the times are not exact.
+        seed: Determines the random choices. The times are not exact.
         sampled: Seconds from one sample to the next.
-        growth: Bytes of memory by which the median of the last third may exceed that of the first after the warm-up.
+        growth: By how many bytes the median memory of the last third of the samples may exceed that of the first third.
     """
 
     seconds: float = 60.0
@@ -66,7 +67,7 @@ class SoakSetting:
 
 @dataclasses.dataclass
 class SoakVerdict:
-    """What a run gave. ``outcomes`` counts by (operation, how it ended)."""
+    """The result of a run. ``outcomes`` counts by (operation, how it ended)."""
 
     outcomes: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -75,16 +76,16 @@ class SoakVerdict:
     slowest: float = 0.0
 
 
-# What the workers do for it.
+# Functions that the workers run.
 
 
 def scale(x: torch.Tensor, by: float) -> torch.Tensor:
-    """A function to call."""
+    """A plain function."""
     return x * by
 
 
 def nested(x: torch.Tensor, to: str) -> torch.Tensor:
-    """One that calls another."""
+    """A function that calls another worker."""
     return rpc_sync(to, scale, args=(x, 2.0)) + 1
 
 
@@ -98,13 +99,13 @@ class Soak:
         self._lock = threading.Lock()  # guards the verdict
         self._runs = itertools.count()
         self._over = threading.Event()
-        self._open = threading.Event()  # traffic may go on
+        self._open = threading.Event()  # set while threads may make traffic
         self._open.set()
         self._idle = [threading.Event() for _ in range(setting.threads)]
         self._names = fleet.names
 
     def run(self) -> SoakVerdict:
-        """Until the time is over."""
+        """Make traffic and kill workers until the time is over."""
         begun = time.monotonic()
         draw = random.Random(self._setting.seed)
         threads = [
@@ -114,11 +115,12 @@ class Soak:
         for thread in threads:
             thread.start()
         sampled = begun
-        strike = begun + self._setting.every
-        while (now := time.monotonic()) < begun + self._setting.seconds and len(self.verdict.problems) < 20:
-            if now >= strike:
+        next_kill = begun + self._setting.every
+        end = begun + self._setting.seconds
+        while (now := time.monotonic()) < end and len(self.verdict.problems) < _MAX_PROBLEMS:
+            if now >= next_kill:
                 self._kill(draw)
-                strike = time.monotonic() + draw.uniform(0.5, 1.5) * self._setting.every
+                next_kill = time.monotonic() + draw.uniform(0.5, 1.5) * self._setting.every
             if now >= sampled + self._setting.sampled:
                 self._sample(begun)
                 sampled = time.monotonic()
@@ -135,20 +137,20 @@ class Soak:
     def _kill(self, draw: random.Random) -> None:
         victim = draw.choice(self._names)
         self._fleet.signal(victim, signal.SIGKILL)
-        time.sleep(draw.uniform(0.0, 0.3))  # the others go on without it
-        self._fleet.bury(victim)
+        time.sleep(draw.uniform(0.0, 0.3))  # the others run without it
+        self._fleet.remove(victim)
         self._fleet.replace(victim)
         self.verdict.kills += 1
 
     def _sample(self, begun: float) -> None:
-        """With no traffic, so that samples are alike."""
+        """Stop the traffic, so that samples are comparable, and take a sample."""
         self._open.clear()
         for event in self._idle:
             event.wait(60)
         forget_states()
         for name in self._fleet.names:
             rpc_sync(name, forget_states)
-        time.sleep(_PAUSE / 5)
+        time.sleep(_QUIET_SECONDS)
         exams = self._fleet.exams(thorough=True)
         self.verdict.samples.append((time.monotonic() - begun, exams))
         for name, exam in exams.items():
@@ -184,7 +186,7 @@ class Soak:
         try:
             if act():
                 return "right"
-            self._complain(f"a {name} gave something else")
+            self._complain(f"a {name} gave a wrong result")
             return "wrong"
         except BackhaulError as error:
             error.__traceback__ = None
@@ -198,11 +200,11 @@ class Soak:
         with self._lock:
             self.verdict.problems.append(what)
 
-    # Operations: each returns whether its result is right.
+    # Operations. Each returns whether its result is right.
 
     def _step(self, draw: random.Random) -> bool:
         numbers = range(len(self._names) + 1)
-        return not run_trial(draw_trial(draw, next(self._runs), 0, numbers, length=5))
+        return not run_step(draw_step(draw, next(self._runs), 0, numbers, length=5))
 
     def _value(self, draw: random.Random) -> torch.Tensor:
         return torch.full((draw.choice(_SIZES),), draw.random())
@@ -235,7 +237,7 @@ class Soak:
         held: Any = remote(draw.choice(self._names), scale, args=(x, 5.0))
         return torch.equal(held.to_here(), x * 5)
 
-    # Whether things are flat.
+    # Growth.
 
     def _judge(self) -> None:
         for what in ("rss", "threads", "sockets", "descriptors", "segments"):
@@ -245,7 +247,7 @@ class Soak:
                 self._complain(f"{what} of the driver grew from {first:.0f} to {last:.0f}")
 
     def thirds(self, what: str) -> tuple[float, float]:
-        """Medians of the driver's first and last samples, without those of the warm-up. It is the one that stays."""
+        """Medians of the first and last third of the driver's samples, without the warm-up."""
         values = [float(getattr(exams[DRIVER], what)) for _, exams in self.verdict.samples]
         values = values[len(values) // 5 :]
         if not values:
@@ -255,7 +257,7 @@ class Soak:
 
 
 def run(setting: SoakSetting) -> tuple[SoakVerdict, Soak]:
-    """Run one."""
+    """Run a soak test."""
     options = Options(timeout=30.0, backward_timeout=40.0)
     with contextlib.ExitStack() as stack:
         fleet = stack.enter_context(Fleet(setting.workers, options))
@@ -264,7 +266,7 @@ def run(setting: SoakSetting) -> tuple[SoakVerdict, Soak]:
 
 
 def table(verdict: SoakVerdict) -> list[str]:
-    """What was measured of the driver, and of all others at most, over time."""
+    """The samples of the driver, and the maximum over all other workers, over time."""
     head = f"{'second':>7} {'driver: MiB':>12} {'threads':>8} {'sockets':>8} {'fds':>5} {'shm MiB':>8}"
     rows = [f"{head}   others at most: MiB, threads, sockets; values, contexts left"]
     step = max(len(verdict.samples) // 20, 1)
@@ -282,7 +284,7 @@ def table(verdict: SoakVerdict) -> list[str]:
 
 
 def plot(verdict: SoakVerdict) -> str:
-    """An SVG of the driver's memory, threads and descriptors over time; each is drawn from 0 to its maximum."""
+    """An SVG of the driver's memory, threads and descriptors over time, each scaled to its maximum."""
     width, height = 720, 240
     last = max((at for at, _ in verdict.samples), default=1.0)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 40}" font-family="sans-serif">']
@@ -307,7 +309,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> int:
-    """The command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     given = _parse(arguments)
     torch.set_num_threads(1)
     gc.collect()
@@ -329,7 +331,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "soak.svg").write_text(plot(verdict))
     write(f"plot: {given.out / 'soak.svg'}")
-    for problem in verdict.problems[:20]:
+    for problem in verdict.problems[:_MAX_PROBLEMS]:
         write("PROBLEM " + problem.rstrip().replace("\n", "\n  "))
     write(f"{len(verdict.problems)} problems")
     return 1 if verdict.problems else 0
@@ -338,5 +340,5 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # Without the interpreter's farewell, in which threads of torch may abort the process.
+    # Skip the shutdown of the interpreter, in which threads of torch may abort the process.
     os._exit(status)

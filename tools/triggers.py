@@ -1,7 +1,7 @@
-"""Exact moments in the life of a worker at which it dies or stops: set inside of the worker that is to die, by ``arm``.
+"""Kills or stops a worker at an exact point of a step. ``arm`` sets the trigger inside the worker that is to die.
 
-A moment is a frame that comes or goes (before, in the middle of, or after it), a place in the function that a step
-runs, or a node of its backward. All are patches of this process, which does not outlive them.
+A trigger is a frame that is received or sent (before, in the middle of, or after it), a place in the function that a
+step runs, or a node of its backward pass. Triggers patch this process and stay in place until the process ends.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._wire.frames import Frame, FrameReader
 from backhaul._wire.messages import Kind
 from backhaul._worker.worker import current_worker
-from backhaul.testing.oracle import Body, State
+from backhaul.testing.oracle import State
+from backhaul.testing.programs import Body
 from tools.fleet import die
 
-When = Literal["before", "amid", "after"]
+When = Literal["before", "middle", "after"]
 Role = Literal["called", "driver"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A moment of a step.
+    """A point of a step at which a worker can die.
 
     Attributes:
-        name: For people.
-        arm: What to do in the worker so that it dies then.
-        role: Which part in the step the worker must have for that: it is called, or it drives.
-        calls: Whether it must call others itself.
+        name: The name in reports.
+        arm: Sets the trigger in the current process.
+        role: The role that the worker must have in the step: it is called, or it drives.
+        calls: Whether the worker must call other workers in the step.
     """
 
     name: str
@@ -50,11 +51,11 @@ class Stage:
     calls: bool = False
 
 
-# Frames that come.
+# Received frames.
 
 
 def _incoming(kind: int, text: bytes, how: signal.Signals) -> None:
-    """Die when a frame has been read, and nothing was done about it yet."""
+    """Die when a frame has been read, before it is handled."""
     fed = FrameReader.fed
 
     def feed(self: FrameReader, count: int) -> list[Frame]:
@@ -67,10 +68,10 @@ def _incoming(kind: int, text: bytes, how: signal.Signals) -> None:
 
 
 def _unread(text: bytes, part: float, how: signal.Signals) -> None:
-    """Die when bytes have come that contain ``text``, with so much of them read."""
+    """Die when bytes that contain ``text`` have arrived, after ``part`` of them (0 to 1) was read."""
     read = SocketChannel._read
 
-    def look(self: SocketChannel) -> Any:
+    def peek_and_read(self: SocketChannel) -> Any:
         sock = self._connection.sock
         poller = select.poll()
         poller.register(sock, select.POLLIN)
@@ -82,14 +83,14 @@ def _unread(text: bytes, part: float, how: signal.Signals) -> None:
                 die(how)
         return read(self)
 
-    SocketChannel._read = look  # type: ignore[method-assign]
+    SocketChannel._read = peek_and_read  # type: ignore[method-assign]
 
 
-# Frames that go.
+# Sent frames.
 
 
 def _outgoing(kind: int, when: When, how: signal.Signals) -> None:
-    """Die at the first frame of a kind; of replies, the first that answers a part of a step."""
+    """Die at the first frame of a kind. For replies: the first after the worker has run a body of the step."""
     served = threading.Event()
     if kind == Kind.REPLY:
         _wrap_body(after=lambda _: served.set())
@@ -103,7 +104,7 @@ def _outgoing(kind: int, when: When, how: signal.Signals) -> None:
             mine = frame.kind == kind and served.is_set()
             if mine and when == "before":
                 die(how)
-            if mine and when == "amid":
+            if mine and when == "middle":
                 data = b"".join(frame.parts())
                 self._connection.sock.send(data[: len(data) // 2])
                 die(how)
@@ -118,7 +119,7 @@ def _outgoing(kind: int, when: When, how: signal.Signals) -> None:
     patch("send_soon")
 
 
-# What the step's functions do.
+# Functions of the step.
 
 
 def _wrap_body(
@@ -147,7 +148,7 @@ def _in_body(when: When, how: signal.Signals) -> None:
 
 
 def _while_it_waits(how: signal.Signals) -> None:
-    """Die while a call of its own is under way."""
+    """Die while a call of this worker is under way."""
     call = random_steps._call
 
     def watch(pending: Any) -> None:
@@ -166,7 +167,7 @@ def _while_it_waits(how: signal.Signals) -> None:
 
 
 def _in_backward(where: Literal["results", "parameters", "arguments"], how: signal.Signals) -> None:
-    """Die when the gradient of something is there: results come first, then parameters, and arguments last."""
+    """Die when a gradient is computed. Gradients of results come first, then parameters, then arguments."""
 
     def hook(values: list[torch.Tensor]) -> None:
         for value in values:
@@ -195,21 +196,22 @@ def _in(kind: int, text: bytes = b"") -> Callable[[signal.Signals], None]:
     return functools.partial(_incoming, kind, text)
 
 
-_SERVE = b"trials:serve"
+_STEPS = f"{random_steps.__name__}:".encode()
+_SERVE = _STEPS + b"serve"
 
 STAGES: tuple[Stage, ...] = (
-    Stage("parameters are made", _in(Kind.REQUEST, b"trials:prepare")),
+    Stage("parameters are made", _in(Kind.REQUEST, _STEPS + b"prepare")),
     Stage("request not read", functools.partial(_unread, _SERVE, 0.0)),
     Stage("request half read", functools.partial(_unread, _SERVE, 0.5)),
     Stage("request read", _in(Kind.REQUEST, _SERVE)),
     Stage("handler begins", functools.partial(_in_body, "before")),
     Stage("handler waits for another", _while_it_waits, calls=True),
-    Stage("handler sends a call: half", _out(Kind.REQUEST, "amid"), calls=True),
+    Stage("handler sends a call: half", _out(Kind.REQUEST, "middle"), calls=True),
     Stage("handler ends", functools.partial(_in_body, "after")),
     Stage("reply: before", _out(Kind.REPLY, "before")),
-    Stage("reply: half", _out(Kind.REPLY, "amid")),
+    Stage("reply: half", _out(Kind.REPLY, "middle")),
     Stage("reply: after", _out(Kind.REPLY, "after")),
-    Stage("value of a reference is asked for", _in(Kind.REQUEST, b"rref.owner_calls:fetch")),
+    Stage("value of a reference is asked for", _in(Kind.REQUEST, f"{owner_calls.__name__}:fetch".encode())),
     Stage("backward: gradients not read", functools.partial(_unread, b"BkHl\1" + bytes([AutogradKind.GRADIENT]), 0.0)),
     Stage("backward: gradients half read", functools.partial(_unread, b"BkHl\1" + bytes([AutogradKind.GRADIENT]), 0.5)),
     Stage("backward: gradients read", _in(AutogradKind.GRADIENT)),
@@ -217,30 +219,30 @@ STAGES: tuple[Stage, ...] = (
     Stage("backward: a leaf", functools.partial(_in_backward, "parameters")),
     Stage("backward: last node", functools.partial(_in_backward, "arguments")),
     Stage("backward: gradients sent: before", _out(AutogradKind.GRADIENT, "before")),
-    Stage("backward: gradients sent: half", _out(AutogradKind.GRADIENT, "amid")),
+    Stage("backward: gradients sent: half", _out(AutogradKind.GRADIENT, "middle")),
     Stage("backward: gradients sent: after", _out(AutogradKind.GRADIENT, "after")),
     Stage("backward: report: before", _out(AutogradKind.REPORT, "before")),
-    Stage("backward: report: half", _out(AutogradKind.REPORT, "amid")),
+    Stage("backward: report: half", _out(AutogradKind.REPORT, "middle")),
     Stage("backward: report: after", _out(AutogradKind.REPORT, "after")),
-    Stage("gradients are asked for", _in(Kind.REQUEST, b"trials:collect")),
+    Stage("gradients are asked for", _in(Kind.REQUEST, _STEPS + b"collect")),
     Stage("release read", _in(AutogradKind.RELEASE)),
     Stage("driver waits for a call", _while_it_waits, role="driver"),
-    Stage("driver: half a call", _out(Kind.REQUEST, "amid"), role="driver"),
+    Stage("driver: half a call", _out(Kind.REQUEST, "middle"), role="driver"),
     Stage("driver: first gradients: before", _out(AutogradKind.GRADIENT, "before"), role="driver"),
-    Stage("driver: first gradients: half", _out(AutogradKind.GRADIENT, "amid"), role="driver"),
+    Stage("driver: first gradients: half", _out(AutogradKind.GRADIENT, "middle"), role="driver"),
     Stage("driver: first gradients: after", _out(AutogradKind.GRADIENT, "after"), role="driver"),
     Stage("driver: report read", _in(AutogradKind.REPORT), role="driver"),
     Stage("driver: release: before", _out(AutogradKind.RELEASE, "before"), role="driver"),
-    Stage("driver: release: half", _out(AutogradKind.RELEASE, "amid"), role="driver"),
+    Stage("driver: release: half", _out(AutogradKind.RELEASE, "middle"), role="driver"),
     Stage("driver: release: after", _out(AutogradKind.RELEASE, "after"), role="driver"),
 )
-"""All moments, in the order in which they come."""
+"""All stages, in the order in which a step reaches them."""
 
 _by_name = {stage.name: stage for stage in STAGES}
 
 
 def arm(name: str, how: signal.Signals = signal.SIGKILL) -> None:
-    """Let this process die (or stop, once) at a stage."""
+    """Make this process die, or stop once, at a stage."""
     _by_name[name].arm(how)
 
 

@@ -1,7 +1,7 @@
-"""Every error Backhaul raises on its own account, and the carrier of a remote traceback.
+"""All errors that Backhaul raises, and the exception that carries a remote traceback.
 
-One rule sorts them: the class says who has to act (caller, peer, network, cluster set-up), the
-fields say what it is about. Bad arguments stay plain ``ValueError``/``TypeError``. Imports nothing of ours.
+The class of an error says what went wrong and what to do. The fields say which worker, call or context it is about. Bad
+arguments are plain ``ValueError`` or ``TypeError``. This module imports nothing of Backhaul.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from concurrent.futures import CancelledError
 
 
 class BackhaulError(RuntimeError):
-    """Root of all errors of Backhaul.
+    """The base class of all errors of Backhaul. Catch it to handle any of them.
 
-    Every field is a plain attribute with a default, so all of them pickle as any exception does.
+    Every field is a plain attribute with a default, so the errors pickle as any exception does.
 
     Attributes:
-        worker: Name of the worker the error is about, where there is one.
+        worker: The name of the worker that the error is about, if there is one.
     """
 
     worker: str | None
@@ -26,20 +26,23 @@ class BackhaulError(RuntimeError):
 
 
 class NotInitializedError(BackhaulError):
-    """There is no current worker: ``init`` has not been called, or the worker was shut down."""
+    """Raised if there is no current worker, or if it was shut down. Call ``init`` or open a ``cluster`` first."""
 
 
 class UnknownWorkerError(BackhaulError, LookupError):
-    """No worker of that name or id belongs to the cluster."""
+    """Raised if no worker of that name or id is in the cluster. Check the name, or wait until the worker has joined."""
 
 
 class CallTimeoutError(BackhaulError, TimeoutError):
-    """A call had no reply within its timeout. The other worker is told, but may have done some or all of it.
+    """Raised if a call had no reply within its timeout.
+
+    Backhaul cancels the call on the other worker, but that worker may have run some or all of it. Repeat the call only
+    if that is safe. Give a slow call a longer ``timeout``.
 
     Attributes:
-        function: Label of the called function.
+        function: The label of the called function.
         timeout: The timeout in seconds.
-        cut_by: Where the time was not the call's own, whose deadline it was: the label of the outer call, or
+        cut_by: What set the deadline, if it was not the call's own timeout: the label of the outer call, or
             ``bh.deadline``.
     """
 
@@ -59,11 +62,12 @@ class CallTimeoutError(BackhaulError, TimeoutError):
 
 
 class CallCancelledError(BackhaulError, CancelledError):
-    """A call was cancelled before it had a reply, or what it was made for was. It may have been done on the other
-    worker all the same. Not asyncio's error of that name, which ends tasks.
+    """Raised if a call was cancelled before it had a reply, or if the call that made it was cancelled.
+
+    The other worker may have run the call all the same. This is not asyncio's ``CancelledError``, which ends tasks.
 
     Attributes:
-        function: Label of the called function, if it was a call.
+        function: The label of the called function, if it was a call.
     """
 
     def __init__(self, message: str, *, worker: str | None = None, function: str | None = None) -> None:
@@ -72,14 +76,17 @@ class CallCancelledError(BackhaulError, CancelledError):
 
 
 class PeerLostError(BackhaulError, ConnectionError):
-    """The channel to a worker closed or could not be opened; what waited for it fails with this.
+    """Raised if the connection to a worker was lost or could not be opened, in everything that waits for that worker.
+
+    Look at the log of that worker. Restart it, or continue without it. A step in a context with ``replay`` recovers by
+    itself if a new worker takes the place of the lost one.
 
     Attributes:
-        reason: Why the peer is thought lost.
-        function: Label of the function whose call failed, if a call was waiting.
-        context: Id of the context, if a backward pass was under way.
-        pass_number: Number of that pass, as its driver counts.
-        messages: Ids of the messages whose gradients that worker owed or was to get.
+        reason: Why the peer counts as lost.
+        function: The label of the function whose call failed, if a call was waiting.
+        context: The id of the context, if a backward pass was under way.
+        pass_number: The number of that pass, as its driver counts.
+        messages: The ids of the messages whose gradients that worker had to send or to get.
     """
 
     def __init__(
@@ -102,24 +109,32 @@ class PeerLostError(BackhaulError, ConnectionError):
 
     @property
     def message(self) -> int | None:
-        """The first of the messages, where there is one."""
+        """The first of the messages, if there is one."""
         return self.messages[0] if self.messages else None
 
 
 class AuthenticationError(BackhaulError, ConnectionError):
-    """One side of a new connection could not prove who it is: by the cluster's secret, or by a certificate."""
+    """Raised if one side of a new connection could not prove its identity with the secret or with a certificate.
+
+    Give all workers the same secret, or certificates of the same authority.
+    """
 
 
 class ProtocolError(BackhaulError):
-    """Bytes on a channel are not what the protocol allows; that channel is closed."""
+    """Raised if a peer sent bytes that the protocol does not allow. The channel to that peer is closed.
+
+    Install the same version of Backhaul on all workers. If the versions are equal, report it as a bug.
+    """
 
 
 class FrameTooLargeError(BackhaulError):
-    """A message is larger than ``max_frame_bytes`` of one of the two workers; nothing was sent.
+    """Raised if a message is larger than ``max_frame_bytes`` of one of the two workers. Nothing was sent.
+
+    Split the message over several calls, or raise ``max_frame_bytes`` on both workers.
 
     Attributes:
-        nbytes: Size of the message.
-        limit: The limit it exceeds.
+        nbytes: The size of the message.
+        limit: The limit that it exceeds.
     """
 
     def __init__(
@@ -131,13 +146,14 @@ class FrameTooLargeError(BackhaulError):
 
 
 class LimitError(BackhaulError):
-    """A peer asked for more than a worker gives to one, or sends more than it takes in one message; nothing of that
-    call was done.
+    """Raised if a call exceeds a limit that a worker sets for each peer or for each message. Nothing of it was run.
+
+    Send less, wait until earlier calls are done, or raise the ``option`` on ``worker``.
 
     Attributes:
-        limit: What is limited, for people.
-        option: The field of ``Options`` that sets it on the worker whose limit it is, which is ``worker``.
-        value: What it is set to.
+        limit: What is limited, as text.
+        option: The option of ``worker`` that sets the limit.
+        value: The limit.
     """
 
     def __init__(
@@ -156,11 +172,13 @@ class LimitError(BackhaulError):
 
 
 class PermissionDeniedError(BackhaulError, PermissionError):
-    """A worker does not let this caller call that function. Nothing was run.
+    """Raised if the policy of a worker does not let this caller call that function. Nothing was run.
+
+    Allow the function in the options of the called worker.
 
     Attributes:
-        function: The name that was asked for.
-        caller: Name of the worker that asked.
+        function: The name of the function.
+        caller: The name of the calling worker.
     """
 
     def __init__(
@@ -172,11 +190,13 @@ class PermissionDeniedError(BackhaulError, PermissionError):
 
 
 class SerializationError(BackhaulError, TypeError):
-    """An argument or result cannot travel. Raised at the caller; the message names the object.
+    """Raised in the caller if an argument or a result cannot be sent. The text names the object and the reason.
+
+    Send something else in its place, as the text says.
 
     Attributes:
-        path: Where the object sits, for example ``args[1]['lock']``.
-        device: The device it is on, if it is a tensor for which the receiver has no place; see ``Options.device_maps``.
+        path: The path to the object, for example ``args[1]['lock']``.
+        device: The device of a tensor for which the receiver has no device; see the option ``device_maps``.
     """
 
     def __init__(
@@ -188,10 +208,12 @@ class SerializationError(BackhaulError, TypeError):
 
 
 class FunctionNotFoundError(BackhaulError, AttributeError):
-    """The called function exists at the caller but not on the worker that should run it.
+    """Raised if the called function does not exist on the worker that should run it.
+
+    Use the same code on all workers, and import the module there.
 
     Attributes:
-        function: The ``module:qualname`` that was looked up.
+        function: The ``module:qualname`` that the worker did not find.
     """
 
     def __init__(self, message: str, *, worker: str | None = None, function: str | None = None) -> None:
@@ -200,10 +222,13 @@ class FunctionNotFoundError(BackhaulError, AttributeError):
 
 
 class RemoteError(BackhaulError):
-    """An exception of a remote function whose own type cannot be rebuilt at the caller.
+    """Raised in place of an exception of a remote function whose type the caller cannot rebuild.
+
+    ``error.__cause__`` has the remote traceback. To get the type itself, define it in a module that both workers import
+    and make it picklable.
 
     Attributes:
-        type_name: ``module.qualname`` of the original exception.
+        type_name: The ``module.qualname`` of the original exception.
     """
 
     def __init__(self, message: str, *, worker: str | None = None, type_name: str | None = None) -> None:
@@ -212,14 +237,19 @@ class RemoteError(BackhaulError):
 
 
 class RendezvousError(BackhaulError):
-    """The workers did not find each other: some never came, or two took the same name."""
+    """Raised if the workers of a cluster did not find each other in time, or if two use the same name or id.
+
+    Start all workers with the same address and number of workers, and give each its own name.
+    """
 
 
 class ShutdownTimeoutError(BackhaulError, TimeoutError):
-    """A graceful shutdown reached its deadline before everyone was done; this worker is closed.
+    """Raised if a graceful shutdown reached its deadline before all workers were done. This worker is closed.
+
+    Look at what the workers in ``waiting_for`` still do, or use a longer timeout.
 
     Attributes:
-        waiting_for: Names of the workers that were not done.
+        waiting_for: The names of the workers that were not done.
     """
 
     def __init__(self, message: str, *, worker: str | None = None, waiting_for: tuple[str, ...] = ()) -> None:
@@ -228,14 +258,17 @@ class ShutdownTimeoutError(BackhaulError, TimeoutError):
 
 
 class LeakError(BackhaulError):
-    """A worker was shut down while others still referred to values of its."""
+    """Raised if a worker was shut down while other workers still had references (``RRef``) to its values.
+
+    Drop the references before the shutdown.
+    """
 
 
 class WorkerFailedError(BackhaulError):
-    """A process started by ``launch`` ended without a result.
+    """Raised if a process that ``launch`` started ended without a result. Look at the output of that process.
 
     Attributes:
-        exitcode: Its exit code; negative: the signal that ended it.
+        exitcode: The exit code of the process. Negative: the signal that ended it.
     """
 
     def __init__(self, message: str, *, worker: str | None = None, exitcode: int | None = None) -> None:
@@ -244,7 +277,9 @@ class WorkerFailedError(BackhaulError):
 
 
 class UnsupportedTorchError(BackhaulError, ImportError):
-    """The installed torch is too old, or lacks private names that Backhaul or one of its features uses.
+    """Raised if the installed torch is too old, or lacks private names that Backhaul or one of its features uses.
+
+    Install a version of torch that Backhaul supports.
 
     Attributes:
         torch_version: The installed version.
@@ -265,12 +300,12 @@ class UnsupportedTorchError(BackhaulError, ImportError):
 
 
 class RemoteTraceback(Exception):
-    """Cause of an exception that was raised on another worker: that worker's traceback as text.
+    """The traceback of an exception that another worker raised. It is the ``__cause__`` of the local exception.
 
-    It is never raised itself; find it as ``error.__cause__``.
+    It is never raised itself.
 
     Attributes:
-        worker: Name of the worker that raised.
+        worker: The name of the worker that raised the exception.
         text: The formatted traceback.
     """
 
@@ -284,11 +319,11 @@ class RemoteTraceback(Exception):
 
 
 class ContextError(BackhaulError):
-    """Something is wrong with an autograd context.
+    """Raised if an autograd context, or a graph recorded in it, cannot be used as asked. The text says what to change.
 
     Attributes:
-        context: Id of the context.
-        message: Id of the message it is about, where there is one.
+        context: The id of the context.
+        message: The id of the message that the error is about, if there is one.
     """
 
     def __init__(
@@ -300,16 +335,21 @@ class ContextError(BackhaulError):
 
 
 class UnknownContextError(ContextError, LookupError):
-    """The context was released, or this worker never saw it."""
+    """Raised if a context was released, or if this worker never took part in it.
+
+    Read gradients and call ``backward`` inside the ``with bh.context()`` block.
+    """
 
 
 class ForeignGraphError(ContextError):
-    """A gradient would have to go through a tensor that was received in another context, or outside any.
+    """Raised if a gradient would have to pass a tensor that was received in another context, or outside any context.
+
+    Receive the tensor inside the context of the backward pass, or ``detach()`` it.
 
     Attributes:
-        origin: Id of the context that the tensor was received in; None: outside any.
-        sender: Name of the worker that sent the tensor.
-        root: Which of the roots depends on it, if one does.
+        origin: The id of the context in which the tensor was received; None: outside any context.
+        sender: The name of the worker that sent the tensor.
+        root: The index of the root that depends on the tensor, if one does.
     """
 
     def __init__(
@@ -330,15 +370,18 @@ class ForeignGraphError(ContextError):
 
 
 class GraphFreedError(ContextError):
-    """A pass reached a graph a second time that an earlier one freed; that one needed ``retain_graph=True``."""
+    """Raised if a backward pass reaches a graph that an earlier pass has freed.
+
+    Call the earlier ``backward`` with ``retain_graph=True``.
+    """
 
 
 class BackwardTimeoutError(ContextError, TimeoutError):
-    """A backward pass reached its deadline.
+    """Raised if a backward pass reached its deadline. Look at the workers in ``outstanding``, or use a longer timeout.
 
     Attributes:
-        outstanding: Messages that were under way, each with the name of the worker it was at.
-        cut_by: As of ``CallTimeoutError``.
+        outstanding: The messages that were under way, each with the name of the worker that had it.
+        cut_by: See ``CallTimeoutError``.
     """
 
     def __init__(

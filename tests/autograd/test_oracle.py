@@ -25,13 +25,8 @@ from backhaul._autograd.forward import functions
 from backhaul._autograd.messages import AutogradKind
 from backhaul._transport.inproc import InprocChannel
 from backhaul._wire.frames import Frame
-from backhaul.testing.oracle import (
-    Program,
-    compare,
-    make_program,
-    run_distributed,
-    run_locally,
-)
+from backhaul.testing.oracle import compare, run_distributed, run_locally
+from backhaul.testing.programs import Program, make_program
 
 from .worlds import DEADLINE_SECONDS, expect_no_contexts
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul.testing.leaks import take_snapshot
+from backhaul.testing.snapshots import take_snapshot
 
 from . import remote_functions as remote
 from .remote_functions import PATIENCE, Counter, Network, PlainError

@@ -74,9 +74,9 @@ def test_a_process_that_is_killed(fleet: Fleet, tmp_path: pathlib.Path, stage: s
     with ThreadPoolExecutor(1) as thread:
         going = thread.submit(fleet.worker.run, step, stage, str(tmp_path / "died"))
         assert fleet.died("worker2", PATIENCE)
-        fleet.bury("worker2")
+        fleet.remove("worker2")
         fleet.replace("worker2")
         found = going.result(PATIENCE)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert len(step("", "")) == 3
-    assert not fleet.leftovers(patience=5.0)
+    assert not fleet.leftovers(timeout=5.0)

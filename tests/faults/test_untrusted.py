@@ -36,7 +36,7 @@ from backhaul._transport.shm.host_memory import OFFER
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._wire.frames import Frame, FrameReader, control_frame
 from backhaul._wire.messages import TREE, Cancel, Fault, Hello, Join, Kind, Payload, Reply, Request, pack, unpack
-from backhaul._wire.tensors.tensors import Ordinary, Part, TensorSpec, TensorTable
+from backhaul._wire.tensors.specs import Ordinary, Part, TensorSpec, TensorTable
 from backhaul.testing.transport_conformance import PATIENCE
 
 from .attackers import (

@@ -1,4 +1,4 @@
-"""Broken input: a sample of ``make fuzz``, all inputs that are kept, and that strangers' bytes are no frames."""
+"""Broken input: a sample of ``make fuzz``, all inputs of the corpus, and bytes sent before the handshake is done."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.handshake import ClientHandshake
 from backhaul._wire.frames import FrameReader
 from backhaul.testing.transport_conformance import Pollers
-from tools.fuzz import FindingError, Mutator, Target, corpus_of, feed, main, run, targets
+from tools.fuzz.mutator import Mutator
+from tools.fuzz.run import corpus_of, main, run, targets
+from tools.fuzz.target import FindingError, Target, feed
 
 CORPUS = Path(__file__).parent / "corpus"
 TARGETS = targets()
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what torch says of unusual tensors
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about unusual tensors
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -59,7 +61,7 @@ class Careless(Target):
 
 
 def test_what_must_not_come_out_is_found_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.fuzz.targets", lambda: [Careless()])
+    monkeypatch.setattr("tools.fuzz.run.targets", lambda: [Careless()])
     lines: list[str] = []
     assert main(["--inputs", "4000", "--corpus", str(tmp_path)], lines.append) == 1
     kinds = {word for line in lines for word in ("IndexError", "too few zeros") if word in line}

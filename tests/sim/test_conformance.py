@@ -1,4 +1,4 @@
-"""The simulated network passes the conformance kit, whose threads become strands for that."""
+"""The simulated network passes the conformance kit, whose threads become sim tasks for that."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 
 from backhaul._sim.network import NetworkConditions, SimNetwork
 from backhaul._sim.runtime import SimOneShotEvent
-from backhaul._sim.scheduler import Scheduler, SimTask
+from backhaul._sim.scheduler import Scheduler
+from backhaul._sim.tasks import SimTask
 from backhaul._transport.base import EndpointFactory
 from backhaul.testing.transport_conformance import TransportConformance, lines, losses
 
 
 class Threading:
-    """What the kit uses of ``threading``, for strands."""
+    """What the kit uses of ``threading``, for sim tasks."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.Thread = functools.partial(Thread, scheduler)
@@ -29,18 +30,18 @@ class Threading:
 class Thread:
     def __init__(self, scheduler: Scheduler, target: Callable[[], None], name: str, daemon: bool) -> None:
         self._scheduler = scheduler
-        self._start = functools.partial(scheduler.spawn, target, name=name, home=scheduler.outside)
-        self._strand: SimTask | None = None
+        self._start = functools.partial(scheduler.spawn, target, name=name, process=scheduler.outside)
+        self._task: SimTask | None = None
 
     def start(self) -> None:
-        self._strand = self._start().sim_task
+        self._task = self._start().task
 
     def join(self, timeout: float | None = None) -> None:
-        assert self._strand is not None
-        self._scheduler.join(self._strand, timeout)
+        assert self._task is not None
+        self._scheduler.join(self._task, timeout)
 
     def is_alive(self) -> bool:
-        return self._strand is not None and not self._strand.done
+        return self._task is not None and not self._task.done
 
 
 class Condition:
@@ -81,10 +82,10 @@ class TestSim(TransportConformance):
 
     @pytest.fixture
     def endpoints(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[EndpointFactory]:
-        with Scheduler(7, eagerness=0.3) as scheduler:
+        with Scheduler(7, yield_probability=0.3) as scheduler:
             shim: Any = Threading(scheduler)
             for module in (lines, losses):
                 monkeypatch.setattr(module, "threading", shim)
             # The kit takes what has been sent to be there; on a real machine it is.
             network = SimNetwork(scheduler, NetworkConditions(delay=0.0, capacity=1e6))
-            yield lambda: network.endpoint(scheduler.home("here"))
+            yield lambda: network.endpoint(scheduler.new_process("here"))

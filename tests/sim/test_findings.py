@@ -1,4 +1,4 @@
-"""What simulation has found, each case by itself."""
+"""Regression tests for errors that the simulation found."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import backhaul as bh
 from backhaul._autograd.messages import AutogradKind
 from backhaul._rpc.calls.pending import Pending
 from backhaul._rpc.node import join
+from backhaul._sim.channel import SimChannel
 from backhaul._sim.cluster import SimCluster, SimProgram
-from backhaul._sim.endpoints import SimChannel
 from backhaul._sim.network import NetworkConditions
 from backhaul._transport.base import Channel, ChannelBrokenError
 from backhaul._wire.frames import Frame
@@ -25,12 +25,12 @@ from backhaul._wire.messages import Hello, Kind, pack
 
 
 def test_a_release_that_is_lost_with_its_channel() -> None:
-    """Seeds 6 and 36: the driver has forgotten the context, and nobody told the worker."""
+    """Seeds 6 and 36: the driver dropped the context, but the worker never learned of it."""
     with SimCluster(2, seed=1) as cluster:
         send = SimChannel.send
 
         def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
-            if frame.kind == AutogradKind.RELEASE and channel.home == "worker0" and not lost:
+            if frame.kind == AutogradKind.RELEASE and channel.source == "worker0" and not lost:
                 lost.append(frame)
                 cluster.network.drop(channel, 0.0, 1.0)
             else:
@@ -47,8 +47,8 @@ def test_a_release_that_is_lost_with_its_channel() -> None:
         assert not cluster.leftovers()
 
 
-def test_a_release_into_a_channel_that_only_the_other_knows_to_be_lost() -> None:
-    """Seed 71: the worker had lost the channel, and asked over another, long before the driver noticed."""
+def test_a_release_over_a_channel_that_only_the_other_end_has_lost() -> None:
+    """Seed 71: the worker lost the channel and asked over another one long before the driver noticed."""
 
     def program() -> None:
         with bh.context():
@@ -58,7 +58,7 @@ def test_a_release_into_a_channel_that_only_the_other_knows_to_be_lost() -> None
     with SimCluster(2, seed=1) as cluster:
         going = cluster.run("worker0", program)
         cluster.sleep(0.5)
-        (used,) = (channel for channel in cluster.network.channels if channel.home == "worker0")
+        (used,) = (channel for channel in cluster.network.channels if channel.source == "worker0")
         cluster.network.drop(used, 5.0, 0.0)
         going.result()
         cluster.sleep(10.0)
@@ -66,7 +66,7 @@ def test_a_release_into_a_channel_that_only_the_other_knows_to_be_lost() -> None
 
 
 def test_a_connection_that_is_given_up_after_the_one_that_followed_it() -> None:
-    """Seed 387: its loss made this worker forget the other channel too, so that the end of a context was not told."""
+    """Seed 387: its loss made this worker drop the newer channel too, so the release of a context was never sent."""
     with SimCluster(2, seed=1) as cluster:
         cluster.run("worker0", step).result()
         peers = cluster.nodes["worker1"].peers
@@ -96,11 +96,11 @@ def step() -> None:
 
 
 class Thing:
-    """Can be watched."""
+    """An object that weak references can refer to."""
 
 
 def test_values_whose_references_die_together() -> None:
-    """Seed 82: the last of them stayed as long as nothing else died."""
+    """Seed 82: the last of the values stayed until another value was freed."""
 
     def program() -> list[weakref.ref[Thing]]:
         things = [Thing(), Thing(), Thing()]
@@ -118,7 +118,7 @@ def test_values_whose_references_die_together() -> None:
 
 
 def test_a_channel_that_is_lost_while_a_call_is_being_sent() -> None:
-    """Seed 230: the call failed twice, once for the loss and once for the sending."""
+    """Seed 230: the call failed twice, once because of the loss and once because of the failed send."""
     with SimCluster(2, seed=1) as cluster:
         agent = cluster.nodes["worker0"].client
 
@@ -150,8 +150,8 @@ def relay(value: bh.RRef[torch.Tensor]) -> torch.Tensor:
 
 
 def test_a_value_that_was_never_asked_for() -> None:
-    """Seed 340: a reference was passed on, but the call that was to make its value got lost. Whoever asked for the
-    value gave up, its owner waited for ever, and with it everyone who shut down.
+    """Seed 340: a worker passed a reference on, but the call that should have made its value was lost. The workers that
+    asked for the value gave up, but its owner waited forever, and so did every worker that shut down.
     """
     with SimCluster(3, seed=1) as cluster:
         agent = cluster.nodes["worker0"].client
@@ -182,8 +182,8 @@ def wait_until_cancelled_and_ask() -> None:
 
 
 def test_a_value_that_is_asked_for_where_nothing_may_be_called_any_more() -> None:
-    """Seed 48: a handler whose caller was lost asked its own worker for a value. The call failed at once; its error was
-    kept with the value, and by way of the frames it had gone through kept the reference to the value, and so itself.
+    """Seed 48: a handler whose caller was lost asked its own worker for a value. The call failed at once. The value
+    kept the error, the error kept its frames, and the frames kept the reference to the value: a cycle that stayed.
     """
     with SimCluster(2, seed=1) as cluster:
         cluster.run("worker0", lambda: bh.rpc_async("worker1", wait_until_cancelled_and_ask, timeout=0)).result()
@@ -226,7 +226,7 @@ def fail() -> None:
 )
 @pytest.mark.parametrize("failing", [fail, later])
 def test_a_value_that_could_not_be_made(failing: Callable[[], object], ask: Callable[[object], object]) -> None:
-    """Its error collected the frames of those who asked for it, or made it fail, with their reference to the value."""
+    """Its error kept the frames of the callers that asked for it, and these frames kept a reference to the value."""
 
     def program() -> None:
         rref = bh.remote("worker0", failing)
@@ -245,7 +245,7 @@ def test_a_value_that_could_not_be_made(failing: Callable[[], object], ask: Call
 
 
 def test_a_worker_that_connects_again() -> None:
-    """Seed 449: the first connection is dead, but only one end knows it. The other uses the newer one."""
+    """Seed 449: only one end knows that the first connection is dead. The other end uses the newer connection."""
     with SimCluster(2, seed=1, conditions=NetworkConditions(duplicates=1.0)) as cluster:
         cluster.run("worker0", lambda: bh.rpc_sync("worker1", torch.ones, args=(1,))).result()
         back = cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,), timeout=1.0))
@@ -253,8 +253,8 @@ def test_a_worker_that_connects_again() -> None:
 
 
 def test_a_driver_that_has_come_back() -> None:
-    """Seed 700: its first context had the id of one that others remembered as released, so they recorded nothing, and
-    backward returned without their gradients.
+    """Seed 700: its first context had an id that other workers knew as released. They recorded nothing, and backward
+    returned without their gradients.
     """
     with SimCluster(2, seed=1) as cluster:
         cluster.run("worker0", step).result()
@@ -265,7 +265,7 @@ def test_a_driver_that_has_come_back() -> None:
 
 
 def test_a_reference_whose_value_is_lost() -> None:
-    """Seed 25: passing it on said that it cannot be sent, and not why."""
+    """Seed 25: the error of passing the reference on said that it cannot be sent, but not why."""
     with SimCluster(3, seed=1) as cluster:
         agent = cluster.nodes["worker0"].client
 
@@ -290,8 +290,8 @@ def pass_along(x: torch.Tensor, path: list[str]) -> torch.Tensor:
 
 
 def test_a_context_that_comes_after_its_end() -> None:
-    """Seed 649: the driver crashed while a handler of its was connecting to another worker; what it sent there then
-    brought the context to one that had no reason to doubt it.
+    """Seed 649: the driver crashed while a handler of one of its calls connected to another worker. The request of the
+    handler then brought the context to a worker that did not know of its end.
     """
 
     def program() -> None:
@@ -311,7 +311,7 @@ def test_a_context_that_comes_after_its_end() -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("crashing", [("worker0",), ("worker0", "worker1"), ("worker1", "worker0")])
 def test_contexts_of_a_driver_that_is_lost(crashing: tuple[str, ...], restarted: bool) -> None:
-    """Everybody forgets them, also those who knew of them through others alone."""
+    """All workers drop them, also workers that never talked to the driver."""
 
     def program() -> None:
         x = torch.ones(2, requires_grad=True)
@@ -334,13 +334,13 @@ def test_contexts_of_a_driver_that_is_lost(crashing: tuple[str, ...], restarted:
 
 
 def test_a_release_while_only_the_other_end_knows_of_a_loss() -> None:
-    """Seed 107: the worker had asked, through a new channel, to be told of its end; the driver used the old."""
+    """Seed 107: the worker asked over a new channel to learn of the release, but the driver used the old channel."""
 
     def program() -> None:
         x = torch.ones(2, requires_grad=True)
         with bh.context():
             bh.rpc_sync("worker1", torch.mul, args=(x, 2))
-            (channel,) = [channel for channel in cluster.network.channels if channel.home == "worker0"]
+            (channel,) = [channel for channel in cluster.network.channels if channel.source == "worker0"]
             cluster.network.drop(channel, 1.0, 0.0)
             bh.current_worker().runtime.one_shot().wait(0.5)
 
@@ -351,7 +351,7 @@ def test_a_release_while_only_the_other_end_knows_of_a_loss() -> None:
 
 
 def test_workers_that_join_at_the_same_time() -> None:
-    """One found that the place of another to which it showed itself was just being taken, and gave up."""
+    """One of them contacted a worker that was just being replaced, and gave up."""
     with SimCluster(4, seed=5) as cluster:
         for _ in range(5):
             for name in ("worker1", "worker2", "worker3"):
@@ -369,9 +369,9 @@ def cluster_names(first: int, last: int) -> tuple[str, ...]:
     return tuple(f"worker{number}" for number in range(first, last))
 
 
-def test_a_channel_whose_loss_is_told_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed 2074: a newcomer was refused by the leader, which had not heard of it yet, and learnt that before it had
-    done with connecting. It kept that channel, said through it that it was ready to end, and waited for the answer.
+def test_a_channel_whose_loss_is_reported_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 2074: the leader refused a joiner that it did not know yet. The joiner learned of the refusal before it had
+    finished connecting. It kept the channel, sent READY over it, and waited for an answer that never came.
     """
     send, lost = SimChannel.send, []
 
@@ -394,7 +394,7 @@ def test_a_channel_whose_loss_is_told_before_it_is_used(monkeypatch: pytest.Monk
 
 
 def test_a_refusal_after_which_the_other_end_has_closed_the_channel() -> None:
-    """Seed 2074: both came at once, and why the channel was lost was forgotten: a newcomer did not ask again."""
+    """Seed 2074: the refusal and the close came at once. The reason of the loss was dropped: a joiner did not retry."""
     with SimCluster(2, seed=1) as cluster:
         cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,))).result()
         reasons: list[str] = []
@@ -407,12 +407,12 @@ def test_a_refusal_after_which_the_other_end_has_closed_the_channel() -> None:
         assert reasons == ["refused: for a test"]
 
 
-def test_a_newcomer_that_loses_a_channel_while_it_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took the member at the other end for lost, and that never heard of it."""
+def test_a_joiner_that_loses_a_channel_while_it_contacts_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The joiner treated the member at the other end as lost, and the member never learned of the joiner."""
     send, lost = SimChannel.send, []
 
     def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
-        if frame.kind == Kind.HELLO and (channel.home, channel.target) == ("late", "worker1") and not lost:
+        if frame.kind == Kind.HELLO and (channel.source, channel.target) == ("late", "worker1") and not lost:
             lost.append(channel)
             cluster.network.drop(channel, 0.0, 0.0)
         else:
@@ -425,15 +425,15 @@ def test_a_newcomer_that_loses_a_channel_while_it_shows_itself(monkeypatch: pyte
         assert [node.peers.find("late").record.id for node in cluster.nodes.values()] == [3] * 4
 
 
-def test_a_successor_that_not_everybody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed 197: the driver knew who had taken the place of a lost worker, and another that called it did not. That
-    asked the driver again and again, without a pause, and whatever its time was.
+def test_a_replacement_that_not_all_workers_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 197: the driver knew the replacement of a lost worker, but another worker that called it did not. That
+    worker asked the driver again and again, without a pause and beyond its timeout.
     """
 
     send = SimChannel.send
 
     def lossy(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
-        if (channel.home, channel.target) == ("worker2", "worker1"):
+        if (channel.source, channel.target) == ("worker2", "worker1"):
             cluster.network.drop(channel, 0.0, 0.0)
         else:
             send(channel, frame, timeout=timeout)
@@ -461,13 +461,13 @@ def test_a_successor_that_not_everybody_knows(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("first", ["left", "right"])
 def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed 1409: a cluster that is split has two leaders. When its halves meet again one of the newcomers counts, the
-    same one everywhere; the other is refused, and nobody waits for it, nor it for others.
+    """Seed 1409: a partitioned cluster has two leaders. When the halves are connected again, all members keep the same
+    one of the two joiners and refuse the other. No member waits for the refused one, and it waits for no member.
     """
     sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
     options = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
     with SimCluster(4, seed=1, options=options) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # which would end the split
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)  # it would end the partition
         for one in [*sides["left"], "left"]:
             for other in [*sides["right"], "right"]:
                 cluster.cut(one, other, 1000.0)
@@ -480,7 +480,7 @@ def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: py
         cluster.nodes = everyone
         assert [everyone[side].peers.own.record.id for side in sides] == [4, 4]
         assert [everyone[side].peers.own.record.epoch for side in sides] == [1, 1]
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         for _ in range(3):
             for one in everyone:
                 for other in everyone:
@@ -497,17 +497,17 @@ def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: py
 
 @pytest.mark.parametrize("silent", ["nobody reads there", "cut off", "died"])
 def test_an_address_that_does_not_answer_keeps_nobody_from_joining(silent: str) -> None:
-    """The newcomer waited there for all of its time, though it had another address, or would have been told one."""
+    """The joiner waited there until its timeout, although it had another address or would have got one."""
     options = bh.Options(rendezvous_timeout=60.0)
     with SimCluster(3, seed=1, options=options) as cluster:
         addresses = [node.worker.endpoint.addresses[0] for node in cluster.nodes.values()]
         record, endpoint, runtime = cluster._prepare("late")
         if silent == "nobody reads there":
-            addresses[0] = cluster.network.endpoint(cluster.scheduler.home("silent")).addresses[0]
+            addresses[0] = cluster.network.endpoint(cluster.scheduler.new_process("silent")).addresses[0]
         elif silent == "cut off":
             cluster.cut("late", "worker1", 1000.0)
             del addresses[0]
-        else:  # worker1 takes it for the leader until it misses its heartbeats
+        else:  # worker1 treats it as the leader until its heartbeats are missing
             cluster.run("worker1", lambda: bh.rpc_sync("worker0", torch.ones, args=(1,))).result()
             cluster.crash("worker0", silent=True)
             addresses = [addresses[1]]
@@ -517,14 +517,14 @@ def test_an_address_that_does_not_answer_keeps_nobody_from_joining(silent: str) 
         node.worker.abandon()
 
 
-def test_ids_of_newcomers_that_take_long() -> None:
-    """Seed 2074: the leader was stopped after it had enrolled one, and then gave that one's id to another."""
+def test_ids_of_joiners_that_take_long() -> None:
+    """Seed 2074: the leader was paused after it had enrolled a joiner, and then gave the same id to another joiner."""
     with SimCluster(2, seed=1) as cluster:
         peers = cluster.nodes["worker0"].peers
 
         def enrol(name: str, incarnation: str) -> int:
-            newcomer = msgspec.structs.replace(peers.own.record, id=-1, name=name, incarnation=incarnation)
-            enrolled = cluster.nodes["worker0"].admission.enroll(newcomer)
+            joiner = msgspec.structs.replace(peers.own.record, id=-1, name=name, incarnation=incarnation)
+            enrolled = cluster.nodes["worker0"].admission.enroll(joiner)
             cluster.sleep(60.0)
             assert not isinstance(enrolled, str)
             return enrolled.id
@@ -534,9 +534,9 @@ def test_ids_of_newcomers_that_take_long() -> None:
 
 
 @pytest.mark.parametrize("near", [0.0, 2.0])
-@pytest.mark.parametrize("home", ["worker0", "worker2"])
-def test_a_channel_that_is_lost_while_some_wait_for_all_to_be_done(home: str, near: float) -> None:
-    """The leader took the worker at the other end for gone, and let the others go while that was still calling them."""
+@pytest.mark.parametrize("source", ["worker0", "worker2"])
+def test_a_channel_that_is_lost_during_a_graceful_shutdown(source: str, near: float) -> None:
+    """The leader treated the worker at the other end as gone and let the others leave while that worker called them."""
 
     def work() -> None:
         for _ in range(10):
@@ -551,8 +551,8 @@ def test_a_channel_that_is_lost_while_some_wait_for_all_to_be_done(home: str, ne
             for name, node in list(cluster.nodes.items())[:2]
         ]
         cluster.sleep(3.5)
-        ends = {home, "worker0" if home == "worker2" else "worker2"}
-        (used,) = [c for c in cluster.network.channels if c.home == home and {c.home, c.target} == ends]
+        ends = {source, "worker0" if source == "worker2" else "worker2"}
+        (used,) = [c for c in cluster.network.channels if c.source == source and {c.source, c.target} == ends]
         cluster.network.drop(used, near, 2.0 - near)
         working.result()
         cluster.run("worker2", functools.partial(nodes[2].shutdown, graceful=True, timeout=30.0)).result()

@@ -1,4 +1,4 @@
-"""Faults of the simulated network, one by one, and what workers make of them."""
+"""Each fault of the simulated network, and how workers react to it."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ OPTIONS = Options(timeout=5.0, connect_timeout=2.0, backward_timeout=10.0)
 
 
 class Pair:
-    """Two endpoints and a channel, with frames noted as they come."""
+    """Two endpoints and a channel. It records frames as they arrive."""
 
-    def __init__(self, scheduler: Scheduler, weather: NetworkConditions) -> None:
+    def __init__(self, scheduler: Scheduler, conditions: NetworkConditions) -> None:
         self.scheduler = scheduler
-        self.network = SimNetwork(scheduler, weather)
-        self.here = self.network.endpoint(scheduler.home("here"))
-        self.there = self.network.endpoint(scheduler.home("there"))
+        self.network = SimNetwork(scheduler, conditions)
+        self.here = self.network.endpoint(scheduler.new_process("here"))
+        self.there = self.network.endpoint(scheduler.new_process("there"))
         self.came: list[tuple[str, int]] = []
         self.lost: list[str] = []
         for end in (self.here, self.there):
-            scheduler.spawn(self._reader(end), name=f"{end.home.name}-reader", home=end.home)
+            scheduler.spawn(self._reader(end), name=f"{end.process.name}-reader", process=end.process)
 
     def _reader(self, end: SimEndpoint) -> Callable[[], None]:
         def read() -> None:
             while True:
                 event = end.poll(None)
                 if isinstance(event, Received):
-                    self.came += [(end.home.name, frame.number) for frame in event.frames]
+                    self.came += [(end.process.name, frame.number) for frame in event.frames]
                     event.channel.release()
                 elif isinstance(event, Lost):
-                    self.lost.append(end.home.name)
+                    self.lost.append(end.process.name)
 
         return read
 
@@ -56,7 +56,7 @@ class Pair:
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     with Scheduler(3) as scheduler:
-        yield Pair(scheduler, NetworkConditions(delay=0.01, patience=20.0))
+        yield Pair(scheduler, NetworkConditions(delay=0.01, silence_seconds=20.0))
 
 
 def test_frames_of_one_channel_keep_their_order(pair: Pair) -> None:
@@ -80,18 +80,18 @@ def test_frames_of_different_channels_overtake_each_other(pair: Pair) -> None:
 
 def test_a_partition_holds_frames_until_it_heals(pair: Pair) -> None:
     channel = pair.here.connect(pair.there.addresses[0], timeout=10.0)
-    pair.network.cut("here", "there")
+    pair.network.partitions.cut("here", "there")
     channel.send(Frame(1, 7))
     pair.pass_time(10.0)
     assert not pair.came
-    pair.network.heal("here", "there")
+    pair.network.partitions.heal("here", "there")
     pair.pass_time(1.0)
     assert pair.came == [("there", 7)]
 
 
 def test_a_partition_that_lasts_ends_the_channel_for_who_sends(pair: Pair) -> None:
     channel = pair.here.connect(pair.there.addresses[0], timeout=10.0)
-    pair.network.cut("here", "there")
+    pair.network.partitions.cut("here", "there")
     channel.send(Frame(1, 7))
     pair.pass_time(30.0)
     assert pair.lost == ["here"]
@@ -104,7 +104,7 @@ def test_one_direction_may_be_cut_alone(pair: Pair) -> None:
     channel.send(Frame(1, 1))
     pair.pass_time(1.0)
     (back,) = pair.there.channels
-    pair.network.cut("here", "there")
+    pair.network.partitions.cut("here", "there")
     back.send(Frame(1, 2))
     channel.send(Frame(1, 3))
     pair.pass_time(1.0)
@@ -112,12 +112,12 @@ def test_one_direction_may_be_cut_alone(pair: Pair) -> None:
 
 
 def test_connecting_through_a_partition_takes_too_long(pair: Pair) -> None:
-    pair.network.cut("there", "here")
+    pair.network.partitions.cut("there", "here")
     with pytest.raises(ConnectTimeoutError):
         pair.here.connect(pair.there.addresses[0], timeout=5.0)
-    pair.network.heal("there", "here")
+    pair.network.partitions.heal("there", "here")
     pair.pass_time(1.0)
-    assert pair.lost == ["there"]  # it had accepted what nobody uses
+    assert pair.lost == ["there"]  # it had accepted a connection that the other end does not use
 
 
 def test_a_dropped_channel_loses_what_is_under_way(pair: Pair) -> None:
@@ -132,7 +132,7 @@ def test_a_dropped_channel_loses_what_is_under_way(pair: Pair) -> None:
 
 def test_a_crash_closes_channels_and_a_silent_one_does_not(pair: Pair) -> None:
     channel = pair.here.connect(pair.there.addresses[0], timeout=10.0)
-    pair.network.crash(pair.there.home, silent=True)
+    pair.network.crash(pair.there.process, silent=True)
     pair.pass_time(100.0)
     assert not pair.lost
     channel.send(Frame(1, 1))
@@ -143,11 +143,11 @@ def test_a_crash_closes_channels_and_a_silent_one_does_not(pair: Pair) -> None:
 def test_a_receiver_that_does_not_read_holds_its_sender_up() -> None:
     with Scheduler(3) as scheduler:
         network = SimNetwork(scheduler, NetworkConditions(capacity=1000.0))
-        here, there = (network.endpoint(scheduler.home(name)) for name in ("here", "there"))
+        here, there = (network.endpoint(scheduler.new_process(name)) for name in ("here", "there"))
         channel = here.connect(there.addresses[0], timeout=10.0)
         channel.send(Frame(1, 1, bytes(900)))
         begun = scheduler.now
-        channel.send(Frame(1, 2, bytes(900)), timeout=3.0)  # gives up waiting, and loses nothing
+        channel.send(Frame(1, 2, bytes(900)), timeout=3.0)  # stops waiting for room, and sends the frame all the same
         assert scheduler.now >= begun + 3.0
         scheduler.wait("them", 1.0)
         event = there.poll(10.0)
@@ -170,15 +170,15 @@ def ask(to: str = "worker1") -> list[float]:
 
 
 def nest(path: list[int]) -> int:
-    """Call the next worker from each."""
+    """Call from each worker to the next."""
     return 1 + bh.rpc_sync(path[0], nest, args=(path[1:],)) if path else 0
 
 
 @pytest.fixture
 def cluster() -> Iterator[SimCluster]:
-    with SimCluster(3, seed=5, options=OPTIONS, conditions=NetworkConditions(patience=4.0)) as cluster:
+    with SimCluster(3, seed=5, options=OPTIONS, conditions=NetworkConditions(silence_seconds=4.0)) as cluster:
         yield cluster
-        cluster.calm()
+        cluster.end_faults()
         cluster.sleep(30.0)
         cluster.collect()
 
@@ -247,7 +247,7 @@ def test_a_cut_is_noticed_by_who_waits(cluster: SimCluster, ways: tuple[str, str
     with pytest.raises((bh.PeerLostError, bh.CallTimeoutError)):
         cluster.run("worker0", ask).result()
     cluster.sleep(40.0)
-    with contextlib.suppress(bh.PeerLostError):  # an end that was idle learns of it now
+    with contextlib.suppress(bh.PeerLostError):  # an idle end learns of the loss now
         cluster.run("worker0", ask).result()
     assert cluster.run("worker0", step).result() == [2.0, 2.0]
 
@@ -273,7 +273,7 @@ def double_along(x: torch.Tensor, path: list[str]) -> torch.Tensor:
 
 @pytest.mark.parametrize("near", [0.0, 0.5])
 def test_channels_that_are_dropped_far_from_the_driver(cluster: SimCluster, near: float) -> None:
-    """Nobody has to wait for the deadline, whatever was lost on whichever way, and nothing is left of it."""
+    """Whichever frame is lost, no worker has to wait for the deadline, and nothing is left."""
     x = torch.ones(2, requires_grad=True)
 
     def go_around() -> list[float]:
@@ -306,7 +306,7 @@ def test_a_broken_send_fails_its_call(cluster: SimCluster) -> None:
         cluster.run("worker0", ask).result()
 
 
-def test_a_newcomer_is_admitted() -> None:
+def test_a_joiner_is_admitted() -> None:
     with SimCluster(2, seed=5, options=OPTIONS) as cluster:
         cluster.start("late")
         assert cluster.run("late", lambda: step("worker1")).result() == [2.0, 2.0]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import backhaul as bh
+from backhaul._sim.channel import SimChannel
 from backhaul._sim.cluster import SimCluster
-from backhaul._sim.endpoints import SimChannel
 from backhaul._types import Options
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
@@ -89,7 +89,7 @@ def test_a_reply_with_a_reference_that_is_lost_with_its_channel(owner: str) -> N
             bh.rpc_sync("worker1", give_back)
 
     def meant(channel: SimChannel, frame: Frame) -> bool:
-        return channel.home == "worker1" and frame.kind == Kind.REPLY and b"_arrive" in bytes(frame.body)
+        return channel.source == "worker1" and frame.kind == Kind.REPLY and b"_arrive" in bytes(frame.body)
 
     with SimCluster(3, seed=1, options=OPTIONS) as cluster, losing(cluster, meant) as lost:
         cluster.run("worker0", program).result()

@@ -13,11 +13,12 @@ import torch
 import backhaul as bh
 from backhaul._autograd.failure.replay_member import ReplayMember
 from backhaul._autograd.messages import AutogradKind
+from backhaul._sim.channel import SimChannel
 from backhaul._sim.cluster import SimCluster
-from backhaul._sim.endpoints import SimChannel
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
 from backhaul.testing import oracle
+from backhaul.testing.programs import Program, make_program
 
 OPTIONS = bh.Options(timeout=20.0, connect_timeout=2.0, backward_timeout=30.0)
 NAMES = ("worker0", "worker1", "worker2", "worker3")
@@ -135,7 +136,7 @@ class Fault:
         fault = self
 
         def watched(channel: SimChannel, frame: Frame, *, timeout: float | None = None) -> None:
-            if frame.kind not in fault._kinds or fault._victim not in (channel.home, channel.target):
+            if frame.kind not in fault._kinds or fault._victim not in (channel.source, channel.target):
                 send(channel, frame, timeout=timeout)
                 return
             fault.count += 1
@@ -226,7 +227,7 @@ def test_a_worker_that_is_lost_in_a_later_pass(cluster: SimCluster, victim: str,
 # Random programs.
 
 
-def run_program(program: oracle.Program, run: int) -> oracle.Result:
+def run_program(program: Program, run: int) -> oracle.Result:
     everyone = range(program.workers)
     prepare = functools.partial(oracle.prepare, program, run)
     for worker in everyone:
@@ -250,7 +251,7 @@ def run_program(program: oracle.Program, run: int) -> oracle.Result:
 def test_random_programs(seed: int) -> None:
     """Hooks fire again when a pass runs again, so they are not counted."""
     draw = random.Random(seed)
-    program = oracle.make_program(draw.randrange, workers=4, depth=3)
+    program = make_program(draw.randrange, workers=4, depth=3)
     with SimCluster(4, seed=seed, options=OPTIONS) as cluster:
         expected = cluster.run("worker0", lambda: run_program(program, 10_000 + 2 * seed)).result()
         assert not oracle.compare(dataclasses.replace(oracle.run_locally(program), counts={}), expected)

@@ -1,4 +1,4 @@
-"""The scheduler of simulations: one strand runs at a time, in an order drawn from a seed, in virtual time."""
+"""The scheduler of simulations: one task runs at a time, in an order drawn from a seed, in virtual time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from collections.abc import Callable
 import pytest
 
 from backhaul._sim.runtime import SimOneShotEvent, SimRuntime
-from backhaul._sim.scheduler import DeadlockError, Killed, Scheduler
+from backhaul._sim.scheduler import DeadlockError, Scheduler
+from backhaul._sim.tasks import Killed
 
 
 def several(scheduler: Scheduler, *targets: Callable[[], None]) -> None:
-    """Run functions side by side, and wait for them."""
+    """Run functions concurrently and wait for them."""
     threads = [
-        scheduler.spawn(target, name=f"strand{number}", home=scheduler.outside) for number, target in enumerate(targets)
+        scheduler.spawn(target, name=f"t{number}", process=scheduler.outside) for number, target in enumerate(targets)
     ]
     for thread in threads:
-        scheduler.join(thread.sim_task, None)
+        scheduler.join(thread.task, None)
 
 
 def interleaving(seed: int) -> tuple[list[int], str]:
@@ -31,7 +32,7 @@ def interleaving(seed: int) -> tuple[list[int], str]:
             def run() -> None:
                 for _ in range(5):
                     order.append(number)
-                    scheduler.give_way(surely=True)
+                    scheduler.give_way(always=True)
 
             return run
 
@@ -47,7 +48,7 @@ def test_seeds_give_different_orders() -> None:
     assert len({tuple(interleaving(seed)[0]) for seed in range(10)}) == 10
 
 
-def test_one_strand_runs_at_a_time() -> None:
+def test_one_task_runs_at_a_time() -> None:
     running, most = [0], [0]
     with Scheduler(1) as scheduler:
 
@@ -56,7 +57,7 @@ def test_one_strand_runs_at_a_time() -> None:
                 running[0] += 1
                 most[0] = max(most[0], running[0])
                 running[0] -= 1
-                scheduler.give_way(surely=True)
+                scheduler.give_way(always=True)
 
         several(scheduler, *[run] * 4)
     assert most == [1]
@@ -82,8 +83,8 @@ def test_timers_go_off_in_order() -> None:
 def test_a_deadlock_says_who_waits_where() -> None:
     with Scheduler(1) as scheduler:
         gate = SimOneShotEvent(scheduler)
-        scheduler.spawn(lambda: gate.wait() and None, name="somebody", home=scheduler.outside)
-        with pytest.raises(DeadlockError, match="somebody waits for a gate"):
+        scheduler.spawn(lambda: gate.wait() and None, name="somebody", process=scheduler.outside)
+        with pytest.raises(DeadlockError, match="somebody waits for a one-shot event"):
             scheduler.wait("Godot")
 
 
@@ -146,11 +147,11 @@ class TestQueue:
             queue = SimRuntime(scheduler, scheduler.outside).queue()
             thing = Dying()
             found: list[str] = []
-            reader = scheduler.spawn(lambda: found.append(queue.get()), name="reader", home=scheduler.outside)
+            reader = scheduler.spawn(lambda: found.append(queue.get()), name="reader", process=scheduler.outside)
             scheduler.wait("a while", 1.0)
             assert not found
             del thing
-            scheduler.join(reader.sim_task, None)
+            scheduler.join(reader.task, None)
         assert found == ["dead"]
 
 
@@ -158,26 +159,26 @@ class TestHomes:
     def test_a_paused_home_stands_still(self) -> None:
         ticks: list[float] = []
         with Scheduler(1) as scheduler:
-            home = scheduler.home("one")
+            process = scheduler.new_process("one")
 
             def tick() -> None:
                 while True:
                     scheduler.wait("a tick", 1.0)
                     ticks.append(scheduler.now)
 
-            scheduler.spawn(tick, name="ticker", home=home)
+            scheduler.spawn(tick, name="ticker", process=process)
             scheduler.wait("a while", 3.5)
-            scheduler.pause(home)
+            scheduler.pause(process)
             scheduler.wait("a while", 10.0)
             assert len(ticks) == 3
-            scheduler.resume(home)
+            scheduler.resume(process)
             scheduler.wait("a while", 2.5)
             assert len(ticks) >= 5
 
     def test_a_killed_home_does_nothing_more(self) -> None:
         seen: list[str] = []
         with Scheduler(1) as scheduler:
-            home = scheduler.home("one")
+            process = scheduler.new_process("one")
 
             def stubborn() -> None:
                 while True:
@@ -191,22 +192,22 @@ class TestHomes:
                         finally:
                             seen.append("unwound")
 
-            thread = scheduler.spawn(stubborn, name="stubborn", home=home)
+            thread = scheduler.spawn(stubborn, name="stubborn", process=process)
             scheduler.wait("a while", 2.5)
-            scheduler.kill(home)
+            scheduler.kill(process)
             assert seen == ["ran", "ran", "caught", "unwound"]
-            assert thread.sim_task.done
+            assert thread.task.done
             with pytest.raises(Killed):
-                scheduler.spawn(stubborn, name="late", home=home)
+                scheduler.spawn(stubborn, name="late", process=process)
             scheduler.wait("a while", 5.0)
         assert len(seen) == 4
 
-    def test_a_strand_that_has_not_run_never_does(self) -> None:
+    def test_a_task_that_has_not_run_never_does(self) -> None:
         seen: list[str] = []
         with Scheduler(1) as scheduler:
-            home = scheduler.home("one")
-            scheduler.spawn(lambda: seen.append("ran"), name="new", home=home)
-            scheduler.kill(home)
+            process = scheduler.new_process("one")
+            scheduler.spawn(lambda: seen.append("ran"), name="new", process=process)
+            scheduler.kill(process)
         assert not seen
 
 
@@ -221,7 +222,7 @@ def test_nothing_is_left() -> None:
         def hold(thing: Thing = thing) -> None:
             scheduler.wait("for ever")
 
-        scheduler.spawn(hold, name="holder", home=scheduler.outside)
+        scheduler.spawn(hold, name="holder", process=scheduler.outside)
         scheduler.wait("a while", 1.0)
         del hold, thing
     gc.collect()

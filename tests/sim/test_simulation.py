@@ -1,4 +1,4 @@
-"""Random steps under random faults: a handful of seeds, and that a seed is one run for good."""
+"""Random steps under random faults: some seeds pass, and a seed always gives the same run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 
 import backhaul as bh
 from backhaul._sim.cluster import SimCluster
-from tools.simulation import FAULTS, SimulationSetting, main, run_seed
+from backhaul._sim.faults import FAULTS
+from tools.simulation.command import main
+from tools.simulation.run import SimulationSetting, run_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 
@@ -50,8 +52,8 @@ def test_a_seed_is_one_run(seed: int) -> None:
 
 
 def test_a_seed_is_one_run_in_every_process() -> None:
-    """Strings hash differently in each; objects lie elsewhere."""
-    program = "from tools.simulation import *; print(run_seed(SimulationSetting(6, workers=5, steps=5)).digest)"
+    """Hashes of strings and addresses of objects differ between processes."""
+    program = "from tools.simulation.run import *; print(run_seed(SimulationSetting(6, workers=5, steps=5)).digest)"
     other = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         env={**os.environ, "PYTHONHASHSEED": "1"},
@@ -66,7 +68,7 @@ def test_the_command_says_how_to_run_a_failure_again(monkeypatch: pytest.MonkeyP
     def wrong(trial: object, enter: object) -> list[str]:
         return ["all of it"]
 
-    monkeypatch.setattr("tools.simulation.run_trial", wrong)
+    monkeypatch.setattr("tools.simulation.run.run_step", wrong)
     lines: list[str] = []
     assert main(["--seeds", "4:6", "--workers", "3", "--steps", "2", "--faults", "none"], lines.append) == 1
     assert lines[-1] == ("failed: python -m tools.simulation --seeds 5 --workers 3 --steps 2 --faults 'none'")
@@ -89,7 +91,7 @@ def spread(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
 
 
 def test_five_hundred_workers() -> None:
-    """A ring of calls, and a tree."""
+    """A ring of calls and a tree of calls."""
     workers = 500
     with SimCluster(workers, seed=1, options=bh.Options(timeout=600.0)) as cluster:
 
@@ -108,7 +110,7 @@ def test_five_hundred_workers() -> None:
                 ctx.backward(spread(x, 0, workers).sum())
                 return ctx.grads[x].tolist()
 
-        assert cluster.run("worker0", ring).result() == [0.5]  # the last stretch has one worker less
+        assert cluster.run("worker0", ring).result() == [0.5]  # the last part of the ring has one worker less
         assert cluster.run("worker7", tree).result() == [2.0 * workers]
         cluster.sleep(1.0)
         assert not cluster.leftovers()

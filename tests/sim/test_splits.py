@@ -47,14 +47,14 @@ def test_members_that_came_and_went_while_others_were_cut_off(
     """The members that were cut off did not hear of them: a member cannot ask a worker that it does not know."""
     options = dataclasses.replace(OPTIONS, trusted=trusted)
     with SimCluster(3, seed=1, options=options) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # a return would end the partition
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)  # a return would end it
         call(cluster, "worker0", "worker2")
         call(cluster, "worker1", "worker2")
         split(cluster, ["worker0", "worker1", "late"], ["worker2"])
         cluster.sleep(5.0)
         start_beside(cluster, "late", ["worker0", "worker1"])
         cluster.leave("worker1", timeout=10.0)
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         call(cluster, *ends)
         cluster.sleep(5.0)
         assert [peer.info.name for peer in cluster.nodes["worker2"].peers] == ["worker0", "worker2", "late"]
@@ -69,7 +69,7 @@ def test_members_replaced_on_both_sides_of_a_partition(trusted: bool, monkeypatc
     """Neither of the two new workers had heard of the other."""
     options = dataclasses.replace(OPTIONS, trusted=trusted)
     with SimCluster(4, seed=1, options=options) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         for one, other in itertools.permutations(cluster.nodes, 2):
             call(cluster, one, other)
         split(cluster, ["worker0", "worker1"], ["worker2", "worker3"])
@@ -77,7 +77,7 @@ def test_members_replaced_on_both_sides_of_a_partition(trusted: bool, monkeypatc
         for victim, member in (("worker1", "worker0"), ("worker3", "worker2")):
             cluster.crash(victim)
             start_beside(cluster, victim, [member])
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         call(cluster, "worker2", "worker0")
         cluster.sleep(10.0)
         incarnations = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}
@@ -110,12 +110,12 @@ def test_two_leaders_that_give_one_id_to_two_workers_where_only_the_leader_is_be
     sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
     monkeypatch.setattr(CertificateNames, "bound", trusted)  # as if there were certificates
     with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         split(cluster, *([*members, side] for side, members in sides.items()))
         for side in (first, "left" if first == "right" else "right"):
             start_beside(cluster, side, sides[side])
         assert [cluster.nodes[side].peers.own.record.id for side in sides] == [4, 4]
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         for one, other in itertools.permutations(cluster.nodes, 2):
             with contextlib.suppress(bh.BackhaulError):
                 call(cluster, one, other)
@@ -148,7 +148,7 @@ def test_a_leader_that_was_cut_off_learns_which_members_left(
 ) -> None:
     """Once, it believed no member without trust; and with trust, not about a worker to which it never had a channel."""
     with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)  # a return would end the partition
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)  # a return would end it
         call(cluster, "worker0", "worker2")
         if known:
             call(cluster, "worker0", "worker1")
@@ -156,7 +156,7 @@ def test_a_leader_that_was_cut_off_learns_which_members_left(
         cluster.sleep(5.0)
         cluster.leave("worker1", timeout=10.0)
         assert members_of(cluster, "worker2") == ["worker0", "worker2"]
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         call(cluster, *ends)
         cluster.sleep(5.0)
         assert members_of(cluster, "worker0") == ["worker0", "worker2"]
@@ -172,7 +172,7 @@ def test_a_member_that_only_the_leaving_worker_cannot_reach_is_told_by_others(
 ) -> None:
     """It loses no other channel, so no member compares with it."""
     with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         for one, other in itertools.combinations(cluster.nodes, 2):
             call(cluster, one, other)
         split(cluster, ["worker0"], ["worker1"])
@@ -188,7 +188,7 @@ def test_a_member_that_only_the_leaving_worker_cannot_reach_is_told_by_others(
 def test_joiners_pass_on_which_members_left_before_they_came(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The members that heard it first are gone when the leader is back."""
     with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         call(cluster, "worker0", "worker2")
         call(cluster, "worker1", "worker2")
         split(cluster, ["worker0"], ["worker1", "worker2", "late"])
@@ -196,7 +196,7 @@ def test_joiners_pass_on_which_members_left_before_they_came(trusted: bool, monk
         cluster.leave("worker1", timeout=10.0)
         start_beside(cluster, "late", ["worker2"])
         cluster.leave("worker2", timeout=10.0)
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         call(cluster, "late", "worker0")
         cluster.sleep(5.0)
         assert sorted(members_of(cluster, "worker0")) == sorted(members_of(cluster, "late")) == ["late", "worker0"]
@@ -210,13 +210,13 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_other_joiner(
     """Once, each member followed the leader that it saw at that moment, and refused the dropped joiner forever."""
     monkeypatch.setattr(CertificateNames, "bound", trusted)  # as if there were certificates
     with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         left, right = ["worker0", "worker2"], ["worker1", "worker3"]
         split(cluster, [*left, "left"], [*right, "right"])
         start_beside(cluster, "left", left)
         start_beside(cluster, "right", right)
         assert [cluster.nodes[side].peers.own.record.id for side in ("left", "right")] == [4, 4]
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         split(cluster, ["worker0"], ["worker1", "worker2", "right"])  # worker2 sees worker1 as the leader
         split(cluster, ["worker1"], ["worker3", "left"])  # and worker3 sees worker0
         cluster.sleep(5.0)
@@ -225,7 +225,7 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_other_joiner(
                 with contextlib.suppress(bh.BackhaulError):
                     call(cluster, joiner, member)
                 cluster.sleep(5.0)
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         meet(cluster)
         meet(cluster)
         assert [cluster.nodes[f"worker{n}"].peers.find(4).info.name for n in range(4)] == ["left"] * 4
@@ -238,14 +238,14 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_other_joiner(
 def test_a_leader_that_was_cut_off_admits_a_restarted_worker(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never had a channel to the earlier incarnation, had not noticed its loss, and had no member to ask."""
     with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         call(cluster, "worker0", "worker2")
         call(cluster, "worker1", "worker2")
         split(cluster, ["worker0"], ["worker1", "worker2"])
         cluster.sleep(5.0)
         cluster.crash("worker1")
         start_beside(cluster, "worker1", ["worker2"])
-        cluster.network.heal_all()
+        cluster.network.partitions.heal_all()
         with contextlib.suppress(bh.PeerLostError):
             call(cluster, "worker1", "worker0")
         cluster.sleep(5.0)
@@ -264,7 +264,7 @@ def test_all_members_agree_after_partitions(seed: int, trusted: bool, monkeypatc
     """
     draw = random.Random(seed)
     with SimCluster(5, seed=seed, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
-        monkeypatch.setattr(cluster.network, "returns", lambda name: None)
+        monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         for _ in range(3):
             for one, other in itertools.combinations(cluster.nodes, 2):
                 if draw.random() < 0.5:
@@ -284,7 +284,7 @@ def test_all_members_agree_after_partitions(seed: int, trusted: bool, monkeypatc
                 if len(side) > 1 and draw.random() < 0.5:
                     cluster.crash(side[0])
                     start_beside(cluster, side[0], side[1:])
-            cluster.network.heal_all()
+            cluster.network.partitions.heal_all()
             for _ in range(3):
                 meet(cluster)
             incarnations = {name: node.peers.own.record.incarnation for name, node in cluster.nodes.items()}

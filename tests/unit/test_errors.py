@@ -1,4 +1,4 @@
-"""Errors keep all they say when they are pickled or copied, and are what ``except`` expects them to be."""
+"""Errors keep their text and fields when they are pickled or copied, and have the documented base classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fields_of(kind: type[BackhaulError]) -> list[str]:
 
 
 def values_of(kind: type[BackhaulError]) -> dict[str, Any]:
-    """Something to tell each field from the others."""
+    """A different value for each field."""
     return {field: (field, index) for index, field in enumerate(fields_of(kind))}
 
 

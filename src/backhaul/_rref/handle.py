@@ -18,7 +18,7 @@ from backhaul._rref.registry import RRefRegistry, current_rrefs
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
 from backhaul._wire.callables import label_of
-from backhaul._wire.codec import builders, reducers
+from backhaul._wire.pickling import builders, reducers
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import BackhaulError, CallTimeoutError
 

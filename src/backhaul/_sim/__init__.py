@@ -1,1 +1,1 @@
-"""A transport and a runtime in virtual time: whole clusters in one thread at a time, repeatable from a seed."""
+"""A transport and a runtime in virtual time. A whole cluster runs in one process, and a seed repeats the run."""

@@ -1,7 +1,7 @@
-"""Random steps for workers of a simulation: the programs of ``oracle``, with calls made in every way there is.
+"""Random training steps: the programs of ``oracle``, with calls made in every way that the API offers.
 
-A step has to end with the gradients of plain autograd, or with an error of Backhaul's. Some are made in contexts with
-replay: those have to be right even if workers are lost, as long as others take their places in time.
+A step must end with the gradients of plain autograd, or with an error of Backhaul. Some steps run in contexts with
+replay. Those must end with the right gradients even if workers are lost, if other workers replace them in time.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from backhaul._rref.handle import RRef
 from backhaul._rref.remote import remote
 from backhaul._worker.worker import current_worker
 from backhaul.errors import BackhaulError
-from backhaul.testing.oracle import Body, Program, Result, State, compare, copies, make_program, run_body, run_locally
+from backhaul.testing.oracle import Result, State, compare, copies, run_body, run_locally
+from backhaul.testing.programs import Body, Program, make_program
 
 Tensors = list[torch.Tensor]
 Stage = Literal["preparing", "running", "collecting"]
-"""Where a step is. What replay is good for is the second: gradients that a worker had when it was lost are gone."""
+"""Where a step is. Replay helps only in the second stage: the gradients that a lost worker had are gone."""
 
-_REPLAYED_CALL = 60.0  # seconds that calls have for which others may have to be made again
+_REPLAYED_CALL_SECONDS = 60.0  # the timeout of a call that may have to wait until other calls are replayed
 
 
 class LostStateError(BackhaulError):
-    """This worker was not there when the step began: it has crashed and come back."""
+    """This worker has no state of the step, because it crashed and came back after the step began."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class RandomStep:
     """One step.
 
     Attributes:
-        run: Names it.
-        program: What it computes.
-        places: The ids of the workers that stand for those of the program; the first is the driver.
-        mode: Of backward.
-        order: How often gradients are taken.
-        deterministic: Of backward.
-        seed: Of the ways that calls are made in.
-        replay: Seconds to wait for one that takes the place of a lost worker; 0: the step is lost too.
+        run: The number of the step.
+        program: What the step computes.
+        places: The ids of the workers that play those of the program. The first is the driver.
+        mode: The mode of backward.
+        order: The order of the derivatives.
+        deterministic: Whether backward is deterministic.
+        seed: Determines how each call is made.
+        replay: Seconds to wait for the replacement of a lost worker; 0: the step fails.
     """
 
     run: int
@@ -61,10 +62,10 @@ class RandomStep:
     replay: float = 0.0
 
 
-def draw_trial(
+def draw_step(
     draw: random.Random, run: int, driver: int, workers: Sequence[int], *, length: int = 6, replay: bool = False
 ) -> RandomStep:
-    """Draw a step that ``driver`` drives over some of ``workers``; it may be one with ``replay``."""
+    """Draw a step that ``driver`` drives over some of ``workers``. With ``replay``, some steps use replay."""
     others = [worker for worker in workers if worker != driver]
     places = (driver, *draw.sample(others, min(len(others), draw.randint(1, 3))))
     fast = draw.random() < 0.25
@@ -73,96 +74,99 @@ def draw_trial(
     )
     order = 2 if not fast and draw.random() < 0.1 else 1
     deterministic, seed = draw.random() < 0.2, draw.getrandbits(32)
-    patience = draw.choice((0.0, 2.0, 15.0)) if replay and not fast and order == 1 else 0.0
-    return RandomStep(run, program, places, "fast" if fast else "exact", order, deterministic, seed, patience)
+    replay_seconds = draw.choice((0.0, 2.0, 15.0)) if replay and not fast and order == 1 else 0.0
+    return RandomStep(run, program, places, "fast" if fast else "exact", order, deterministic, seed, replay_seconds)
 
 
-def run_trial(trial: RandomStep, enter: Callable[[Stage], None] = lambda stage: None) -> list[str]:
-    """Run a step on the current worker, its driver; say where it differs from plain autograd. Stages are told."""
-    wait_all([rpc_async(place, prepare, args=(trial,)) for place in trial.places])
-    everyone = list(enumerate(trial.places))
-    replay = Replay(restore=functools.partial(prepare, trial), timeout=trial.replay) if trial.replay else False
+def run_step(step: RandomStep, enter: Callable[[Stage], None] = lambda stage: None) -> list[str]:
+    """Run a step on the current worker, its driver. Returns its differences from plain autograd.
+
+    ``enter`` is called at the beginning of each stage after the first.
+    """
+    wait_all([rpc_async(place, prepare, args=(step,)) for place in step.places])
+    everyone = list(enumerate(step.places))
+    replay = Replay(restore=functools.partial(prepare, step), timeout=step.replay) if step.replay else False
     enter("running")
     with context(replay=replay) as ctx:
-        roots = serve(trial, 0, trial.program.body, [], 0)
+        roots = serve(step, 0, step.program.body, [], 0)
         loss = [root.sum() for root in roots if root.requires_grad]
-        for level in range(trial.order):
+        for level in range(step.order):
             if not loss:
                 break
-            more = level < trial.order - 1
-            backward(ctx, loss, create_graph=more, mode=trial.mode, deterministic=trial.deterministic)
+            more = level < step.order - 1
+            backward(ctx, loss, create_graph=more, mode=step.mode, deterministic=step.deterministic)
             if more:
-                costs = [cost for _, place in everyone for cost in rpc_sync(place, penalise, args=(ctx.id, trial))]
+                costs = [cost for _, place in everyone for cost in rpc_sync(place, penalize, args=(ctx.id, step))]
                 loss = [cost for cost in costs if cost.requires_grad]
         enter("collecting")
         result = Result()
         for worker, place in everyone:
             with torch.no_grad():
-                grads, counts = rpc_sync(place, collect, args=(ctx.id, trial))
+                grads, counts = rpc_sync(place, collect, args=(ctx.id, step))
             result.grads.update({(worker, index): grad for index, grad in enumerate(grads)})
             result.counts.update({(worker, key): n for key, n in counts.items()})
-    expected = run_locally(trial.program, order=trial.order)
-    if trial.replay:  # hooks run again where a pass does
+    expected = run_locally(step.program, order=step.order)
+    if step.replay:  # a repeated pass runs its hooks again
         expected.counts, result.counts = {}, {}
     return compare(expected, result)
 
 
-# What workers do for each other.
+# What workers call on each other.
 
 _states: dict[tuple[str, int], State] = {}  # (incarnation, run) -> what the worker holds
 
 
 def forget_states() -> None:
-    """After a simulation: what steps that failed have left."""
+    """Drop what failed steps have left. Call it after a simulation."""
     _states.clear()
 
 
-def _state(trial: RandomStep) -> State:
-    state = _states.get((current_worker().incarnation, trial.run))
+def _state(step: RandomStep) -> State:
+    state = _states.get((current_worker().incarnation, step.run))
     if state is None:
-        raise LostStateError(f"nothing is known of step {trial.run}", worker=current_worker().name)
+        raise LostStateError(f"this worker has no state of step {step.run}", worker=current_worker().name)
     return state
 
 
-def prepare(trial: RandomStep) -> None:
-    """Make this worker's parameters."""
+def prepare(step: RandomStep) -> None:
+    """Create this worker's parameters."""
     worker = current_worker()
-    _states[worker.incarnation, trial.run] = State(trial.program, trial.places.index(worker.info.id))
+    _states[worker.incarnation, step.run] = State(step.program, step.places.index(worker.info.id))
 
 
-def serve(trial: RandomStep, worker: int, body: Body, args: Tensors, path: int) -> Tensors:
-    """Run a body here. ``path`` names the call among those of the step."""
+def serve(step: RandomStep, worker: int, body: Body, args: Tensors, path: int) -> Tensors:
+    """Run a body on this worker. ``path`` identifies the call among all calls of the step."""
     numbers = itertools.count(1)
 
     def call(to: int, inner: Body, given: Tensors) -> Tensors:
-        return _call(trial, to, inner, given, path * 31 + next(numbers))
+        return _call(step, to, inner, given, path * 31 + next(numbers))
 
-    return run_body(body, args, _state(trial), call)
+    return run_body(body, args, _state(step), call)
 
 
-def serve_referred(trial: RandomStep, worker: int, body: Body, args: RRef[Tensors], path: int) -> Tensors:
-    """The same, with arguments that have to be fetched."""
-    return serve(trial, worker, body, copies(args.to_here()), path)
+def serve_referred(step: RandomStep, worker: int, body: Body, args: RRef[Tensors], path: int) -> Tensors:
+    """As ``serve``, with arguments that are fetched from their owner."""
+    return serve(step, worker, body, copies(args.to_here()), path)
 
 
 def relay(value: RRef[Tensors]) -> Tensors:
-    """Fetch a value from wherever it is."""
+    """Fetch a value from its owner."""
     return copies(value.to_here())
 
 
 def relay_further(value: RRef[Tensors], place: int) -> RRef[Tensors]:
-    """Let another worker fetch it, and keep what it got."""
+    """Let another worker fetch a value and own the copy."""
     return remote(place, relay, args=(value,))
 
 
-def _call(trial: RandomStep, to: int, body: Body, given: Tensors, path: int) -> Tensors:
-    """Call ``serve`` on a worker, in one of the ways there are."""
-    draw = random.Random(trial.seed * 1_000_003 + path)
-    place, arguments = trial.places[to], (trial, to, body, given, path)
-    if trial.replay:  # references are not made again
+def _call(step: RandomStep, to: int, body: Body, given: Tensors, path: int) -> Tensors:
+    """Call ``serve`` on a worker in one of the ways that the API offers."""
+    draw = random.Random(step.seed * 1_000_003 + path)
+    place, arguments = step.places[to], (step, to, body, given, path)
+    if step.replay:  # replay does not repeat the creation of references
         if draw.random() < 0.7:
-            return rpc_sync(place, serve, args=arguments, timeout=_REPLAYED_CALL)
-        return rpc_async(place, serve, args=arguments, timeout=_REPLAYED_CALL).wait()
+            return rpc_sync(place, serve, args=arguments, timeout=_REPLAYED_CALL_SECONDS)
+        return rpc_async(place, serve, args=arguments, timeout=_REPLAYED_CALL_SECONDS).wait()
     way = draw.randrange(8)
     if way < 3:
         return rpc_sync(place, serve, args=arguments)
@@ -171,24 +175,24 @@ def _call(trial: RandomStep, to: int, body: Body, given: Tensors, path: int) -> 
     if way == 4:
         return copies(remote(place, serve, args=arguments).to_here())
     if way == 5:
-        return rpc_sync(place, serve_referred, args=(trial, to, body, RRef(given), path))
-    other = draw.choice(trial.places)
+        return rpc_sync(place, serve_referred, args=(step, to, body, RRef(given), path))
+    other = draw.choice(step.places)
     made: RRef[Tensors] = remote(place, serve, args=arguments)
     if way == 6:
         return rpc_sync(other, relay, args=(made,))
-    return copies(rpc_sync(other, relay_further, args=(made, draw.choice(trial.places))).to_here())
+    return copies(rpc_sync(other, relay_further, args=(made, draw.choice(step.places))).to_here())
 
 
-def penalise(context_id: int, trial: RandomStep) -> Tensors:
-    """What the gradients of this worker's parameters cost."""
+def penalize(context_id: int, step: RandomStep) -> Tensors:
+    """A loss computed from the gradients of this worker's parameters."""
     grads = get_gradients(context_id) if _has(context_id) else {}
-    return [torch.tanh(grads[p]).pow(2).sum() for p in _state(trial).parameters if p in grads]
+    return [torch.tanh(grads[p]).pow(2).sum() for p in _state(step).parameters if p in grads]
 
 
-def collect(context_id: int, trial: RandomStep) -> tuple[list[torch.Tensor | None], dict[str, int]]:
-    """This worker's gradients and counts; forgets the step."""
-    state = _state(trial)
-    del _states[current_worker().incarnation, trial.run]
+def collect(context_id: int, step: RandomStep) -> tuple[list[torch.Tensor | None], dict[str, int]]:
+    """Return this worker's gradients and counts, and drop the state of the step."""
+    state = _state(step)
+    del _states[current_worker().incarnation, step.run]
     grads: dict[torch.Tensor, Any] = get_gradients(context_id) if _has(context_id) else {}
     return [grads[p].detach() if p in grads else None for p in state.parameters], dict(state.counts)
 

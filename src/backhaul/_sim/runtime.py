@@ -1,4 +1,4 @@
-"""What a worker of a simulation gets in place of threads, waits and the clock."""
+"""What a simulated worker uses in place of threads, waits and the clock."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from backhaul._runtime.runtime import Lock, OneShotEvent, Queue, Runtime
-from backhaul._sim.scheduler import Scheduler, SimProcess, SimTask, SimThread
+from backhaul._sim.scheduler import Scheduler
+from backhaul._sim.tasks import SimProcess, SimTask, SimThread
 
 
 class SimOneShotEvent(OneShotEvent):
-    """A gate at which strands wait."""
+    """An event that sim tasks wait for."""
 
     __slots__ = ("_scheduler", "_waiters")
 
@@ -39,7 +40,7 @@ class SimOneShotEvent(OneShotEvent):
                 break
             me = scheduler.running
             self._waiters.append(me)
-            if not scheduler.wait("a gate", left) and me in self._waiters:
+            if not scheduler.wait("a one-shot event", left) and me in self._waiters:
                 self._waiters.remove(me)
         return self.opened
 
@@ -71,7 +72,7 @@ class SimLock:
 
     def release(self) -> None:
         self._held = False
-        for waiter in self._waiters:  # whoever runs first gets it
+        for waiter in self._waiters:  # the first of them to run gets the lock
             self._scheduler.wake(waiter)
         self._waiters.clear()
 
@@ -83,7 +84,7 @@ class SimLock:
 
 
 class SimQueue:
-    """Filled from anywhere, destructors included; emptied by one strand."""
+    """A queue. Any code may fill it, destructors included. One sim task empties it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -115,14 +116,14 @@ class SimRuntime(Runtime):
     """Threads, waits and the clock of one worker in a simulation.
 
     Args:
-        scheduler: Of the simulation.
-        home: What its threads belong to.
-        clock: Seconds that its clock is ahead; clocks of different hosts have nothing to do with each other.
+        scheduler: The scheduler of the simulation.
+        process: The simulated process that its threads belong to.
+        clock: Seconds that its clock is ahead. Clocks of different hosts are unrelated.
     """
 
-    def __init__(self, scheduler: Scheduler, home: SimProcess, *, clock: float = 0.0) -> None:
+    def __init__(self, scheduler: Scheduler, process: SimProcess, *, clock: float = 0.0) -> None:
         self.scheduler = scheduler
-        self.home = home
+        self.process = process
         self.now = lambda: scheduler.now + clock
         self.effort = lambda: scheduler.running.effort
 
@@ -136,11 +137,11 @@ class SimRuntime(Runtime):
         return SimQueue(self.scheduler)
 
     def spawn(self, target: Callable[[], None], *, name: str) -> threading.Thread:
-        return self.scheduler.spawn(target, name=name, home=self.home)
+        return self.scheduler.spawn(target, name=name, process=self.process)
 
     def join(self, thread: threading.Thread, timeout: float | None = None) -> bool:
         assert isinstance(thread, SimThread)
-        over = self.scheduler.join(thread.sim_task, timeout)
+        over = self.scheduler.join(thread.task, timeout)
         if over:
-            thread.join()  # it has given the baton away for good, and needs nothing of ours
+            thread.join()  # the task has given the baton away for the last time, so this does not block for long
         return over

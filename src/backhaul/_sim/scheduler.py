@@ -1,145 +1,66 @@
-"""Threads of a simulation: many, of which one runs at a time, in virtual time and in an order drawn from a seed.
+"""The scheduler of a simulation: one sim task runs at a time, in virtual time and in an order drawn from a seed.
 
-A *strand* is an OS thread that runs only while it has the baton. Whatever would block gives the baton to the next
-strand that can run, chosen at random; if none can, time jumps to the next timer. Nothing here ever sleeps. A *home* is
-what can be paused or killed as a whole: one worker. Nothing here knows of frames.
+A sim task is an OS thread that runs only while it has the baton. A task that would block gives the baton to another
+task that can run, chosen at random. If no task can run, time jumps to the next timer. Nothing here ever sleeps, and
+nothing here knows of frames.
 
-[Note: atoms] Between two places that may block nothing else runs, so plain locks are never contended, as long as none
-is held across such a place. Those that are come from ``Runtime.lock``.
+[Note: atoms] Between two places that may block, no other task runs. Plain locks are therefore never contended, as long
+as no lock is held across such a place. Locks that are held across waits come from ``Runtime.lock``.
 """
 
 from __future__ import annotations
 
 import collections
-import contextvars
 import functools
-import hashlib
 import heapq
 import itertools
 import random
-import sys
-import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-_QUANTUM = 0.00002  # seconds of processor time that a strand takes between two waits, on average
-_LONG = 0.02, 50  # how often it takes longer, and how many times
+from backhaul._sim.tasks import Killed, SimProcess, SimTask, SimThread
+from backhaul._sim.trace import Trace
 
-
-class Killed(BaseException):
-    """Unwinds a strand whose home is dead. Caught by nobody: what catches it meets it again at its next wait."""
+_QUANTUM_SECONDS = 0.00002  # processor time that a task uses between two waits, on average
+_LONG_QUANTUM_PROBABILITY = 0.02
+_LONG_QUANTUM_FACTOR = 50
+_SWEEP_THREADS = 256  # ended threads are dropped after so many starts
 
 
 class DeadlockError(RuntimeError):
-    """Nothing can ever run again, and somebody waits. The message says who, and where."""
+    """No task can ever run again, and at least one waits. The message says which, and for what."""
 
 
-class SimProcess:
-    """What strands belong to, and what faults strike as a whole."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.dead = False
-        self.paused = False
-        self.strands: dict[SimTask, None] = {}
-        self.parked: list[SimTask] = []  # could run if the home were not paused
-        self.on_resume: list[Callable[[], None]] = []
-
-
-class SimTask:
-    """One thread of the simulation."""
-
-    __slots__ = (
-        "baton",
-        "done",
-        "doom",
-        "effort",
-        "gift",
-        "heir",
-        "home",
-        "joiners",
-        "name",
-        "ticket",
-        "where",
-        "woken",
-    )
-
-    def __init__(self, name: str, home: SimProcess) -> None:
-        self.name = name
-        self.home = home
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.ticket = 0  # of the wait it is in
-        self.woken = False
-        self.where = "its start"
-        self.gift: Any = None  # what whoever woke it has for it
-        self.doom: BaseException | None = None  # to be raised at its next chance
-        self.heir: SimTask | None = None  # gets the baton when this one ends
-        self.effort = 0.0
-        self.done = False
-        self.joiners: list[SimTask] = []
-
-
-class Trace:
-    """What happened, as lines; their hash tells whether two runs were the same.
-
-    Args:
-        keep: Whether to keep the lines too.
-    """
-
-    def __init__(self, keep: bool = False) -> None:
-        self.lines: list[str] | None = [] if keep else None
-        self._fresh: list[str] = []
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def note(self, line: str) -> None:
-        """Something happened."""
-        self._fresh.append(line)
-        if len(self._fresh) >= 512:
-            self._settle()
-
-    def _settle(self) -> None:
-        self._hash.update("\n".join((*self._fresh, "")).encode())
-        if self.lines is not None:
-            self.lines += self._fresh
-        self._fresh.clear()
-
-    @property
-    def digest(self) -> str:
-        """Names all that happened so far."""
-        self._settle()
-        return self._hash.hexdigest()
-
-
+# Over the limit because ready tasks, timers and processes must change together: one object decides what runs next.
 class Scheduler:
-    """Gives the baton on. ``with scheduler:`` makes the calling thread the first strand; on leaving all others are
-    killed. All methods are for the strand that runs.
+    """Passes the baton on. ``with scheduler:`` makes the calling thread the first task, and kills all other tasks at
+    its end. Only the task that runs may call the methods.
 
     Args:
-        seed: Where all choices come from.
-        eagerness: How often a strand gives way at places where it need not.
-        keep_trace: Whether to keep the trace, and not only its hash.
+        seed: Determines all random choices.
+        yield_probability: How often a task lets others run at places where it need not block.
+        keep_trace: Whether to keep the lines of the trace, and not only their hash.
     """
 
-    def __init__(self, seed: int, *, eagerness: float = 0.1, keep_trace: bool = False) -> None:
+    def __init__(self, seed: int, *, yield_probability: float = 0.1, keep_trace: bool = False) -> None:
         self.random = random.Random(seed)
         self.trace = Trace(keep_trace)
         self.now = 0.0
         self.switches = 0
         self.outside = SimProcess("outside")
-        self.homes: list[SimProcess] = [self.outside]
-        self.limit = float("inf")  # virtual time at which the first strand is told that it takes too long
-        self._eagerness = eagerness
+        self.limit = float("inf")  # virtual time at which the first task gets a TimeoutError
+        self._processes: list[SimProcess] = [self.outside]
+        self._yield_probability = yield_probability
         self._numbers = itertools.count(1)
         self._ready: list[SimTask] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._rung: collections.deque[Callable[[], None]] = collections.deque()  # by destructors
+        self._deferred: collections.deque[Callable[[], None]] = collections.deque()  # by destructors
         self._threads: list[SimThread] = []
         self._first: SimTask | None = None
         self._running: SimTask | None = None
 
-    # The first strand.
+    # The first task.
 
     def __enter__(self) -> Scheduler:
         self._first = self._running = SimTask("main", self.outside)
@@ -149,138 +70,138 @@ class Scheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._first = None
-        for home in self.homes:
-            self.kill(home)
+        for process in self._processes:
+            self.kill(process)
         self._running = None
         for thread in self._threads:
-            thread.join()  # they have nothing left to do that matters, but should not outlive the simulation
+            thread.join()  # the tasks have ended; their OS threads must not outlive the simulation
 
     @property
     def running(self) -> SimTask:
-        """The strand that runs."""
-        assert self._running is not None, "not inside of a simulation"
+        """The task that runs."""
+        assert self._running is not None, "this thread is not inside a simulation"
         return self._running
 
-    # Homes.
+    # Processes.
 
-    def home(self, name: str) -> SimProcess:
-        """Make a home."""
+    def new_process(self, name: str) -> SimProcess:
+        """Create a simulated process."""
         made = SimProcess(name)
-        self.homes.append(made)
+        self._processes.append(made)
         return made
 
-    def pause(self, home: SimProcess) -> None:
-        """Let none of its strands run."""
-        home.paused = True
+    def pause(self, process: SimProcess) -> None:
+        """Stop all tasks of a process until ``resume``."""
+        process.paused = True
 
-    def resume(self, home: SimProcess) -> None:
-        """Let them run again."""
-        home.paused = False
-        self._ready += home.parked
-        home.parked.clear()
-        for action in home.on_resume:
+    def resume(self, process: SimProcess) -> None:
+        """Let the tasks of a process run again."""
+        process.paused = False
+        self._ready += process.parked
+        process.parked.clear()
+        for action in process.on_resume:
             action()
-        home.on_resume.clear()
+        process.on_resume.clear()
 
-    def kill(self, home: SimProcess) -> None:
-        """Stop all its strands for good, but the one that calls: each is unwound at once, and can do nothing more."""
-        home.dead = True
-        self.resume(home)
+    def kill(self, process: SimProcess) -> None:
+        """End all tasks of a process except the one that calls. Each is unwound at once and can do nothing more."""
+        process.dead = True
+        self.resume(process)
         me = self.running
-        while victims := [sim_task for sim_task in home.strands if sim_task is not me]:
+        while victims := [task for task in process.tasks if task is not me]:
             for victim in victims:
-                victim.heir = me
-                victim.ticket = 0
+                victim.successor = me
+                victim.wait_number = 0
                 self._running = victim
                 victim.baton.release()
                 me.baton.acquire()
-        self._ready = [sim_task for sim_task in self._ready if not sim_task.done]
+        self._ready = [task for task in self._ready if not task.done]
 
-    # Strands.
+    # Tasks.
 
-    def spawn(self, target: Callable[[], None], *, name: str, home: SimProcess) -> SimThread:
-        """Start a strand."""
-        if home.dead:
+    def spawn(self, target: Callable[[], None], *, name: str, process: SimProcess) -> SimThread:
+        """Start a task."""
+        if process.dead:
             raise Killed
-        sim_task = SimTask(name, home)
-        thread = SimThread(self, sim_task, target)
-        home.strands[sim_task] = None
+        task = SimTask(name, process)
+        thread = SimThread(task, target, self._end)
+        process.tasks[task] = None
         thread.start()
         self._threads.append(thread)
-        if not len(self._threads) % 256:
+        if not len(self._threads) % _SWEEP_THREADS:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._ready.append(sim_task)
+        self._ready.append(task)
         return thread
 
-    def _end(self, sim_task: SimTask) -> None:
-        """The last thing a strand does with the baton."""
-        sim_task.done = True
-        del sim_task.home.strands[sim_task]
-        for joiner in sim_task.joiners:  # they take themselves off
+    def _end(self, task: SimTask) -> None:
+        """Pass the baton on for the last time."""
+        task.done = True
+        del task.process.tasks[task]
+        for joiner in task.joiners:  # they remove themselves from the list
             self.wake(joiner)
-        following = sim_task.heir if sim_task.heir is not None else self._pick()
+        following = task.successor if task.successor is not None else self._pick()
         self._running = following
         following.baton.release()
 
-    def join(self, sim_task: SimTask, timeout: float | None) -> bool:
-        """Wait for the end of a strand; whether it came."""
+    def join(self, task: SimTask, timeout: float | None) -> bool:
+        """Wait for the end of a task. Returns whether it has ended."""
         deadline = None if timeout is None else self.now + timeout
-        while not sim_task.done:
+        while not task.done:
             me = self.running
-            sim_task.joiners.append(me)
+            task.joiners.append(me)
             try:
-                if not self.wait(f"join of {sim_task.name}", None if deadline is None else deadline - self.now):
+                if not self.wait(f"join of {task.name}", None if deadline is None else deadline - self.now):
                     break
             finally:
-                sim_task.joiners.remove(me)
-        return sim_task.done
+                task.joiners.remove(me)
+        return task.done
 
     # Waiting.
 
     def wait(self, where: str, timeout: float | None = None) -> bool:
-        """Give the baton away until somebody wakes this strand; False if ``timeout`` seconds passed first."""
+        """Give the baton away until another task wakes this one. Returns False if ``timeout`` seconds passed first."""
         me = self.running
-        if me.home.dead and me is not self._first:
+        if me.process.dead and me is not self._first:
             raise Killed
-        me.ticket = ticket = next(self._numbers)
+        me.wait_number = number = next(self._numbers)
         me.where = where
         if timeout is not None:
-            self._put(self.now + max(timeout, 0.0), ticket, functools.partial(self._expire, me, ticket))
+            self._add_timer(self.now + max(timeout, 0.0), number, functools.partial(self._expire, me, number))
         self._switch(me)
-        if me.home.dead and me is not self._first:
+        if me.process.dead and me is not self._first:
             raise Killed
-        if me.doom is not None:
-            doom, me.doom = me.doom, None
-            raise doom
+        if me.error is not None:
+            error, me.error = me.error, None
+            raise error
         return me.woken
 
-    def wake(self, sim_task: SimTask, gift: Any = None) -> bool:
-        """Let a strand that waits go on; False if it does not wait (any more)."""
-        if not sim_task.ticket:
+    def wake(self, task: SimTask, item: Any = None) -> bool:
+        """End the wait of a task and hand ``item`` to it. Returns False if the task does not wait."""
+        if not task.wait_number:
             return False
-        sim_task.ticket = 0
-        sim_task.woken = True
-        sim_task.gift = gift
-        self._ready.append(sim_task)
+        task.wait_number = 0
+        task.woken = True
+        task.item = item
+        self._ready.append(task)
         return True
 
-    def _expire(self, sim_task: SimTask, ticket: int) -> None:
-        if sim_task.ticket == ticket:
-            sim_task.ticket = 0
-            sim_task.woken = False
-            self._ready.append(sim_task)
+    def _expire(self, task: SimTask, number: int) -> None:
+        if task.wait_number == number:
+            task.wait_number = 0
+            task.woken = False
+            self._ready.append(task)
 
-    def give_way(self, *, surely: bool = False) -> None:
-        """A place where another strand may go on although this one could."""
+    def give_way(self, *, always: bool = False) -> None:
+        """Let another task run with the yield probability, or ``always``, although this one need not block."""
         me = self._running
-        if me is None or (me.home.dead and me is not self._first):
+        if me is None or (me.process.dead and me is not self._first):
             return
-        if surely or self.random.random() < self._eagerness:
-            me.ticket = next(self._numbers)
+        if always or self.random.random() < self._yield_probability:
+            me.wait_number = next(self._numbers)
             me.where = "the others"
             self.wake(me)
             self._switch(me)
-            if me.home.dead and me is not self._first:
+            if me.process.dead and me is not self._first:
                 raise Killed
 
     def _switch(self, me: SimTask) -> None:
@@ -294,93 +215,65 @@ class Scheduler:
     # Time.
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Call ``action``, which must not wait, at a time."""
-        self._put(when, next(self._numbers), action)
+        """Call ``action`` at a virtual time. It must not wait."""
+        self._add_timer(when, next(self._numbers), action)
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call ``action``, which must not wait, so many seconds later."""
+        """Call ``action`` after ``seconds`` of virtual time. It must not wait."""
         self.at(self.now + seconds, action)
 
     def soon(self, action: Callable[[], None]) -> None:
-        """Call ``action``, which must not wait, before the next strand goes on. For destructors, which may run in the
-        middle of anything.
-        """
-        self._rung.append(action)
+        """Call ``action`` before the next task runs. It must not wait. For destructors, which may run at any place."""
+        self._deferred.append(action)
 
-    def _put(self, when: float, number: int, action: Callable[[], None]) -> None:
+    def _add_timer(self, when: float, number: int, action: Callable[[], None]) -> None:
         if when < float("inf"):
             heapq.heappush(self._timers, (when, number, action))
 
     def _pick(self) -> SimTask:
-        """The next strand to run."""
+        """Choose the task to run next. Advances time by what the running task has used."""
         me, timers = self.running, self._timers
-        quantum = self.random.expovariate(1 / _QUANTUM)
-        if self.random.random() < _LONG[0]:
-            quantum *= _LONG[1]
+        quantum = self.random.expovariate(1 / _QUANTUM_SECONDS)
+        if self.random.random() < _LONG_QUANTUM_PROBABILITY:
+            quantum *= _LONG_QUANTUM_FACTOR
         me.effort += quantum
         self.now += quantum
         while True:
-            while self._rung:
-                self._rung.popleft()()
+            while self._deferred:
+                self._deferred.popleft()()
             while timers and timers[0][0] <= self.now:
                 heapq.heappop(timers)[2]()
             ready = self._ready
             while ready:
                 place = int(self.random.random() * len(ready))
                 ready[place], ready[-1] = ready[-1], ready[place]
-                sim_task = ready.pop()
-                if sim_task.home.paused:
-                    sim_task.home.parked.append(sim_task)
+                task = ready.pop()
+                if task.process.paused:
+                    task.process.parked.append(task)
                     continue
-                self.trace.note(f"{self.now:.9f} {sim_task.name}")
-                return sim_task
+                self.trace.note(f"{self.now:.9f} {task.name}")
+                return task
             if not timers:
-                self._doom(DeadlockError(f"nothing can ever run again at {self.now:.6f} s\n{self.describe()}"))
+                self._raise_in_first(DeadlockError(f"no task can run at {self.now:.6f} s\n{self.describe()}"))
             elif timers[0][0] > self.limit:
                 limit, self.limit = self.limit, float("inf")
-                self._doom(TimeoutError(f"not over at {limit:g} s of virtual time\n{self.describe()}"))
+                self._raise_in_first(
+                    TimeoutError(f"the simulation did not end in {limit:g} s of virtual time\n{self.describe()}")
+                )
             else:
                 self.now = timers[0][0]
 
-    def _doom(self, error: BaseException) -> None:
+    def _raise_in_first(self, error: BaseException) -> None:
         first = self._first
-        assert first is not None, "somebody waits, but the simulation is over"
-        if first.doom is not None or not (first.ticket or first in first.home.parked):
+        assert first is not None, "a task waits, but the simulation is over"
+        if first.error is not None or not (first.wait_number or first in first.process.parked):
             raise error
-        first.doom = error
+        first.error = error
         self.wake(first)
 
     def describe(self) -> str:
-        """Who waits where."""
-        lines = [f"  {sim_task.name} waits for {sim_task.where}" for home in self.homes for sim_task in home.strands]
+        """Which tasks wait, and for what."""
+        lines = [f"  {task.name} waits for {task.where}" for process in self._processes for task in process.tasks]
         if self._first is not None:
             lines.insert(0, f"  {self._first.name} waits for {self._first.where}")
         return "\n".join(lines)
-
-
-class SimThread(threading.Thread):
-    """The OS thread of a strand."""
-
-    def __init__(self, scheduler: Scheduler, sim_task: SimTask, target: Callable[[], None]) -> None:
-        super().__init__(name=sim_task.name, daemon=True)
-        self.sim_task = sim_task
-        self._scheduler: Scheduler | None = scheduler
-        self._todo: Callable[[], None] | None = target
-
-    def run(self) -> None:
-        sim_task, scheduler, todo = self.sim_task, self._scheduler, self._todo
-        assert scheduler is not None
-        assert todo is not None
-        sim_task.baton.acquire()
-        # What dies with the thread has to die while it has the baton.
-        self._todo = self._scheduler = None
-        context = contextvars.Context()
-        try:
-            if not sim_task.home.dead:
-                context.run(todo)
-        except Killed:
-            pass
-        except BaseException:
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self)))
-        del context, todo
-        scheduler._end(sim_task)

@@ -1,1 +1,1 @@
-"""Bytes <-> messages. No sockets, no autograd."""
+"""Bytes <-> messages. Knows no sockets and no autograd."""

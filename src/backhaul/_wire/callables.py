@@ -1,7 +1,7 @@
-"""Functions by name: how a callable that both workers can import is told to the other.
+"""Functions by name: how a message refers to a callable that both workers can import.
 
-``name_of`` gives ``"module:qualname"`` for what can be found again under that name, else None (then the callable
-travels by value, see ``codec``); ``resolve`` finds it. Names are how trust is kept narrow: a name runs only
+``name_of`` returns ``"module:qualname"`` if the callable can be found under that name, else None. A callable without a
+name is sent by value, see ``codec``. ``resolve`` finds the callable. A name limits what a peer can do: it can only run
 what the worker already has.
 """
 
@@ -20,14 +20,22 @@ import torch
 from backhaul.errors import FunctionNotFoundError
 
 SCRIPT = "torchscript"
-"""Module part of the name of a scripted function, which lives in a compilation unit, not in a module."""
+"""The module part of the name of a scripted function. Such a function is in a compilation unit, not in a module."""
 
-_PLAIN = frozenset((types.FunctionType, types.BuiltinFunctionType))  # others hash and compare as they like
-_MANY = 4096  # names that are remembered
+_CACHED_TYPES = frozenset((types.FunctionType, types.BuiltinFunctionType))  # others define their own hash and equality
+_MAX_CACHED_NAMES = 4096
 
 
 class Named:
-    """A name that led to a function. Knows the way, not the function: modules are reloaded, and functions replaced."""
+    """A name under which a function was found. It does not keep the function, which a reload of its module may replace.
+
+    Attributes:
+        name: ``"module:qualname"``.
+        module: The module part.
+        label: What to call the function in error texts.
+        in_main: Whether the function is in ``__main__``.
+        find: Returns the function, given its module.
+    """
 
     __slots__ = ("find", "in_main", "label", "module", "name")
 
@@ -45,8 +53,8 @@ _of_name: dict[str, Named] = {}
 
 
 def named(function: Any) -> Named | None:
-    """Name and label of a function that can be found again, else None."""
-    if type(function) not in _PLAIN:
+    """The name of a function that can be found under it, else None."""
+    if type(function) not in _CACHED_TYPES:
         name = _search(function)
         return None if name is None else Named(name, label_of(function))
     try:
@@ -68,12 +76,12 @@ def _forget(gone: weakref.ref[Any]) -> None:
 
 
 def label_of(function: Any) -> str:
-    """What to call ``function`` in messages to people."""
+    """What to call ``function`` in error texts and logs."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if isinstance(name, str):
         if name.isidentifier():
             return name
-        return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")  # where torch keeps torch.add
+        return name.rpartition("<locals>.")[2].removeprefix("_VariableFunctionsClass.")  # the class of torch.add
     return function if isinstance(function, str) else type(function).__name__
 
 
@@ -82,7 +90,7 @@ def name_of(function: Any, *, main_shared: bool = False) -> str | None:
 
     Args:
         function: Any callable.
-        main_shared: Whether the other worker runs the same program, so that ``__main__`` means the same there.
+        main_shared: Whether the other worker runs the same program, so that its ``__main__`` is the same.
     """
     known = named(function)
     return None if known is None or (known.in_main and not main_shared) else known.name
@@ -122,16 +130,16 @@ def _search(function: Any) -> str | None:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Find what ``name_of`` named. Raises ``FunctionNotFoundError``."""
+    """Find the function of a name that ``name_of`` returned. Raises ``FunctionNotFoundError``."""
     try:
         known = _of_name[name]
         function: Callable[..., Any] = known.find(sys.modules[known.module])
         if callable(function):
             return function
     except (KeyError, AttributeError):
-        pass  # not asked for before, or not there any more
+        pass  # the name is not in the cache, or the function is gone
     function = _resolve(name)
-    if len(_of_name) < _MANY and not name.startswith(f"{SCRIPT}:"):
+    if len(_of_name) < _MAX_CACHED_NAMES and not name.startswith(f"{SCRIPT}:"):
         _of_name[name] = Named(name, "")
     return function
 
@@ -142,14 +150,18 @@ def _resolve(name: str) -> Callable[..., Any]:
         if module == SCRIPT:
             function = torch.jit._state._python_cu.find_function(qualname)
             if function is None:
-                raise AttributeError("no function of that name has been scripted here")
+                raise AttributeError("this worker has not scripted a function of that name")
         else:
             found: Any = sys.modules.get(module) or importlib.import_module(module)
             for step in qualname.split("."):
                 found = getattr(found, step)
             function = found
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise FunctionNotFoundError(f"no function {name!r} here: {error}", function=name) from error
+        raise FunctionNotFoundError(
+            f"this worker has no function {name!r} ({error}); import or define it here too", function=name
+        ) from error
     if not callable(function):
-        raise FunctionNotFoundError(f"{name!r} is a {type(function).__name__}, not callable", function=name)
+        raise FunctionNotFoundError(
+            f"{name!r} is a {type(function).__name__} on this worker and is not callable", function=name
+        )
     return function

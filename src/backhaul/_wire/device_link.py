@@ -19,7 +19,7 @@ from backhaul.errors import ProtocolError
 
 if TYPE_CHECKING:
     from backhaul._wire.messages import Payload
-    from backhaul._wire.tensors.tensors import Part
+    from backhaul._wire.tensors.specs import Part
 
 Slot = tuple[int, int]
 """The number of a segment, and the index of a slot in it."""

@@ -1,8 +1,8 @@
-"""Exceptions <-> faults. An exception arrives with its own type where that can be had, and always with the
+"""Exceptions <-> faults. An exception arrives with its own type if the receiver can rebuild it, and always with the
 remote traceback as its cause.
 
-Where nothing may be pickled, an exception travels as the name of its type and plain data, and is made again only if
-that type is one of a fixed table: Python's own and Backhaul's.
+Where pickle is forbidden, an exception is sent as the name of its type and plain data. The receiver rebuilds it only if
+the type is in a fixed table: the exceptions of Python and of Backhaul.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import Fault, Payload
 from backhaul.errors import BackhaulError, RemoteError, RemoteTraceback
 
-_HIDDEN = "(this worker keeps its tracebacks to itself)"
+_HIDDEN = "(this worker does not send tracebacks)"
 
 _BUILTIN: dict[str, type[Exception]] = {
     f"builtins.{kind.__name__}": kind
     for kind in vars(builtins).values()
     if isinstance(kind, type)
     and issubclass(kind, Exception)
-    # Those two steer generators, and a group would have to be made of exceptions.
+    # The first two control generators. A group consists of exceptions, which are not plain data.
     and not issubclass(kind, (StopIteration, StopAsyncIteration, BaseExceptionGroup))
 }
 _OWN: dict[str, type[BackhaulError]] = {
@@ -41,8 +41,8 @@ _OWN: dict[str, type[BackhaulError]] = {
 
 
 _NO_GRADIENT = (
-    "this graph reaches back to a tensor that came with an exception of another worker, which carries no gradient; "
-    "return the tensor instead, or detach() it if no gradient is meant"
+    "the graph of this tensor leads to another worker's exception, which carries no gradient; return the tensor from "
+    "the call instead of raising it, or detach() it if you need no gradient"
 )
 
 
@@ -52,10 +52,10 @@ def encode_fault(
     """Describe ``error`` as raised on ``worker``; never fails.
 
     Args:
-        error: What was raised.
-        worker: Where.
-        plain: Whether nothing may be pickled.
-        tracebacks: Whether to say where in the program.
+        error: The exception.
+        worker: The name of the worker that raised it.
+        plain: Whether pickle is forbidden.
+        tracebacks: Whether to include the traceback.
     """
     if isinstance(error, BackhaulError):
         with _trying():
@@ -73,9 +73,9 @@ def encode_fault(
 
 
 def _describe(error: BaseException, worker: str, tracebacks: bool) -> Fault:
-    """An exception in words."""
+    """Describe an exception as text."""
     kind = type(error)
-    message = f"<a {kind.__qualname__} that cannot be shown>"
+    message = f"<a {kind.__qualname__} whose str() failed>"
     with _trying():
         message = str(error)
     text = "" if tracebacks else _HIDDEN
@@ -88,7 +88,7 @@ def _describe(error: BaseException, worker: str, tracebacks: bool) -> Fault:
 
 @contextlib.contextmanager
 def _trying() -> Iterator[None]:
-    """Go on after whatever is raised inside: code of the user's runs there. Signals get through."""
+    """Suppress all exceptions of the block, which runs user code, except those raised by signal handlers."""
     try:
         yield
     except BaseException as error:
@@ -97,44 +97,43 @@ def _trying() -> Iterator[None]:
 
 
 def described(error: BaseException, worker: str) -> BaseException:
-    """The ``RemoteError`` that stands for an exception which cannot be raised itself; never fails. ``worker`` may be
-    empty.
-    """
+    """The ``RemoteError`` to raise in place of an exception; never fails. ``worker`` may be empty."""
     return decode_fault(_describe(error, worker, tracebacks=True), ())
 
 
 def foreign(error: BaseException, worker: str) -> BaseException:
-    """What other workers get in the place of an exception of ``worker``; never fails. It is the exception itself if
-    they can rebuild it, else a ``RemoteError``.
+    """What other workers get for an exception of ``worker``; never fails.
+
+    It is the exception itself if they can rebuild it, else a ``RemoteError``.
     """
     fault, encoded = encode_fault(error, worker)
-    if encoded is not None and encoded.parcels:  # they stand for something, so they must not be decoded in vain
+    if encoded is not None and encoded.parcels:  # decoding would act on them
         return error
     made = decode_fault(fault, encoded.buffers if encoded is not None else ())
     return error if type(made) is type(error) else made
 
 
 def _essence(error: BaseException) -> list[Any] | dict[str, Any]:
-    """What to make an exception again of: the fields of one of ours, the arguments of another."""
+    """The data to rebuild an exception from: the fields of a ``BackhaulError``, the arguments of any other."""
     return dict(vars(error)) if isinstance(error, BackhaulError) else list(error.args)
 
 
 def _printable(text: str) -> str:
-    """Text that can be sent: file names and the like may hold what is no Unicode."""
+    """Replace what is not valid Unicode, for example in file names."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
-    """Make the exception to raise at the caller; never fails."""
+    """Build the exception to raise in the caller; never fails."""
     error: BaseException | None = None
     if fault.payload is not None and fault.payload.plain is not None:
         error = _rebuild(fault, fault.payload, buffers)
     elif fault.payload is not None:
-        with _trying():  # its type is not importable here, its constructor wants other arguments, or worse
+        with _trying():  # the type may not be importable here, and its constructor may fail
             (value,) = decode(fault.payload, buffers, why=_NO_GRADIENT)
             error = value if isinstance(value, Exception) else None
     if error is not None:
-        with _trying():  # an exception that does not take notes
+        with _trying():  # an exception may refuse notes
             _rebase_on_main(error)
             return _attribute(error, fault)
     error = RemoteError(f"{fault.type_name}: {fault.message}", worker=fault.worker or None, type_name=fault.type_name)
@@ -142,7 +141,7 @@ def decode_fault(fault: Fault, buffers: Sequence[Buffer]) -> BaseException:
 
 
 def _rebuild(fault: Fault, payload: Payload, buffers: Sequence[Buffer]) -> BaseException | None:
-    """Make an exception of plain data, if its type is in the table."""
+    """Build an exception from plain data, if its type is in the table."""
     try:
         (essence,) = decode(payload, buffers, why=_NO_GRADIENT)
         if (own := _OWN.get(fault.type_name)) is not None:
@@ -153,13 +152,13 @@ def _rebuild(fault: Fault, payload: Payload, buffers: Sequence[Buffer]) -> BaseE
         builtin = _BUILTIN.get(fault.type_name)
         if builtin is not None and type(essence) is list:
             return builtin(*essence)
-    except Exception:  # its constructor wants other arguments, or they are not what they should be
+    except Exception:  # the constructor does not accept this data
         return None
     return None
 
 
 def _attribute(error: BaseException, fault: Fault) -> BaseException:
-    """Say where an exception comes from."""
+    """Add the remote traceback and the name of the worker to an exception."""
     error.__cause__ = RemoteTraceback(fault.worker, fault.traceback)
     note = f"raised on worker '{fault.worker}'"
     if fault.worker and note not in getattr(error, "__notes__", ()):
@@ -168,11 +167,11 @@ def _attribute(error: BaseException, fault: Fault) -> BaseException:
 
 
 def _rebase_on_main(error: BaseException) -> None:
-    """A class of ``__main__`` comes by value; where our own ``__main__`` has it, mean that one."""
+    """Replace a class of ``__main__`` that came by value with the class of the same name in this ``__main__``."""
     kind = type(error)
     own = getattr(sys.modules.get("__main__"), kind.__qualname__, None)
     if kind.__module__ == "__main__" and own is not kind and isinstance(own, type):
         try:
             error.__class__ = own
-        except TypeError:  # another layout: then it is another class
+        except TypeError:  # the classes have different layouts, so they are not the same
             return

@@ -1,16 +1,17 @@
-"""Frames: what a channel carries. Header, table of buffer lengths, body, raw buffers.
+"""Frames: what a channel carries. A frame is a header, a table of buffer lengths, a body, and raw buffers.
 
     header  32 bytes   magic, version, kind, flags, number of buffers, body length, number, payload length
-    table   8 bytes per buffer: its length; in a frame with slots 8 more for each: its place, 0 if it is in the payload
+    table   8 bytes per buffer: its length; in a frame with slots 8 more bytes: its place, or 0 if it is in the payload
     body    a message, see ``messages``
-    payload the buffers, one behind the other, but for those that lie in slots
+    payload the buffers in order, except those in slots
 
-Pure: no sockets, no threads. ``FrameReader`` turns bytes into frames and allocates nothing whose size it
-has not checked; large buffers are received straight into the memory they stay in.
+Pure: no sockets, no threads. ``FrameReader`` turns bytes into frames. It checks every size before it allocates memory.
+Large buffers are received directly into the memory that they stay in.
 
-[Note: slots] Between processes of one host a buffer may lie in memory that both see. Its place then stands for its
-bytes; all lengths, limits and sizes are those of the same frame without slots. What a place means the channel knows
-(``transport.shm``), and its two ends agree on it by *control* frames, which no layer above gets to see.
+[Note: slots] Between processes of one host a buffer may be in shared memory. The frame then has the place of the
+buffer instead of its bytes. All lengths, limits and sizes are those of the same frame without slots. The channel knows
+what a place means (``_transport.shm``). Its two ends agree on places with *control* frames, which the reader hands to
+the channel and to no layer above.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ VERSION = 1
 HEADER = struct.Struct("<4sBBHIIQQ")
 _HEADER_SIZE = HEADER.size
 _START = MAGIC + bytes((VERSION,))
-_HEAD = struct.Struct("<5sBHIIQQ")  # the same with magic and version in one
-_HEAD_OF_ONE = struct.Struct("<5sBHIIQQQ")  # and the table, if there is one buffer
+_HEAD = struct.Struct("<5sBHIIQQ")  # as HEADER, with magic and version as one field
+_HEAD_OF_ONE = struct.Struct("<5sBHIIQQQ")  # as _HEAD, followed by the table of a frame with one buffer
 MAX_BUFFERS = 1 << 20
 MAX_BODY = (1 << 32) - 1
 _SLOTS, _CONTROL = 1, 2  # flags
-_MAX_CONTROL = 64
-_JOINED = 8 << 10  # up to here a buffer is cheaper copied than written as a piece of its own
-_AT_ONCE = 1 << 20  # bytes to read at once, see ``FrameReader.space``
+_TABLE, _BODY, _BUFFERS = range(3)  # pieces of a frame
+_MAX_CONTROL_BYTES = 64
+_MAX_JOINED_BYTES = 8 << 10  # copying a buffer of up to this size is cheaper than writing it as a separate piece
+_MAX_READ_BYTES = 1 << 20  # how much one system call may read, see ``FrameReader.space``
 
 
 class Slots(Protocol):
-    """What a reader has to be given to take frames with slots."""
+    """What a reader needs to read frames with slots."""
 
     def resolve(self, place: int, size: int) -> Buffer:
-        """The ``size`` bytes at ``place``. Raises ``ProtocolError`` if there are none."""
+        """The ``size`` bytes at ``place``. Raises ``ProtocolError`` if there is no such place."""
 
     def control(self, kind: int, number: int, body: bytes) -> None:
-        """A control frame came."""
+        """Called for each control frame."""
 
 
 class Frame(msgspec.Struct, eq=False):
@@ -55,10 +57,10 @@ class Frame(msgspec.Struct, eq=False):
 
     Attributes:
         kind: What the body is; see ``messages.Kind``.
-        number: Names the call the frame belongs to; 0 where there is none.
+        number: The call that the frame belongs to; 0 if it belongs to none.
         body: The encoded message.
-        buffers: Raw memory that goes along uncopied.
-        keep: Owners of that memory, kept alive as long as the frame.
+        buffers: Raw memory, which is sent without a copy.
+        keep: The owners of that memory. They live as long as the frame.
     """
 
     kind: int
@@ -79,7 +81,7 @@ class Frame(msgspec.Struct, eq=False):
         return size
 
     def parts(self, places: Sequence[int] | None = None) -> list[Buffer]:
-        """The wire form, as pieces to be written in order. ``places``: which are in slots, see [Note: slots]."""
+        """The wire form, as pieces to write in order. ``places``: where each buffer is, see [Note: slots]."""
         body, buffers = self.body, self.buffers
         if not buffers:
             return [_HEAD.pack(_START, self.kind, 0, 0, len(body), self.number, 0) + body]
@@ -87,7 +89,7 @@ class Frame(msgspec.Struct, eq=False):
             (buffer,) = buffers
             size = len(buffer)
             head = _HEAD_OF_ONE.pack(_START, self.kind, 0, 1, len(body), self.number, size, size)
-            return [b"".join((head, body, buffer))] if size <= _JOINED else [head + body, buffer]
+            return [b"".join((head, body, buffer))] if size <= _MAX_JOINED_BYTES else [head + body, buffer]
         lengths = [len(buffer) for buffer in buffers]
         count, flags = len(lengths), 0 if places is None else _SLOTS
         header = _HEAD.pack(_START, self.kind, flags, count, len(body), self.number, sum(lengths))
@@ -98,7 +100,7 @@ class Frame(msgspec.Struct, eq=False):
         return [head, *(buffer for buffer, place in zip(buffers, places, strict=True) if len(buffer) and not place)]
 
     def copied(self, recycler: Recycler) -> Frame:
-        """The same frame on memory of its own, as if it had been received."""
+        """The same frame on new memory, as if it had been received."""
         buffers = []
         for buffer in self.buffers:
             copy = recycler.allocate(len(buffer))
@@ -115,65 +117,59 @@ def control_frame(kind: int, number: int, body: bytes = b"") -> bytes:
 class FrameReader:
     """Turns a stream of bytes into frames. One reader per channel; used by one thread at a time.
 
-    Put bytes into ``space``, say how many with ``fed``::
+    Put bytes into ``space`` and pass their number to ``fed``::
 
         >>> reader = FrameReader(limit=1 << 20)
         >>> wire = b"".join(Frame(3, 7, b"hello").parts())
         >>> reader.space[: len(wire)] = wire
         >>> reader.fed(len(wire))
         [Frame(kind=3, number=7, 37 bytes)]
+
+    Attributes:
+        space: Memory for the next bytes. It is never empty, and each ``fed`` may replace it.
     """
 
-    SCRATCH = 1 << 16
+    SCRATCH = 1 << 16  # bytes
 
     def __init__(
         self, limit: int, recycler: Recycler | None = None, slots: Slots | None = None, buffers: int = MAX_BUFFERS
     ) -> None:
         self._limit = limit
-        self._most = buffers
+        self._max_buffers = buffers
         self._recycler = recycler or Recycler()
         self._slots = slots
-        self._memory = bytearray(self.SCRATCH + 8)  # the last bytes are never filled: a table may be looked for there
+        # The last 8 bytes stay empty: ``fed`` reads the length of a first buffer there even if there is none.
+        self._memory = bytearray(self.SCRATCH + 8)
         self._scratch = memoryview(self._memory)[: self.SCRATCH]
-        self.space = self._scratch  # memory for the next bytes; never empty, and another after each ``fed``
+        self.space = self._scratch
         self._start = 0
         self._end = 0
-        # A piece too large for the scratch is read straight into its own memory.
+        # A piece that is too large for the scratch memory is read directly into memory of its own.
         self._block: Buffer = b""
         self._large: memoryview | None = None
         self._filled = 0
-        # The frame being read: None until its header is there.
-        self._kind = 0
-        self._number = 0
-        self._pieces: collections.deque[int] | None = None  # sizes of table (if any), body, buffers still to come
-        self._payload = 0
-        self._flags = 0
-        self._has_table = False
-        self._body: Buffer = b""
-        self._body_read = False
-        self._buffers: list[Buffer] = []
-        self._places: tuple[int, ...] = ()  # of a frame with slots, whose buffers there are in ``_slotted``
-        self._slotted: list[Buffer] = []
+        self._partial: _PartialFrame | None = None  # the frame being read, once its header is complete
 
     @property
     def midway(self) -> bool:
         """Whether part of a frame has been read."""
-        return self._pieces is not None or self._end > self._start
+        return self._partial is not None or self._end > self._start
 
     def close(self) -> None:
-        """No more bytes will come: let go of slots, those of a frame that is not complete too."""
+        """Release all slots, also those of an incomplete frame. No more bytes may follow."""
         self._slots = None
-        self._slotted = []
+        if self._partial is not None:
+            self._partial.close()
 
     def fed(self, count: int) -> list[Frame]:
-        """Account for ``count`` bytes written to ``space``; return the frames now complete.
+        """Account for ``count`` bytes written to ``space``; return the frames that are complete now.
 
-        A frame that is there as a whole, as small ones mostly are, is cut out here. One that comes piece by piece, has
-        flags, or is not right is left to ``_read_header`` and ``_read_on``.
+        This method itself reads frames that are complete in memory, as small frames usually are. It leaves a frame
+        that is incomplete, has flags, or is malformed to ``_read_header`` and ``_read_on``.
         """
         frames: list[Frame] = []
         memory = self._memory
-        if self._pieces is None:
+        if self._partial is None:
             start, end = self._start, self._end + count
         elif self._read_on(count, frames):
             start, end = self._start, self._end
@@ -185,7 +181,13 @@ class FrameReader:
             at = start + _HEADER_SIZE + 8 * several
             cut = at + body
             rest = cut + payload
-            if mark == _START and not flags and rest <= end and rest - start <= self._limit and several <= self._most:
+            if (
+                mark == _START
+                and not flags
+                and rest <= end
+                and rest - start <= self._limit
+                and several <= self._max_buffers
+            ):
                 buffers: list[Buffer] | None
                 if several == 1 and first == payload:
                     buffers = [memory[cut:rest]]
@@ -210,13 +212,13 @@ class FrameReader:
         return frames
 
     def _make_space(self) -> None:
-        """Find ``space`` for the rest of a frame.
+        """Set ``space`` for the rest of an incomplete frame.
 
-        Not all of a large buffer at once: a system call that reads as fast as the peer writes would not return before
-        the buffer is full, and until then nobody could tell that bytes arrive.
+        It never covers all of a large buffer. A system call that reads as fast as the peer writes would return only
+        when the buffer is full, and until then nothing would show that bytes arrive.
         """
         if self._large is not None:
-            self.space = self._large[self._filled : self._filled + _AT_ONCE]
+            self.space = self._large[self._filled : self._filled + _MAX_READ_BYTES]
             return
         if self._start and self._end - self._start < self.SCRATCH // 2:
             rest = self._memory[self._start : self._end]
@@ -225,23 +227,25 @@ class FrameReader:
         self.space = self._scratch[self._end :]
 
     def _read_on(self, count: int, frames: list[Frame]) -> bool:
-        """Go on with a frame whose header was read, ``count`` bytes later; return whether it is complete."""
+        """Continue a frame whose header was read, after ``count`` more bytes. Returns whether it is complete."""
+        partial = self._partial
+        assert partial is not None
         if self._large is not None:
             self._filled += count
             if self._filled < len(self._large):
                 return False
             block, self._block, self._large = self._block, b"", None
             self.space = self._scratch
-            self._accept(block, frames)
+            partial.add(block)
         else:
             self._end += count
-        while self._pieces is not None:
-            need = self._pieces[0]
+        while partial.missing:
+            need = partial.missing[0]
             have = self._end - self._start
             if have >= need:
                 piece = self._memory[self._start : self._start + need]
                 self._start += need
-                self._accept(piece, frames)
+                partial.add(piece)
             elif need > self.SCRATCH // 2:
                 self._block = self._recycler.allocate(need)
                 self._large = memoryview(self._block).cast("B")
@@ -253,65 +257,107 @@ class FrameReader:
                 if not have:
                     self._start = self._end = 0
                 return False
+        self._partial = None
+        frame = partial.finish()
+        if frame is not None:
+            frames.append(frame)
         return True
 
     def _read_header(self) -> None:
         magic, version, kind, flags, count, body, number, payload = HEADER.unpack_from(self._memory, self._start)
         if magic != MAGIC:
-            raise ProtocolError(f"not a frame: it starts with {magic!r}")
+            raise ProtocolError(
+                f"received bytes that are not a frame of Backhaul: they start with {magic!r}; "
+                "check that the address belongs to a worker and that both ends use the same tls option"
+            )
         if version != VERSION:
-            raise ProtocolError(f"frame of version {version}; this worker speaks version {VERSION}")
+            raise ProtocolError(
+                f"received a frame of protocol version {version}, but this worker uses version {VERSION}; "
+                "install the same version of backhaul on all workers"
+            )
         if flags:
             self._check_flags(flags, count, body)
         size = _HEADER_SIZE + 8 * count + body + payload
         if size > self._limit:
-            raise ProtocolError(f"frame of {size} bytes exceeds the limit of {self._limit} (max_frame_bytes)")
-        if count > self._most:
-            raise ProtocolError(f"frame of {count} buffers exceeds the limit of {self._most} (max_tensors)")
+            raise ProtocolError(f"a frame of {size} bytes exceeds the limit of {self._limit} (max_frame_bytes)")
+        if count > self._max_buffers:
+            raise ProtocolError(f"a frame of {count} buffers exceeds the limit of {self._max_buffers} (max_tensors)")
         if count == 0 and payload:
-            raise ProtocolError(f"impossible frame: {count} buffers with {payload} bytes")
+            raise ProtocolError(f"malformed frame: no buffers, but a payload of {payload} bytes")
         self._start += _HEADER_SIZE
-        self._kind, self._number, self._payload, self._flags = kind, number, payload, flags
-        self._has_table = count > 0
-        table = 16 * count if flags & _SLOTS else 8 * count
-        self._pieces = collections.deque((table, body) if count else (body,))
-        self._body_read = False
-        self._buffers = []
+        self._partial = _PartialFrame(kind, number, flags, (count, body, payload), self._slots)
 
     def _check_flags(self, flags: int, count: int, body: int) -> None:
         if flags not in (_SLOTS, _CONTROL) or self._slots is None:
             raise ProtocolError(f"unknown frame flags {flags:#06x}")
-        if flags == _CONTROL and (count or body > _MAX_CONTROL):
-            raise ProtocolError(f"impossible control frame: {count} buffers, {body} bytes")
+        if flags == _CONTROL and (count or body > _MAX_CONTROL_BYTES):
+            raise ProtocolError(f"malformed control frame: {count} buffers, {body} bytes")
         if flags == _SLOTS and not count:
-            raise ProtocolError("a frame with slots but no buffers")
+            raise ProtocolError("malformed frame: it has slots but no buffers")
 
-    def _accept(self, piece: Buffer, frames: list[Frame]) -> None:
-        assert self._pieces is not None
-        self._pieces.popleft()
-        if self._has_table:
-            self._has_table = False
+
+class _PartialFrame:
+    """A frame of which only the header and some pieces have arrived.
+
+    Attributes:
+        missing: The sizes of the pieces still to come: table (if any), body, buffers.
+    """
+
+    __slots__ = (
+        "_body",
+        "_buffers",
+        "_flags",
+        "_kind",
+        "_number",
+        "_payload",
+        "_places",
+        "_reads",
+        "_slots",
+        "_slotted",
+        "missing",
+    )
+
+    def __init__(self, kind: int, number: int, flags: int, sizes: tuple[int, int, int], slots: Slots | None) -> None:
+        count, body, payload = sizes
+        table = 16 * count if flags & _SLOTS else 8 * count
+        self.missing = collections.deque((table, body) if count else (body,))
+        self._kind = kind
+        self._number = number
+        self._flags = flags
+        self._payload = payload
+        self._slots = slots
+        self._reads = _TABLE if count else _BODY  # what the next piece is
+        self._body: Buffer = b""
+        self._buffers: list[Buffer] = []
+        self._places: tuple[int, ...] = ()  # of a frame with slots, whose buffers there are in ``_slotted``
+        self._slotted: list[Buffer] = []
+
+    def close(self) -> None:
+        """Release the slots."""
+        self._slots = None
+        self._slotted = []
+
+    def add(self, piece: Buffer) -> None:
+        """Take the first of the missing pieces. Raises ``ProtocolError`` if the table contradicts the header."""
+        self.missing.popleft()
+        if self._reads == _BUFFERS:
+            self._buffers.append(piece)
+        elif self._reads == _BODY:
+            self._body = piece
+            self._reads = _BUFFERS
+        else:
+            self._reads = _BODY
             lengths = struct.unpack(f"<{len(piece) // 8}Q", piece)
             if self._flags:
                 lengths, self._places = lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :]
             if sum(lengths) != self._payload:
-                raise ProtocolError(f"buffer lengths add up to {sum(lengths)}, the header says {self._payload}")
-            self._pieces.extend(self._resolve(lengths) if self._flags else lengths)
-        elif not self._body_read:
-            self._body = piece
-            self._body_read = True
-        else:
-            self._buffers.append(piece)
-        if not self._pieces:
-            self._pieces = None
-            if self._flags:
-                self._finish_flagged(frames)
-            else:
-                frames.append(Frame(self._kind, self._number, self._body, self._buffers))
-            self._body, self._buffers = b"", []
+                raise ProtocolError(
+                    f"malformed frame: the buffers have {sum(lengths)} bytes, but the header says {self._payload}"
+                )
+            self.missing.extend(self._resolve(lengths) if self._flags else lengths)
 
     def _resolve(self, lengths: Sequence[int]) -> list[int]:
-        """Get the buffers that lie in slots; return the lengths of the others."""
+        """Look up the buffers that are in slots; return the lengths of the others."""
         assert self._slots is not None
         inline = []
         for length, place in zip(lengths, self._places, strict=True):
@@ -321,19 +367,20 @@ class FrameReader:
                 inline.append(length)
         return inline
 
-    def _finish_flagged(self, frames: list[Frame]) -> None:
+    def finish(self) -> Frame | None:
+        """Return the complete frame. A control frame goes to ``slots`` instead."""
         if self._flags == _CONTROL:
             assert self._slots is not None
             self._slots.control(self._kind, self._number, bytes(self._body))
-            return
-        inline, slotted = iter(self._buffers), iter(self._slotted)
-        buffers = [next(slotted if place else inline) for place in self._places]
-        self._slotted = []
-        frames.append(Frame(self._kind, self._number, self._body, buffers))
+            return None
+        if self._flags:
+            inline, slotted = iter(self._buffers), iter(self._slotted)
+            self._buffers = [next(slotted if place else inline) for place in self._places]
+        return Frame(self._kind, self._number, self._body, self._buffers)
 
 
 def _cut(memory: bytearray, table: int, count: int, start: int, payload: int) -> list[Buffer] | None:
-    """The buffers of a frame that is there as a whole; None if its table does not add up."""
+    """The buffers of a frame that is complete in memory; None if its table contradicts its header."""
     lengths = struct.unpack_from(f"<{count}Q", memory, table)
     if sum(lengths) != payload:
         return None

@@ -1,5 +1,5 @@
-"""Memory for what is received. Large blocks are used again once the tensors on them are gone: the first touch of fresh
-memory costs several times what copying into it does.
+"""Memory for received data. Large blocks are reused once the tensors on them are gone, because the first touch of new
+memory costs several times as much as copying into it.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from typing import Any
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap | ctypes.Array[Any]
 
-_SMALL = 128 << 10  # below this, malloc does well
-_HUGE = 4 << 20  # from here on in huge pages, where the system has them
-_KEEP = 256 << 20  # how much unused memory is kept
-_HELD = 256 << 10  # a copy up to this size is over sooner than the interpreter could be given away
+_MIN_RECYCLED_BYTES = 128 << 10  # malloc handles smaller blocks well
+_MIN_HUGE_PAGE_BYTES = 4 << 20  # larger blocks use huge pages, if the system has them
+_MAX_KEPT_BYTES = 256 << 20  # how much unused memory is kept
+_MAX_COPY_WITH_GIL_BYTES = 256 << 10  # copying this much takes less time than releasing the interpreter lock
 
 
 class Recycler:
-    """Hands out writable blocks and takes them back when nothing refers to them any more. Thread-safe, no locks:
-    a block may come back in the middle of anything, whenever its last tensor dies.
+    """Hands out writable blocks and takes them back when nothing refers to them. Thread-safe.
+
+    It uses no locks, because a block may come back at any point of the program: when its last tensor is freed.
     """
 
-    def __init__(self, keep: int = _KEEP) -> None:
+    def __init__(self, keep: int = _MAX_KEPT_BYTES) -> None:
         self._keep = keep
         self._free: dict[int, collections.deque[mmap.mmap]] = {}
-        self._leases: dict[int, _BlockLease] = {}  # by id: what they refer to has no hash
+        self._leases: dict[int, _BlockLease] = {}  # by id, because the blocks have no hash
 
     @property
     def kept(self) -> int:
-        """Bytes that wait to be used again."""
+        """Bytes of unused blocks."""
         return sum(size * len(blocks) for size, blocks in list(self._free.items()))
 
     def allocate(self, size: int) -> Buffer:
         """A block of ``size`` bytes with undefined content."""
-        if size < _SMALL:
+        if size < _MIN_RECYCLED_BYTES:
             return bytearray(size)
         rounded = round_up(size)
         try:
             memory = self._free[rounded].pop()
         except (KeyError, IndexError):
             memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if rounded >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            if rounded >= _MIN_HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         block = block_type(size).from_buffer(memory)
         lease = _BlockLease(block, self._take_back)
@@ -62,7 +63,7 @@ class Recycler:
             self._shrink()
 
     def _shrink(self) -> None:
-        """Let go of the largest blocks first."""
+        """Free unused blocks, the largest first."""
         for size in sorted(self._free, reverse=True):
             while self._free[size] and self.kept > self._keep:
                 try:
@@ -72,7 +73,7 @@ class Recycler:
 
 
 class _BlockLease(weakref.ref[Any]):
-    """Tells the recycler when a block is no longer used."""
+    """A weak reference that tells the recycler when a block is no longer used."""
 
     __slots__ = ("memory",)
     memory: mmap.mmap
@@ -80,21 +81,22 @@ class _BlockLease(weakref.ref[Any]):
 
 @functools.lru_cache(256)
 def block_type(size: int) -> type[ctypes.Array[Any]]:
-    """Blocks of ``size`` bytes. Making a type costs 8 us, and messages of one size come often."""
+    """The ctypes array type of ``size`` bytes. Cached: making a type costs 8 us, and message sizes repeat."""
     return ctypes.c_ubyte * size
 
 
 def round_up(size: int) -> int:
-    """Up to a quarter of the next lower power of two, so that sizes that vary a little share blocks."""
+    """Round a size up to a multiple of a quarter of the next lower power of two, so that similar sizes share blocks."""
     step = 1 << max(size.bit_length() - 3, 12)
     return (size + step - 1) // step * step
 
 
 def copy_into(block: Buffer, buffer: Buffer) -> None:
-    """Copy ``buffer`` into ``block``, which is writable and has its size. A large copy is made without the
-    interpreter's lock: other threads, heartbeats among them, run meanwhile.
+    """Copy ``buffer`` into ``block``, which is writable and has its size.
+
+    A large copy releases the interpreter lock, so that other threads, heartbeats among them, run meanwhile.
     """
-    if len(block) <= _HELD:
+    if len(block) <= _MAX_COPY_WITH_GIL_BYTES:
         memoryview(block).cast("B")[:] = memoryview(buffer).cast("B")
         return
     with address_of(block) as target, address_of(buffer) as source:
@@ -103,7 +105,7 @@ def copy_into(block: Buffer, buffer: Buffer) -> None:
 
 @contextlib.contextmanager
 def address_of(buffer: Buffer) -> Iterator[int]:
-    """Where the memory of ``buffer`` is. It stays there inside the ``with``."""
+    """The address of the memory of ``buffer``. It is valid inside the ``with`` block."""
     view = _View()
     _get_buffer(buffer, ctypes.byref(view), 0)
     try:
@@ -113,7 +115,7 @@ def address_of(buffer: Buffer) -> Iterator[int]:
 
 
 class _View(ctypes.Structure):
-    """``Py_buffer``: the one way to the address of memory that is not writable."""
+    """``Py_buffer``. Only this structure gives the address of read-only memory."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),

@@ -1,4 +1,4 @@
-"""The messages of the protocol, as plain records. Encoding and decoding check every field's type."""
+"""The messages of the protocol, as plain records. Encoding and decoding check the type of every field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from backhaul._wire.memory import Buffer
-from backhaul._wire.tensors.tensors import EMPTY_TABLE, TensorTable
+from backhaul._wire.tensors.specs import EMPTY_TABLE, TensorTable
 from backhaul.errors import ProtocolError
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -17,26 +17,26 @@ Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Kind(enum.IntEnum):
-    """What a frame's body is."""
+    """What the body of a frame is."""
 
-    HELLO = 1  # first frame of the connecting side: who it is, whom it means
-    REFUSE = 2  # answer to a hello that is wrong; the channel closes
+    HELLO = 1  # first frame of the connecting side: which worker it is, and which worker it expects
+    REFUSE = 2  # answer to a hello that is not accepted; the channel closes
     REQUEST = 3
     REPLY = 4
     FAULT = 5  # a reply that is an exception
-    CANCEL = 6  # nobody waits for these calls any more
-    BEAT = 7  # nothing but a sign of life
-    READY = 8  # shutdown: the sender has nothing more to start
-    COUNT = 9  # shutdown: say what you sent and served, once you are idle
-    TALLY = 10  # shutdown: the answer
-    LEAVE = 11  # shutdown: everyone is done
-    JOIN = 12  # first frame of one that wants to become a member
-    WELCOME = 13  # the answer: its place and all members, or who is to be asked
-    SEGMENTS = 14  # device memory is offered, accepted or withdrawn; see ``cuda.segments``
+    CANCEL = 6  # the caller no longer waits for these calls
+    BEAT = 7  # a heartbeat
+    READY = 8  # shutdown: the sender starts no more calls
+    COUNT = 9  # shutdown: asks how many calls the receiver has sent and served, once it is idle
+    TALLY = 10  # shutdown: the answer to COUNT
+    LEAVE = 11  # shutdown: all workers are done
+    JOIN = 12  # first frame of a worker that wants to become a member
+    WELCOME = 13  # the answer to JOIN: the joiner's record and all members, or the leader to ask
+    SEGMENTS = 14  # device memory is offered, accepted or withdrawn; see ``_devices``
 
 
 class Departure(msgspec.Struct, array_like=True, frozen=True):
-    """A worker that has left, and the proof of it; see ``rpc.departure``."""
+    """A worker that has left, and the proof that it has; see ``_rpc.cluster.departure``."""
 
     incarnation: str
     id: int
@@ -45,31 +45,33 @@ class Departure(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """Opens a channel: who speaks, whom it believes to speak to, and who had its name or id before and has left."""
+    """Opens a channel. It names the sender, the receiver that the sender expects, and workers that had the name or id
+    of the sender and have left.
+    """
 
     to: str
     to_incarnation: str
-    record: bytes  # of the one who speaks; see ``rpc.membership_table``
+    record: bytes  # of the sender; see ``_rpc.cluster.membership_table``
     left: tuple[Departure, ...] = ()
-    answer: bool = False  # the other is to say hello, too, over the same channel
+    answer: bool = False  # whether the receiver must send a hello over the same channel too
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True):
     """Why a hello or a join was not accepted."""
 
     reason: str
-    later: bool = False  # it may be worth to ask again
+    later: bool = False  # whether a later attempt may succeed
 
 
 class Join(msgspec.Struct, array_like=True, frozen=True):
-    """Asks to become a member. The id is -1 where any will do."""
+    """Asks to become a member. The id in the record is -1 if the joiner accepts any id."""
 
     record: bytes
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """The newcomer's record as it is from now on, all members', and who has left; or the record of the leader, which is
-    to be asked.
+    """Answers a join: the joiner's final record, the records of all members, and the workers that have left. Without
+    members, it has the record of the leader, which the joiner must ask.
     """
 
     record: bytes
@@ -78,16 +80,16 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
 
 
 TREE = -1
-"""In the place of ``Payload.loose``: the values are nested, see ``plain``."""
+"""A special value of ``Payload.loose``: the values are nested, see ``plain``."""
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True):
-    """A list of values, in one of three forms. Tensors stand in ``tensors`` always.
+    """A list of values, in one of three forms. Tensors are always in ``tensors``.
 
-    Plain scalars and tensors go as ``plain``, a tensor's place taken by None and named in ``places``. Anything else is
-    a pickle of the whole list; its large buffers follow those of the tensors in the frame, ``loose`` in number. Where
-    one of the two ends does not trust the other, nothing is pickled: nested data stands in ``plain`` as well, in the
-    form of ``wire.plain``, and ``loose`` is ``TREE``.
+    Plain scalars and tensors are in ``plain``. A tensor is None there, and ``places`` says where. Any other list is a
+    pickle. Its large buffers, ``loose`` in number, follow those of the tensors in the frame. If one of the two ends
+    does not trust the other, nothing is pickled: ``plain`` has nested data in the form of ``_wire.plain``, and
+    ``loose`` is ``TREE``.
     """
 
     tensors: TensorTable = EMPTY_TABLE
@@ -95,20 +97,20 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     places: tuple[tuple[Index, Index], ...] = ()  # (place in ``plain``, index of the tensor)
     pickle: bytes = b""
     loose: int = 0
-    wrapped: int = 0  # tensor subclasses in the pickle that require grad, see ``wire.subclasses``
+    wrapped: int = 0  # tensor subclasses in the pickle that require grad, see ``tensors.subclasses``
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
-    """A call. The values are the keyword arguments as one dict if ``keywords``, then the positional ones.
+    """A call. The values are the keyword arguments as one dict, if ``keywords``, and then the positional arguments.
 
-    ``function`` is a name, or empty: then the function itself is the first value.
+    ``function`` is a name. If it is empty, the function itself is the first value.
     """
 
     function: str
     payload: Payload
     keywords: bool = False
-    notes: dict[str, bytes] = {}  # of layers above; see rpc.intercept
-    left: float = 0.0  # seconds that the caller still waits, when it sends; 0: for ever
+    notes: dict[str, bytes] = {}  # of layers above; see ``_rpc.interceptors``
+    left: float = 0.0  # seconds until the caller's deadline, when it sends; 0: it has no deadline
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -119,7 +121,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
-    """An exception: enough to report it always, and the exception itself as one value where it can travel."""
+    """An exception as text, and the exception itself as one value if it can be sent."""
 
     worker: str
     type_name: str
@@ -129,13 +131,13 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True):
-    """Nobody waits for these calls any more; there will be no use for replies."""
+    """The caller no longer waits for these calls and needs no replies."""
 
     numbers: tuple[int, ...]
 
 
 class CallTally(msgspec.Struct, array_like=True, frozen=True):
-    """Shutdown: which call a worker has started last, and how many it has served since it began."""
+    """Shutdown: the number of the last call that a worker has started, and how many calls it has served."""
 
     wave: int
     sent: int
@@ -143,7 +145,7 @@ class CallTally(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Count(msgspec.Struct, array_like=True, frozen=True):
-    """Shutdown: asks for a tally."""
+    """Shutdown: asks for a ``CallTally``."""
 
     wave: int
 

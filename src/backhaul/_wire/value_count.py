@@ -1,4 +1,4 @@
-"""How many values a message has and how deep they are nested, counted before anything is made of its bytes. Pure.
+"""Counts the values of a message and their nesting depth before the message is decoded. Pure.
 
 A message is msgpack: each value begins with a header that says how long the value is, or how many values it holds. The
 count reads headers and skips everything else. It creates no object for a value, and it stops at the limit.
@@ -13,17 +13,17 @@ import msgspec
 from backhaul._wire.memory import Buffer
 
 LEVELS = 8
-"""How deep the values of a message, or the numbers that describe its tensors, lie inside the message itself."""
+"""The nesting depth, in a message, at which its values and the descriptions of its tensors begin."""
 
 _BUFFERS_PER_TENSOR = 3  # a compressed sparse tensor has three
 _MIN_BUFFERS = 1024  # gradients of several messages that go together have fewer
-_COPIED = 1 << 22  # bytes up to which a copy costs less than slow access to each byte
+_MAX_COPIED_BYTES = 1 << 22  # up to this size a copy costs less than slow access to each byte
 
 # Bytes that cannot begin an array or a map.
 _NO_HEADERS = bytes(byte for byte in range(256) if not (0x80 <= byte <= 0x9F or 0xDC <= byte <= 0xDF))
 
-# First byte: how the number behind it is stored, how many more bytes the header has, how many values the number stands
-# for (0: it is a number of bytes).
+# For each first byte: the format of the number after it, how many more bytes the header has, and how many values one
+# unit of the number means (0: the number is a number of bytes).
 _B, _H, _I = struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I")
 _LONG = {
     **{0xC4: (_B, 0, 0), 0xC5: (_H, 0, 0), 0xC6: (_I, 0, 0)},  # bytes
@@ -34,8 +34,8 @@ _LONG = {
 
 
 def _headers() -> list[tuple[int, int]]:
-    """For each first byte: the size of the value, or of its header, and how many values it holds. A size of 0: see
-    ``_look``.
+    """For each first byte: the size of the value, or of its header, and how many values it holds. If the size is 0,
+    ``_read_long_header`` reads the value.
     """
     found = [(1, 0)] * 256  # numbers in one byte, nil, false, true
     found[0x80:0xC0] = [(1, 2 * n) for n in range(16)] + [(1, n) for n in range(16)] + [(1 + n, 0) for n in range(32)]
@@ -50,8 +50,8 @@ _HEADERS = _headers()
 
 
 class Bounds(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker takes in one message. It is part of the worker's record, so that others need not send more to be
-    refused. 0 or less: the worker sets no limit.
+    """The limits of a worker for one message. They are part of the worker's record, so that peers do not send what it
+    would refuse. 0 or less: no limit.
     """
 
     values: int = 0
@@ -62,11 +62,11 @@ class Bounds(msgspec.Struct, array_like=True, frozen=True):
 def excess(body: Buffer, values: int, depth: int) -> str:
     """The option that a message exceeds, ``"max_values"`` or ``"max_depth"``; empty if it exceeds neither.
 
-    Bytes that are not msgpack are not reported here: whoever decodes them does that.
+    This function does not report bytes that are not msgpack. Decoding reports them.
 
     Args:
         body: The message.
-        values: How many values it may have; an array or a map counts as one more than what it holds.
+        values: How many values the message may have. An array or a map counts as one value plus those that it holds.
         depth: How deep arrays and maps may be nested.
 
     Example:
@@ -75,23 +75,23 @@ def excess(body: Buffer, values: int, depth: int) -> str:
         ('', 'max_values', 'max_depth')
     """
     size = len(body)
-    # A value takes at least one byte, so most messages need no look at each value.
+    # A value takes at least one byte, so most messages need no count.
     if size <= values and (size <= depth or len(bytes(body).translate(None, _NO_HEADERS)) <= depth):
         return ""
     return count(body, values, depth)[0]
 
 
 def count(body: Buffer, values: int, depth: int) -> tuple[str, int]:
-    """As ``excess``, and how many values there are. If one of the limits is exceeded, there may be more."""
-    data = bytes(body) if len(body) <= _COPIED else memoryview(body).cast("B")
+    """As ``excess``, and the number of values. If the message exceeds a limit, it may have more values than that."""
+    data = bytes(body) if len(body) <= _MAX_COPIED_BYTES else memoryview(body).cast("B")
     at, end, found = 0, len(data), 1
-    pending = 1  # values still to come on this level
-    outer: list[int] = []  # the same on the levels around it
+    pending = 1  # values still to come at this level
+    outer: list[int] = []  # values still to come at the enclosing levels
     while at < end:
         head = data[at]
         size, items = _HEADERS[head]
         if not size:
-            size, items = _look(data, at)
+            size, items = _read_long_header(data, at)
         at += size
         pending -= 1
         if items:
@@ -110,8 +110,8 @@ def count(body: Buffer, values: int, depth: int) -> tuple[str, int]:
     return "", found
 
 
-def _look(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Size and items of a value whose header is longer than one byte. What is no msgpack ends the message."""
+def _read_long_header(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Size and items of a value whose header is longer than one byte. Bytes that are not msgpack end the message."""
     stored, more, each = _LONG.get(data[at], (_B, 0, 0))
     if data[at] not in _LONG or at + 1 + stored.size > len(data):
         return len(data), 0
@@ -120,5 +120,5 @@ def _look(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def most_buffers(tensors: int) -> int:
-    """How many buffers a frame may have where a message may have so many tensors."""
+    """How many buffers a frame may have if a message may have this many tensors."""
     return max(_BUFFERS_PER_TENSOR * tensors, _MIN_BUFFERS)

@@ -19,7 +19,7 @@ import torch
 import torch.futures
 
 from backhaul._rref.handle import RRef
-from backhaul._wire.codec import reducers
+from backhaul._wire.pickling import reducers
 from backhaul._worker.worker import current_worker
 from backhaul.jit import torch_compiler
 from backhaul.jit.results import settled, take, taking, taking_loosely

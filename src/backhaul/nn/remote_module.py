@@ -24,7 +24,7 @@ from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
-from backhaul._wire.codec import reducers
+from backhaul._wire.pickling import reducers
 from backhaul.errors import SerializationError
 from backhaul.nn import owner
 from backhaul.nn.no_local_tensors import NoLocalTensors

@@ -1,4 +1,4 @@
-"""Faults on purpose: calls of a worker that get lost, or that are sent late."""
+"""Injects faults into the calls of a worker: it loses calls, or sends them late."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from backhaul._transport.base import ChannelClosedError
 
 
 class Faults:
-    """What goes wrong with the calls of one worker; ``install`` it on the worker's agent.
+    """The faults of one worker's calls. ``install`` them on the worker's call client.
 
     Args:
-        kinds_of: The kinds that a call is of, by which the others name it.
-        lose: Kinds whose calls get lost.
-        times: How often, for each function and worker called.
-        delay: Seconds by which calls of a kind are late. Their time runs meanwhile.
+        kinds_of: Returns the kinds of a call. The other arguments refer to these kinds.
+        lose: Kinds whose calls are lost.
+        times: How many calls are lost, for each function and called worker.
+        delay: Seconds by which calls of a kind are sent late. Their timeout runs meanwhile.
     """
 
     def __init__(
@@ -37,22 +37,22 @@ class Faults:
         self._lock = threading.Lock()  # guards _lost
 
     def install(self, client: CallClient) -> None:
-        """Let all calls of ``agent`` from now on go through here."""
+        """Apply the faults to all calls of ``client`` from now on."""
         thread_pool, runtime = client.worker.thread_pool, client.worker.runtime
 
-        def let_out(pending: Pending, send: Callable[[], None]) -> None:
+        def send_with_faults(pending: Pending, send: Callable[[], None]) -> None:
             kinds = self._kinds_of(pending)
-            if not self._lose.isdisjoint(kinds) and self._is_due(pending):
-                raise ChannelClosedError(f"a call of kind {' or '.join(kinds)} was lost on purpose")
+            if not self._lose.isdisjoint(kinds) and self._loses(pending):
+                raise ChannelClosedError(f"Faults lost a call of kind {' or '.join(kinds)} on purpose")
             late = sum(self._delay.get(kind, 0.0) for kind in kinds)
             if late:
                 thread_pool.call_at(runtime.now() + late, lambda: _send_late(send))
             else:
                 send()
 
-        client.outlet = let_out
+        client.outlet = send_with_faults
 
-    def _is_due(self, pending: Pending) -> bool:
+    def _loses(self, pending: Pending) -> bool:
         key = pending.label, pending.peer.record.id
         with self._lock:
             self._lost[key] += 1
@@ -62,5 +62,5 @@ class Faults:
 def _send_late(send: Callable[[], None]) -> None:
     try:
         send()
-    except ChannelClosedError:  # whoever waits for the reply learns of it otherwise
+    except ChannelClosedError:  # the loss of the channel ends the call
         return

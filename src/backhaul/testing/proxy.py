@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that cuts, delays, corrupts and half-closes the connections through it, on command."""
+"""A TCP proxy on loopback. On command it cuts, delays, corrupts and half-closes the connections through it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Literal
 
 Direction = Literal["out", "back"]
-"""``out``: from who connects to who listens; ``back``: the other way."""
+"""``out``: from the client to the server; ``back``: from the server to the client."""
 
 Change = Callable[[bytes, int], bytes]
-"""Makes other bytes of those that pass by; also told how many went before them in that direction of the connection."""
+"""Takes bytes, and how many passed before them in that direction of the connection; returns the bytes to pass on."""
 
 
-class _Line:
-    """A connection through the proxy, as two sockets."""
+class _Connection:
+    """A connection through the proxy: one socket to the client, one to the target."""
 
     def __init__(self, near: socket.socket, far: socket.socket) -> None:
         self.near = near
@@ -30,11 +30,11 @@ class _Line:
 
 
 class Proxy:
-    """Listens on ``port`` of 127.0.0.1 and connects everyone who comes to ``target``. A context manager; thread-safe.
+    """Listens on ``port`` of 127.0.0.1 and connects each client to ``target``. A context manager; thread-safe.
 
     Attributes:
-        delay: Seconds that bytes are late, in both directions.
-        change: What is done to bytes, by direction.
+        delay: Seconds by which bytes are late, in both directions.
+        change: How bytes are changed, by direction.
         passed: How many bytes have passed, by direction.
     """
 
@@ -43,8 +43,8 @@ class Proxy:
         self.change: dict[Direction, Change] = {}
         self.passed: dict[Direction, int] = {"out": 0, "back": 0}
         self._target = target
-        self._lock = threading.Lock()  # guards the tables
-        self._lines: list[_Line] = []
+        self._lock = threading.Lock()  # guards passed and _connections
+        self._connections: list[_Connection] = []
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._refusing = False
@@ -86,66 +86,71 @@ class Proxy:
             for sock in (near, far):
                 sock.settimeout(None)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line = _Line(near, far)
+            connection = _Connection(near, far)
             with self._lock:
-                self._lines.append(line)
+                self._connections.append(connection)
             pumps = [threading.Event(), threading.Event()]
-            self._spawn(self._pump, line, near, far, "out", pumps)
-            self._spawn(self._pump, line, far, near, "back", pumps[::-1])
+            self._spawn(self._pump, connection, near, far, "out", pumps)
+            self._spawn(self._pump, connection, far, near, "back", pumps[::-1])
 
     def _pump(
-        self, line: _Line, source: socket.socket, sink: socket.socket, way: Direction, ended: list[threading.Event]
+        self,
+        connection: _Connection,
+        source: socket.socket,
+        sink: socket.socket,
+        direction: Direction,
+        ended: list[threading.Event],
     ) -> None:
         before = 0
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if self.delay:
                     time.sleep(self.delay)
-                change = self.change.get(way)
+                change = self.change.get(direction)
                 sink.sendall(data if change is None else change(data, before))
                 before += len(data)
                 with self._lock:
-                    self.passed[way] += len(data)
+                    self.passed[direction] += len(data)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
         ended[0].set()
-        if ended[1].is_set():  # the other way is over, too
+        if ended[1].is_set():  # the other direction has ended too
             with self._lock:
-                if line not in self._lines:
+                if connection not in self._connections:
                     return
-                self._lines.remove(line)
-            line.near.close()
-            line.far.close()
+                self._connections.remove(connection)
+            connection.near.close()
+            connection.far.close()
 
     @property
-    def lines(self) -> int:
-        """How many connections there are."""
+    def connections(self) -> int:
+        """The number of connections."""
         with self._lock:
-            return len(self._lines)
+            return len(self._connections)
 
     def cut(self, *, refuse: bool = False) -> None:
-        """End all connections. ``refuse``: and let no others come, until ``heal``."""
+        """End all connections. With ``refuse``, also refuse new ones until ``heal``."""
         self._refusing = refuse
         with self._lock:
-            lines = list(self._lines)
-        for line in lines:
-            line.end()
+            connections = list(self._connections)
+        for connection in connections:
+            connection.end()
 
     def half_close(self) -> None:
-        """Let both ends of all connections see that nothing more comes, though both may still send."""
+        """Send end-of-file to both ends of all connections. Both may still send."""
         with self._lock:
-            lines = list(self._lines)
-        for line in lines:
-            line.end(socket.SHUT_WR)
+            connections = list(self._connections)
+        for connection in connections:
+            connection.end(socket.SHUT_WR)
 
     def heal(self) -> None:
-        """Let all pass unchanged from now on."""
+        """Let all bytes pass unchanged and at once from now on, and accept new connections."""
         self._refusing, self.delay = False, 0.0
         self.change.clear()
 
 
 def flip(at: int, mask: int = 0xFF) -> Change:
-    """Change one byte: that behind ``at`` others of a connection."""
+    """A change that flips bits of byte number ``at`` of a connection."""
 
     def change(data: bytes, before: int) -> bytes:
         place = at - before

@@ -1,4 +1,4 @@
-"""A link over CPU memory: what it is given arrives in slots or staged, as a device's memory would."""
+"""A link over CPU memory. Tensors arrive in slots or staged, as tensors of a device do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 
 
 class FakeLink:
-    """Both ends of a link. Takes CPU tensors and says that they are the peer's ``cuda:1``.
+    """Both ends of a link. It takes CPU tensors and claims that they arrive on ``cuda:1`` of the peer.
 
     Args:
-        slots: How many there are; what finds none is staged.
-        slot_bytes: Size of each.
+        slots: The number of slots. Tensors that find no slot are staged.
+        slot_bytes: The size of each slot.
     """
 
     takes_host = True
@@ -31,7 +31,7 @@ class FakeLink:
         self.staged = 0
         self.unstaged = 0
         self.told = "cuda:1"
-        self.breaks: Exception | None = None  # what the next that is staged raises
+        self.breaks: Exception | None = None  # raised by the next attempt to stage
 
     @property
     def free(self) -> int:

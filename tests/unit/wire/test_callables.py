@@ -1,4 +1,4 @@
-"""What has a name is found again under it; what has none is not given one."""
+"""A callable with a name is found under it, and a callable without one gets none."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_name_leads_back(which: str) -> None:
     assert name is not None
     assert ":" in name
     assert resolve(name) == function
-    assert name_of(function) == name  # the second time too
+    assert name_of(function) == name  # also from the cache
 
 
 def test_a_class_method_is_of_the_class_it_was_taken_from() -> None:
@@ -265,7 +265,7 @@ class TestChangedModules:
 
     def test_not_all_names_are_remembered(self, module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(callables, "_of_name", {})
-        monkeypatch.setattr(callables, "_MANY", 3)
+        monkeypatch.setattr(callables, "_MAX_CACHED_NAMES", 3)
         for number in range(6):
             exec(f"def g{number}(): return {number}", module.__dict__)
         for _ in range(2):

@@ -1,6 +1,6 @@
-"""Any value arrives with its types, and its parts shared as they were; what cannot travel is named exactly.
+"""Any value arrives with its types, and shares its parts as before. Errors name the part that cannot be sent.
 
-Everything goes the whole way: encode, the bytes of a frame, a reader, decode. Nothing here knows how a payload looks.
+Every test uses the whole path: encode, the bytes of a frame, a reader, decode. No test knows the format of a payload.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Weight(float):
 
 
 def assert_same(made: Any, value: Any) -> None:
-    """Same types, same values, and shared where the original is shared, nowhere else."""
+    """Check that types and values are the same, and that exactly those parts are shared that the original shares."""
     partner: dict[int, Any] = {}
     origin: dict[int, Any] = {}
 
@@ -416,11 +416,11 @@ class TestModules:
 
 
 class Marked(torch.Tensor):
-    """A subclass without ideas of its own."""
+    """A subclass that overrides nothing."""
 
 
 class Particular(torch.Tensor):
-    """A subclass that says how it is pickled."""
+    """A subclass that defines its own pickling."""
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return _particular, (self.as_subclass(torch.Tensor),)
@@ -583,7 +583,7 @@ class TestArrays:
         encoded = depart({"array": value})
         assert len(pack(Reply(encoded.payload))) < 10_000
         value[:] = 5
-        assert (arrive(wire_of(frame_of(encoded)))[0]["array"] == 5).all()  # so it was not copied before
+        assert (arrive(wire_of(frame_of(encoded)))[0]["array"] == 5).all()  # encode did not copy it
 
     def test_with_tensors_beside_them(self) -> None:
         value = [torch.ones(5000), np.full(5000, 2.0), torch.full((5000,), 3.0), np.full(5000, 4.0), torch.zeros(0)]
@@ -691,7 +691,7 @@ def test_bound_methods() -> None:
 
 
 class TestMain:
-    """``__main__`` is another module at the other end, or, with ``main_shared``, the same program."""
+    """``__main__`` is another module at the other end or, with ``main_shared``, the same program."""
 
     SOURCE = """
 import torch
@@ -711,7 +711,7 @@ def scale(x):
 
     @pytest.fixture
     def main(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], types.ModuleType]:
-        """Become another program."""
+        """Replace ``__main__``, as if this were another program."""
 
         def become(source: str) -> types.ModuleType:
             module = types.ModuleType("__main__")
@@ -755,7 +755,7 @@ def scale(x):
         assert (old(), new()) == ("old", "new")
 
 
-# What cannot travel.
+# What cannot be sent.
 
 
 def _generator() -> Iterator[int]:
@@ -764,7 +764,7 @@ def _generator() -> Iterator[int]:
 
 @pytest.fixture(params=["lock", "generator", "file", "binary file"])
 def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    """Something that stays where it is."""
+    """An object that cannot be sent."""
     if request.param == "file":
         with (tmp_path / "out").open("w") as file:
             yield file
@@ -880,12 +880,12 @@ def test_too_deep_a_nest_is_refused() -> None:
         with pytest.raises(SerializationError):
             depart(value)
     finally:
-        while value:  # a nest so deep should not be torn down by recursion
+        while value:  # a recursive destructor would overflow the stack
             value = value[0]
 
 
 def _without_memory(action: Callable[[torch.Tensor], Any]) -> Any:
-    """Run ``action`` on a tensor of functorch's, which has no memory of its own."""
+    """Run ``action`` on a tensor of functorch, which has no memory of its own."""
     caught: list[Any] = []
 
     def inside(x: torch.Tensor) -> torch.Tensor:
@@ -911,7 +911,7 @@ def _mkldnn(action: Callable[[torch.Tensor], Any]) -> Any:
     ],
     ids=["alone", "second", "nested", "nested with others"],
 )
-def test_a_tensor_that_cannot_travel_is_named(
+def test_a_tensor_that_cannot_be_sent_is_named(
     on: Callable[[Any], Any], values: Callable[[Any], Any], path: str
 ) -> None:
     def attempt(x: torch.Tensor) -> Any:
@@ -994,7 +994,7 @@ def test_tensors_without_their_memory_are_refused(values: list[Any], buffers: li
 
 
 def test_decoding_runs_in_the_place_of_the_reader_only() -> None:
-    """Two readers of the same bytes make values of their own."""
+    """Two readers of the same bytes make separate values."""
     wire = wire_of(frame_of(depart([torch.zeros(3), [1]])))
     ((first, numbers),), ((second, others),) = arrive(wire), arrive(wire)
     first += 1

@@ -14,7 +14,8 @@ from backhaul._wire.codec import Encoded, decode, encode
 from backhaul._wire.device_link import HostLink, TrialEncoding, decline
 from backhaul._wire.messages import Payload
 from backhaul._wire.strict import check_payload
-from backhaul._wire.tensors.tensors import Part, TensorSpec, TensorTable, read_tensors
+from backhaul._wire.tensors.reader import read_tensors
+from backhaul._wire.tensors.specs import Part, TensorSpec, TensorTable
 from backhaul.errors import ProtocolError, SerializationError
 from tests.unit.wire.links import FakeLink
 

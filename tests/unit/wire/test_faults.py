@@ -1,4 +1,4 @@
-"""Exceptions arrive as themselves where that can be, and always with what is needed to understand them."""
+"""Exceptions arrive with their own type if possible, and always with the text and the traceback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def carry(error: BaseException, worker: str = "far") -> BaseException:
 
 
 def raised(error: BaseException) -> BaseException:
-    """The exception with a traceback."""
+    """Raise and catch the exception, so that it has a traceback."""
 
     def fails_in_here() -> None:
         raise error
@@ -63,7 +63,7 @@ class WithState(Exception):
 
 
 class TwoNeeded(Exception):
-    """Unpickling calls it with one argument."""
+    """Its constructor needs two arguments, but unpickling calls it with one."""
 
     def __init__(self, left: str, right: str) -> None:
         super().__init__(f"{left} and {right}")
@@ -104,20 +104,20 @@ class BecomesSomethingElse(Exception):
 
 
 class WithoutInit(BackhaulError):
-    """A user's subclass that forgets its base."""
+    """A user's subclass that does not call the constructor of its base."""
 
     def __init__(self) -> None:
         RuntimeError.__init__(self, "no worker set")
 
 
 class Unwritable(Exception):
-    """Takes no attributes."""
+    """An exception that refuses attributes."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(name)
 
 
-class TestWhatTravels:
+class TestWhatIsSent:
     @pytest.mark.parametrize(
         "error",
         [
@@ -334,7 +334,7 @@ class Mine(Exception):
 
     @staticmethod
     def become(monkeypatch: pytest.MonkeyPatch, source: str) -> types.ModuleType:
-        """Be another program, that has seen no class of this one."""
+        """Replace ``__main__`` with a program that has none of these classes."""
         module = types.ModuleType("__main__")
         exec(source, module.__dict__)
         monkeypatch.setitem(sys.modules, "__main__", module)

@@ -1,4 +1,4 @@
-"""Frames survive any splitting of the stream, and a frame that lies about its size costs nothing."""
+"""Frames arrive intact however the stream is split, and a frame with a wrong size makes the reader allocate nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALF = FrameReader.SCRATCH // 2
 
 
 class CountingRecycler(Recycler):
-    """Knows what it was asked for."""
+    """A recycler that records what was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def header(
     number: int = 0,
     payload: int = 0,
 ) -> bytes:
-    """As docs/protocol.md has it."""
+    """The header as docs/protocol.md describes it."""
     return struct.pack("<4sBBHIIQQ", magic, version, kind, flags, count, body, number, payload)
 
 
@@ -311,7 +311,7 @@ def test_the_limit_itself_is_allowed(frame: Frame) -> None:
         ([5], 6),
         ([1 << 40], 8),
         ([3, 3], 7),
-        ([(1 << 64) - 1, 11], 10),  # the same, were the sum taken in 64 bits
+        ([(1 << 64) - 1, 11], 10),  # the sum is right modulo 2**64
         ([0, 0], 1),
     ],
 )

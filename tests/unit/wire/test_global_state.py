@@ -1,4 +1,4 @@
-"""What counts as state of a function that travels by value, and what does not."""
+"""What counts as state of a function that is sent by value, and what does not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul._wire.codec import encode, reducers
-from backhaul._wire.global_state import refuse_state, uses_of
+from backhaul._wire.bytecode import uses_of
+from backhaul._wire.codec import encode
+from backhaul._wire.global_state import refuse_state
+from backhaul._wire.pickling import reducers
 from backhaul.errors import SerializationError
 
 from .trip import carry

@@ -1,4 +1,4 @@
-"""A block is used again as soon as nothing refers to it, and never before."""
+"""A block is reused as soon as nothing refers to it, and never before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE = 1 << 20
 
 @pytest.fixture(autouse=True)
 def without_gc() -> Iterator[None]:
-    """Blocks must come back by reference counts alone."""
+    """Turn the garbage collector off: blocks must come back by reference counts alone."""
     gc.disable()
     yield
     gc.enable()
@@ -179,7 +179,7 @@ def test_a_block_larger_than_allowed_is_not_kept(keep: int) -> None:
 
 
 class Use(RuleBasedStateMachine):
-    """Blocks are taken, referred to and dropped in any order; what one wrote, nobody else changes."""
+    """Threads take, share and drop blocks in any order. No thread may see its block change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Use(RuleBasedStateMachine):
     @invariant()
     def nobody_else_wrote(self) -> None:
         for value, tensor in self.alive:
-            assert set(tensor[::997].tolist()) == {value}  # whoever else had it would have written all of it
+            assert set(tensor[::997].tolist()) == {value}  # another owner would have overwritten all of it
 
     @invariant()
     def no_more_is_kept_than_allowed(self) -> None:
@@ -233,7 +233,7 @@ def test_many_threads_share_a_recycler() -> None:
             tensor = torch.frombuffer(recycler.allocate(sizes[turn % 4]), dtype=torch.uint8).fill_(value)
             handed_over.put((value, tensor[turn:]))
             del tensor
-            expected, other = handed_over.get()  # there is one: each puts before it gets
+            expected, other = handed_over.get()  # never empty: each thread puts before it gets
             if int(other.min()) != expected or int(other.max()) != expected:
                 wrong.append(f"{expected} became {other.min()}..{other.max()}")
             del other

@@ -1,4 +1,4 @@
-"""Messages survive packing; bytes that are no message are refused as such."""
+"""Messages survive packing, and other bytes raise ``ProtocolError``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nested plain data: the round trip, and that nothing else comes of anything."""
+"""Nested plain data: the round trip, and errors for everything else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backhaul._wire.codec import decode, encode
 from backhaul._wire.messages import TREE, Payload, pack, unpack
 from backhaul._wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Tag, restore
 from backhaul._wire.strict import check_payload
-from backhaul._wire.tensors.tensors import Part, TensorSpec, TensorTable
+from backhaul._wire.tensors.specs import Part, TensorSpec, TensorTable
 from backhaul._wire.value_count import count
 from backhaul.errors import BackhaulError, LimitError, ProtocolError, SerializationError
 
@@ -76,7 +76,7 @@ def test_round_trip(value: Any) -> None:
 def test_tensors_come_as_they_went() -> None:
     base = torch.arange(12.0).view(3, 4)
     index = torch.tensor([[0, 2]])
-    with warnings.catch_warnings(action="ignore"):  # torch calls it a beta
+    with warnings.catch_warnings(action="ignore"):  # torch warns that it is a beta feature
         csr = torch.eye(3).to_sparse_csr()
     sent = {
         "views": [base, base[1], base.t()],
@@ -97,7 +97,7 @@ def test_tensors_come_as_they_went() -> None:
     whole, row, turned = found["views"]
     assert torch.equal(turned, base.t())
     row.zero_()
-    assert whole[1].sum() == 0  # memory is shared as it was
+    assert whole[1].sum() == 0  # the tensors still share memory
     (twice,) = trip([base, base])
     assert twice[0] is twice[1]
 
@@ -154,7 +154,7 @@ def test_depth() -> None:
         trip([deep])
     circle: list[Any] = []
     circle.append(circle)
-    with pytest.raises(SerializationError, match="in itself"):
+    with pytest.raises(SerializationError, match="contains itself"):
         trip(circle)
     encoded = encode([[[[1]]]], names=["v"], plain=True)
     assert encoded.payload.plain is not None
@@ -177,7 +177,7 @@ def test_many_tensors_are_described_in_few_values() -> None:
     assert size_of(many) <= 5 * len(many)
     base = torch.ones(200)
     shared = [base[index:] for index in range(100)]
-    assert size_of([*many, *shared]) > 10 * len(many)  # the most that a tensor takes
+    assert size_of([*many, *shared]) > 10 * len(many)  # the upper limit for a tensor
     assert size_of([*many, *shared]) < 30 * 2 * len(many)
 
 
@@ -258,7 +258,7 @@ def test_the_values_of_records_are_counted() -> None:
     assert restore([tally, tally], (), 8, 100) == [PassTally(tuple(range(30)), {})] * 2
     for flat in ([tally] * 4, [[int(Tag.LIST), tally, tally, [int(Tag.LIST), tally, tally]]]):
         with pytest.raises(LimitError) as caught:
-            restore(flat, (), 8, 100)  # together they have more
+            restore(flat, (), 8, 100)  # all records together have more
         assert (caught.value.option, caught.value.value) == ("max_values", 100)
     assert len(restore([tally] * 4, (), 8, None)) == 4
     deep = [int(Tag.RECORD), "PassTally", b"\x91" * 300]
@@ -283,11 +283,11 @@ def test_keys_that_were_chosen_to_collide_are_refused(tag: Tag) -> None:
 
 
 def test_layers_above_agree_with_the_form_of_payloads() -> None:
-    assert TREE < 0  # as many loose buffers as no pickle has
+    assert TREE < 0  # no pickle has a negative number of loose buffers
 
 
 def test_a_record_of_a_tensor_that_is_no_text_is_refused() -> None:
-    """Text that is not UTF-8 came out as a UnicodeDecodeError."""
+    """Text that is not UTF-8 used to raise a UnicodeDecodeError."""
     record = msgspec.msgpack.encode(("float32", (1,), False, False)).replace(b"float32", b"\xff" * 7)
     with pytest.raises(ProtocolError, match="record"):
         check_payload(Payload(TensorTable(ordinary=(record,)), [None], ((0, 0),)), [bytearray(4)], LIMIT)

@@ -1,4 +1,4 @@
-"""Values are counted before anything is made of them: the count is exact, and costs nothing but the bytes."""
+"""Values are counted before they are decoded. The count is exact and allocates no more than copies of the bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def size_of(value: Any) -> int:
 
 
 def depth_of(value: Any) -> int:
-    """How many arrays and maps that are not empty lie inside of each other."""
+    """The nesting depth of arrays and maps that are not empty."""
     inner = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(inner, list) or not inner:
         return 0
@@ -88,7 +88,7 @@ def test_a_message_larger_than_what_is_copied() -> None:
 
 
 def test_a_long_list_is_refused_by_its_header() -> None:
-    """Of 1.6 MB of empty lists not one is looked at, and nothing is allocated for any of them."""
+    """1.6 MB of empty lists: the count stops at the limit and allocates nothing for any list."""
     body = pack(Request("f", Payload(plain=[[1, *([[1]] * 800_000)]], loose=TREE)))
     assert len(body) > 1_600_000
     tracemalloc.start()
@@ -97,7 +97,7 @@ def test_a_long_list_is_refused_by_its_header() -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 3 * len(body)  # no more than copies of the bytes
+    assert peak < 3 * len(body)  # only copies of the bytes
 
 
 def test_bounds() -> None:

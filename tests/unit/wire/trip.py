@@ -1,4 +1,4 @@
-"""A value's whole way over the wire, within one process: encode, write, read in pieces, decode."""
+"""The whole path of a value over the wire, within one process: encode, write, read in pieces, decode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = 1 << 30
 
 
 def feed(reader: FrameReader, wire: bytes, sizes: Iterable[int] = (1 << 20,)) -> list[Frame]:
-    """Give ``wire`` to the reader in pieces of at most these sizes, over and over."""
+    """Feed ``wire`` to the reader in pieces of at most these sizes, which repeat."""
     frames: list[Frame] = []
     at = 0
     for size in itertools.cycle(sizes):

@@ -21,12 +21,13 @@ from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.security.policy import internal
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel
-from backhaul._wire.codec import load, tensors_of
+from backhaul._wire.codec import load
 from backhaul._wire.device_link import decline
 from backhaul._wire.faults import decode_fault
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import unpack
+from backhaul._wire.tensors.reader import tensors_of
 from backhaul._wire.tensors.subclasses import detached
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker, current_worker

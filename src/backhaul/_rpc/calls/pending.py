@@ -16,11 +16,12 @@ from backhaul._runtime import interrupts
 from backhaul._runtime.observer import CallTrace
 from backhaul._runtime.runtime import OneShotEvent
 from backhaul._transport.base import Channel
-from backhaul._wire.codec import Encoded, load, tensors_of
+from backhaul._wire.codec import Encoded, load
 from backhaul._wire.device_link import Lease, decline
 from backhaul._wire.faults import decode_fault
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import MALFORMED, Fault, Kind, Payload, Reply, decode_reply, malformed, pack, unpack
+from backhaul._wire.tensors.reader import tensors_of
 from backhaul._wire.tensors.subclasses import may_require_grad
 from backhaul._worker.deadlines import FOREVER, CancelScope
 from backhaul._worker.worker import Worker

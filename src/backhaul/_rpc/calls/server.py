@@ -26,7 +26,7 @@ from backhaul._rpc.security.policy import find_exposed
 from backhaul._runtime import interrupts, runtime
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError
 from backhaul._wire.callables import resolve
-from backhaul._wire.codec import Encoded, encode, load, tensors_of
+from backhaul._wire.codec import Encoded, encode, load
 from backhaul._wire.device_link import decline
 from backhaul._wire.faults import encode_fault
 from backhaul._wire.frames import Frame
@@ -41,6 +41,7 @@ from backhaul._wire.messages import (
     pack,
     unpack,
 )
+from backhaul._wire.tensors.reader import tensors_of
 from backhaul._wire.tensors.subclasses import may_require_grad
 from backhaul._worker import deadlines
 from backhaul._worker.frame_receiver import checked_by_handler, fields_only

@@ -1,1 +1,1 @@
-"""Tensors <-> plain specs plus raw buffers."""
+"""Tensors <-> plain specs and raw buffers."""

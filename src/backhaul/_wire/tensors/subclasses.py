@@ -1,9 +1,9 @@
 """Tensor subclasses <-> plain tensors, with their place in the autograd graph.
 
-A subclass that has memory of its own travels as a plain alias of it. The alias is part of the same graph, so the
-message records it as it records any tensor. A *wrapper* (a class with ``__tensor_flatten__``) travels as its inner
-tensors. Autograd knows the wrapper and not the inner tensors, so the message records the wrapper itself, behind the
-tensors of its table. The receiver builds the wrapper again and then attaches it to the graph (``TensorList.attach``).
+A subclass that has memory of its own is sent as a plain alias of it. The alias is part of the same graph, so the
+message records it as it records any tensor. A *wrapper* (a class with ``__tensor_flatten__``) is sent as its inner
+tensors. Autograd knows the wrapper and not the inner tensors, so the message records the wrapper itself, after the
+tensors of its table. The receiver rebuilds the wrapper and then attaches it to the graph (``TensorList.attach``).
 
 This module knows no message and no autograd engine.
 """
@@ -26,13 +26,13 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from backhaul.errors import SerializationError
 
 _PARAMETER_MARK = "_is_param"
-"""The attribute by which torch knows a tensor of another class as a parameter."""
+"""The attribute that marks a tensor of any class as a parameter, for torch."""
 
 Attach = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 REFUSED = "backhaul_refused"
-"""Marks, in its metadata, a node of the graph that no gradient can pass on its way back to the sender."""
+"""A key in the metadata of a graph node: no gradient can pass the node on its way back to the sender."""
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
@@ -42,14 +42,14 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 
 
 def mark_refused(tensor: Any) -> torch.Tensor:
-    """Mark the node that ``tensor`` comes from; see ``REFUSED``."""
+    """Mark the node that produced ``tensor``; see ``REFUSED``."""
     tensor.grad_fn.metadata[REFUSED] = True
     made: torch.Tensor = tensor
     return made
 
 
 class _Refusal(torch.autograd.Function):
-    """The end of the graph behind a tensor that arrived in a way which carries no gradient."""
+    """Ends the graph at a tensor that arrived in a way that carries no gradient. Its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, why: str) -> torch.Tensor:
@@ -62,7 +62,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def refuse_gradients(tensors: Sequence[torch.Tensor], why: str) -> TensorList:
-    """Let the tensors of a message that require grad, and wrappers built from them, raise if a gradient comes."""
+    """Make the tensors of a message that require grad, and wrappers built from them, raise when they get a gradient."""
 
     def refuse(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
@@ -79,7 +79,7 @@ class TensorList(list[torch.Tensor]):
 
     Attributes:
         wrapped: The number of these wrappers.
-        attach: Takes the number of a wrapper and the wrapper as it was built. Returns the wrapper to use.
+        attach: Takes the number of a wrapper and the rebuilt wrapper. Returns the wrapper to use.
     """
 
     __slots__ = ("_used", "attach", "wrapped")
@@ -91,8 +91,8 @@ class TensorList(list[torch.Tensor]):
         self._used: dict[int, torch.Tensor] = {}  # by id: inner tensors of wrappers
 
     def own(self, inner: dict[str, Any]) -> dict[str, Any]:
-        """The inner tensors of a wrapper. One that another wrapper has already is copied: the graph does not know that
-        they share memory, so a change of one wrapper in place would spoil gradients of the other.
+        """The inner tensors of a wrapper. An inner tensor that another wrapper has already is copied, because the graph
+        does not know that they share memory: an in-place change of one wrapper would corrupt gradients of the other.
         """
         found = {}
         for name, part in inner.items():
@@ -108,7 +108,7 @@ def may_require_grad(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a message that arrive without a graph, and so that they do not require grad."""
+    """The tensors of a message, without a graph and without requiring grad."""
     found = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
     return TensorList(found, tensors.wrapped, _detach_wrapper) if isinstance(tensors, TensorList) else found
 
@@ -118,11 +118,11 @@ def _detach_wrapper(number: int, wrapper: torch.Tensor) -> torch.Tensor:
 
 
 class SubclassReducer:
-    """Takes the tensor subclasses of one message apart.
+    """Reduces the tensor subclasses of one message to plain tensors.
 
     Attributes:
         wrapped: The wrappers that require grad, in the order of their numbers.
-        lost: The values that require grad and that their classes pickle without their graph.
+        lost: Values that require grad and whose classes pickle them without their graph.
     """
 
     __slots__ = ("lost", "wrapped")
@@ -138,14 +138,14 @@ class SubclassReducer:
             return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad)
         if kind is FakeTensor:
             raise SerializationError(
-                "fake tensors have no data: the compiler, or whoever made them, uses them to trace"
+                "fake tensors have no data; the compiler or other tracing code made this one; call outside the trace"
             )
         if hasattr(value, "__tensor_flatten__"):
             return self._reduce_wrapper(value)
         if kind.__reduce_ex__ is torch.nn.Parameter.__reduce_ex__:
             return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad, kind)
         if kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
-            if isinstance(value, torch.nn.Parameter):  # by a mark, see torch.nn.Parameter
+            if isinstance(value, torch.nn.Parameter):  # by its mark, see torch.nn.Parameter
                 return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad, kind)
             return _with_attributes(value, make_subclass, plain_alias(value), kind)
         registered = copyreg.dispatch_table.get(kind)
@@ -159,7 +159,7 @@ class SubclassReducer:
         names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: getattr(value, name) for name in names}
         made_of: tuple[Any, ...]
-        if value.layout is torch.jagged:  # its shape and stride are symbols of this process
+        if value.layout is torch.jagged:  # its shape and stride contain symbols of this process
             dimension = ragged_dimensions.name_of(inner[_ragged_source(inner)])
             made_of = kind, inner, context, None, None, dimension
         else:
@@ -171,7 +171,7 @@ class SubclassReducer:
         attributes = {
             name: item
             for name, item in value.__dict__.items()
-            # A class that pickles itself may keep in private attributes what cannot be pickled.
+            # A class with its own pickling may have private attributes that cannot be pickled.
             if not (name in inner or (name[0] == "_" and kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__))
         }
         is_parameter = bool(attributes.pop(_PARAMETER_MARK, False))
@@ -182,7 +182,7 @@ class SubclassReducer:
 def plain_alias(value: torch.Tensor) -> torch.Tensor:
     """Return ``value`` without its class, on the same memory and in the same graph.
 
-    Without grad mode there is no graph to be part of; then the alias only says whether ``value`` requires grad.
+    Without grad mode there is no graph. The alias then only has the same ``requires_grad`` as ``value``.
     """
     with torch._C.DisableTorchFunctionSubclass():
         plain = value.as_subclass(torch.Tensor)
@@ -192,12 +192,12 @@ def plain_alias(value: torch.Tensor) -> torch.Tensor:
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give a tensor that was built again its Python attributes."""
+    """Give a rebuilt tensor its Python attributes."""
     tensor.__dict__.update(attributes)
 
 
 def make_parameter(tensor: torch.Tensor, requires_grad: bool, kind: Any = torch.nn.Parameter) -> torch.Tensor:
-    """Build a parameter. One that is part of a graph is not a leaf here, so it is an ordinary tensor."""
+    """Build a parameter. A tensor that is part of a graph is not a leaf here, so it stays an ordinary tensor."""
     if is_recorded(tensor):
         return tensor if kind is torch.nn.Parameter else tensor.as_subclass(kind)
     if not issubclass(kind, torch.nn.Parameter):
@@ -215,7 +215,7 @@ def make_subclass(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
 def make_wrapper(
     tensors: Sequence[torch.Tensor], made_of: tuple[Any, ...], requires_grad: bool, is_parameter: bool, number: int
 ) -> torch.Tensor:
-    """Build a wrapper of the tensors of a message, and attach it to the graph if it has a number."""
+    """Build a wrapper from the tensors of a message, and attach it to the graph if it has a number."""
     kind, inner, context, shape, stride, dimension = made_of
     attached = number >= 0 and isinstance(tensors, TensorList) and tensors.attach is not None
     if attached:
@@ -235,14 +235,14 @@ def make_wrapper(
 
 
 def _keep_inner_graph(wrapper: torch.Tensor, inner: dict[str, Any]) -> None:
-    """Give a wrapper its inner tensors again that are part of a graph of their own: to attach it detached them."""
+    """Give a wrapper back its inner tensors that are part of a graph of their own. Attaching has detached them."""
     for name, part in inner.items():
         if isinstance(part, torch.Tensor) and part.requires_grad:
             setattr(wrapper, name, part)
             if getattr(wrapper, name) is not part:
                 raise SerializationError(
-                    f"a {type(wrapper).__name__} requires grad, and so does its inner tensor {name!r}, which cannot be "
-                    "set again on arrival; send one of the two detached"
+                    f"a {type(wrapper).__name__} and its inner tensor {name!r} both require grad, but the receiver "
+                    f"cannot set {name!r}; detach one of the two before you send it"
                 )
 
 
@@ -252,7 +252,7 @@ def _with_attributes(value: torch.Tensor, build: Callable[..., Any], *args: Any)
 
 
 def _carries(reduced: Any, value: torch.Tensor) -> bool:
-    """Whether what a class makes of a value for pickling has a tensor that is an alias of the value in the graph."""
+    """Whether the reduced form of a value contains a tensor that is an alias of the value in the graph."""
     with torch._C.DisableTorchFunctionSubclass():
         node: Any = value.grad_fn or value
         for part in tree_leaves(list(reduced[1:3])) if isinstance(reduced, tuple) else ():
@@ -272,11 +272,11 @@ def _ragged_source(inner: dict[str, Any]) -> str:
 
 
 class _RaggedDimensions:
-    """Knows the ragged dimensions of jagged tensors by names that are the same in all processes.
+    """Names the ragged dimensions of jagged tensors. A name is the same in all processes. Thread-safe.
 
-    torch allows an operation on two jagged tensors only if their offsets are one and the same tensor object. Offsets
-    that travel get a name. If offsets of that name are here already, the received tensor uses them, so a jagged
-    tensor that comes back, or its gradient, fits the tensors that stayed.
+    torch allows an operation on two jagged tensors only if their offsets are the same tensor object. Offsets that are
+    sent get a name. If this process already has offsets of that name, the received tensor uses them. A jagged tensor
+    that comes back, or its gradient, therefore matches the tensors that stayed.
     """
 
     def __init__(self) -> None:
@@ -294,7 +294,7 @@ class _RaggedDimensions:
             return name
 
     def adopt(self, name: bytes, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the offsets that stand for the dimension ``name`` here, which ``offsets`` are equal to."""
+        """Return the offsets of the dimension ``name`` in this process, which are equal to ``offsets``."""
         with self._lock:
             known = self._offsets.get(name)
             found = None if known is None else known()
@@ -312,4 +312,4 @@ class _RaggedDimensions:
 
 
 ragged_dimensions = _RaggedDimensions()
-"""Of this process."""
+"""The ragged dimensions of this process."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from backhaul._wire.codec import reducers
+from backhaul._wire.pickling import reducers
 
 _ELEMENTS: dict[str, Any] = {
     "BoolType": False,

@@ -17,7 +17,7 @@ from backhaul._rref.ownership import ForkId, RRefId, maker_of
 from backhaul._rref.registry import RRefRegistry
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import first_number
-from backhaul._wire.codec import builders, reducers
+from backhaul._wire.pickling import builders, reducers
 from backhaul._worker.worker import Worker
 from backhaul.compat import autograd, errors
 from backhaul.compat.rpc import agent, profiling

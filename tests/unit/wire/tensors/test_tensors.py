@@ -1,4 +1,4 @@
-"""Every tensor torch can make arrives as it was, in no more bytes than it has, and sharing memory as it did.
+"""Every tensor that torch can make arrives unchanged, in no more bytes than it has, and shares memory as before.
 
 The oracle is torch itself: bits, ``torch.equal``, strides, and writes through one tensor seen through another.
 """
@@ -18,15 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul._wire.tensors.tensors import (
-    Ordinary,
-    Part,
-    TensorSpec,
-    TensorTable,
-    TensorWriter,
-    read_tensors,
-    write_all_ordinary,
-)
+from backhaul._wire.tensors.reader import read_tensors
+from backhaul._wire.tensors.specs import Ordinary, Part, TensorSpec, TensorTable
+from backhaul._wire.tensors.writer import TensorWriter, write_all_ordinary
 from backhaul.errors import ProtocolError, SerializationError
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -34,7 +28,7 @@ QUANTIZED = [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 PLAIN = [dtype for dtype in DTYPES if dtype not in QUANTIZED]
 BYTES = bytearray(value % 251 + 1 for value in range(16 * 24))
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch says once that CSR is in beta, and more of the kind
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch warns once that CSR is in beta, and similar
 
 
 def write(*tensors: torch.Tensor) -> tuple[TensorTable, list[bytearray]]:
@@ -47,7 +41,7 @@ def write(*tensors: torch.Tensor) -> tuple[TensorTable, list[bytearray]]:
 
 
 def carry_all(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int]:
-    """What arrives, and how many bytes of memory it took."""
+    """The tensors that arrive, and how many bytes of memory they took."""
     table, buffers = write(*tensors)
     return read_tensors(table, buffers), sum(map(len, buffers))
 
@@ -435,7 +429,7 @@ def _packed() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [lambda: torch.ones(2).to_mkldnn(), _packed], ids=["mkldnn", "quint4x2"])
-def test_what_cannot_travel_is_said_so(make: Callable[[], torch.Tensor]) -> None:
+def test_a_tensor_that_cannot_be_sent_raises(make: Callable[[], torch.Tensor]) -> None:
     with pytest.raises(SerializationError):
         write(make())
 
@@ -504,7 +498,7 @@ def test_disjoint_views_of_a_large_storage_are_sent_alone() -> None:
 
 
 def test_columns_of_a_matrix_are_sent_without_those_between_them() -> None:
-    """They are disjoint, though the stretches of memory they lie in are not."""
+    """The tensors are disjoint, but their memory ranges overlap."""
     base = torch.arange(1_000_000).view(1000, 1000)
     (first, second), nbytes = carry_all(base[:, 3], base[:, 700:702])
     assert torch.equal(first, base[:, 3])
@@ -553,7 +547,7 @@ def test_shared_memory_with_flags_and_metas_between() -> None:
 
 @st.composite
 def views(draw: st.DrawFn, base: torch.Tensor) -> torch.Tensor:
-    """A view of ``base``, reached by a few steps."""
+    """A view of ``base`` after a few operations."""
     view = base
     if draw(st.booleans()):
         view = view.view(draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.int64])))
@@ -598,7 +592,7 @@ def test_any_views_of_one_storage_alias_as_they_did(data: st.DataObject) -> None
     made, nbytes = carry_all(*tensors)
     for got, tensor in zip(made, tensors, strict=True):
         assert_same(got, tensor)
-    assert nbytes <= 96 + 8  # no byte twice; the start may be moved to fit the largest elements
+    assert nbytes <= 96 + 8  # no byte twice; the start may move to align with the largest elements
     for index, (got, tensor) in enumerate(zip(made, tensors, strict=True)):
         if 0 not in tensor.stride():
             got.fill_(index + 100)
@@ -632,7 +626,7 @@ COMMON = [
 
 @st.composite
 def any_tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Dense, expanded in some dimensions or all, turned, with holes, or empty."""
+    """A tensor that is dense, expanded in some dimensions or all, transposed, with gaps, or empty."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     stored = [1 if draw(st.booleans()) else size for size in shape] if draw(st.booleans()) else shape
     dtype = draw(st.sampled_from([*COMMON, torch.int16, torch.complex64]))
@@ -894,7 +888,7 @@ parts = st.builds(
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address a tensor reaches, and the one behind the last."""
+    """The first address of a tensor, and the address after its last byte."""
     reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize
 
@@ -944,7 +938,7 @@ def test_no_ordinary_tensor_reaches_beyond_its_buffer(claim: Ordinary, size: int
 
 
 def test_reading_leaves_the_warning_filters_of_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the process's: two threads that change and restore them can leave them changed for good."""
+    """Filters belong to the process. Two threads that change and restore them could leave them changed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table, buffers = write(torch.eye(3).to_sparse_csr())
