@@ -21,6 +21,7 @@ import torch
 
 from backhaul._autograd.messages import AutogradKind
 from backhaul._rpc.node import Node
+from backhaul._rref import owner_calls
 from backhaul._sim import random_steps
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._wire.frames import Frame, FrameReader

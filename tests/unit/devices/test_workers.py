@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul._autograd.backward import leaves, stepper
+from backhaul._autograd.backward import leaves, node_runner
 from backhaul._autograd.forward import functions
 from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
@@ -445,9 +445,9 @@ def test_nodes_that_run_one_by_one(world: World, mode: Any, monkeypatch: pytest.
             cells[0].read()
         return functions.add(left, right)
 
-    for module in (leaves, stepper):
+    for module in (leaves, node_runner):
         monkeypatch.setattr(module, "run_engine", engine)
-    monkeypatch.setattr(stepper, "add", add)
+    monkeypatch.setattr(node_runner, "add", add)
     for _ in range(3):
         x = torch.arange(16.0, requires_grad=True)
         with bh.context() as context:
