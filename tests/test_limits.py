@@ -1,0 +1,25 @@
+"""Files and classes stay within the limits of CONTRIBUTING.md, or say why not; one class name means one thing."""
+
+from __future__ import annotations
+
+import ast
+
+from tools.limits import _reason, attributes_of, count_methods, excesses, repeated_names
+
+
+def test_what_is_over_a_limit_has_a_reason() -> None:
+    assert [each for each in excesses() if not each.reason] == []
+
+
+def test_one_class_name_is_one_thing() -> None:
+    assert repeated_names() == {}
+
+
+def test_the_count() -> None:
+    source = "class A:\n    a: int\n    def f(self):\n        self.b = self.c, self.d = 1\n    async def g(self): ...\n"
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.ClassDef)
+    assert count_methods(node) == 2
+    assert attributes_of(node) == {"a", "b", "d"}
+    assert _reason("# Over the limit because it is a table\n# of two lines.") == "it is a table of two lines."
+    assert _reason("# It is large.") == ""

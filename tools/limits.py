@@ -1,0 +1,115 @@
+"""Checks the limits of CONTRIBUTING.md on the sizes of files and classes, and that one class name means one thing.
+
+``python -m tools.limits`` prints the files and classes over the limits with the written reason of each, and exits with 1
+if a reason is missing. A reason is a comment above the class, or at the top of the file, that begins with
+``# Over the limit because``.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+MAX_LINES = 400
+MAX_METHODS = 20
+MAX_ATTRIBUTES = 12
+FOLDERS = ("src/backhaul", "tools")
+REFERENCE = "src/backhaul/compat/"  # these classes carry the names of the reference
+
+_REASON = re.compile(r"# Over the limit because (.*(?:\n *#.*)*)")
+
+
+class Excess(NamedTuple):
+    """A file or a class over a limit."""
+
+    path: str
+    name: str  # of the class; empty for a file
+    size: str
+    reason: str
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """All Python files under the limits: the path relative to the repository, and the text."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def excesses() -> Iterator[Excess]:
+    """Every file and class over a limit."""
+    for path, text in sources():
+        lines = text.splitlines()
+        if len(lines) > MAX_LINES:
+            yield Excess(path, "", f"{len(lines)} lines", _reason("\n".join(lines[:30])))
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods, attributes = count_methods(node), len(attributes_of(node))
+            if methods > MAX_METHODS or attributes > MAX_ATTRIBUTES:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                size = f"{methods} methods, {attributes} attributes"
+                yield Excess(path, node.name, size, _reason(_comment_above(lines, first)))
+
+
+def count_methods(node: ast.ClassDef) -> int:
+    """How many methods a class defines itself."""
+    return sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """The attributes that a class declares in its body or sets on ``self``."""
+    found = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            if isinstance(each.value, ast.Name) and each.value.id == "self":
+                found.add(each.attr)
+    return found
+
+
+def _comment_above(lines: list[str], number: int) -> str:
+    """The comment that ends on the line before line ``number``."""
+    above: list[str] = []
+    for line in reversed(lines[: number - 1]):
+        if not line.lstrip().startswith("#"):
+            break
+        above.insert(0, line.strip())
+    return "\n".join(above)
+
+
+def _reason(text: str) -> str:
+    found = _REASON.search(text)
+    return re.sub(r"\n *# ?", " ", found[1]).strip() if found else ""
+
+
+def repeated_names() -> dict[str, list[str]]:
+    """Class names that stand for more than one thing, and the files that define them."""
+    places: dict[str, list[str]] = collections.defaultdict(list)
+    for path, text in sources():
+        if not path.startswith(REFERENCE):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def main() -> int:
+    """Print what is over the limits; 1 if something lacks a reason or a class name is repeated."""
+    found = list(excesses())
+    for each in found:
+        print(f"{each.path}{':' if each.name else ''}{each.name}: {each.size}: {each.reason or 'NO REASON'}")
+    repeated = repeated_names()
+    for name, paths in repeated.items():
+        print(f"class {name} is defined in {', '.join(paths)}")
+    return int(bool(repeated) or any(not each.reason for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
