@@ -20,6 +20,6 @@ def test_the_count() -> None:
     node = ast.parse(source).body[0]
     assert isinstance(node, ast.ClassDef)
     assert count_methods(node) == 2
-    assert attributes_of(node) == {"a", "b", "d"}
+    assert attributes_of(node) == {"a", "b", "c", "d"}
     assert _reason("# Over the limit because it is a table\n# of two lines.") == "it is a table of two lines."
     assert _reason("# It is large.") == ""

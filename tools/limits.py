@@ -1,7 +1,7 @@
 """Checks the limits of CONTRIBUTING.md on the sizes of files and classes, and that one class name means one thing.
 
-``python -m tools.limits`` prints the files and classes over the limits with the written reason of each, and exits with 1
-if a reason is missing. A reason is a comment above the class, or at the top of the file, that begins with
+``python -m tools.limits`` prints the files and classes over the limits with the written reason of each, and exits with
+status 1 if a reason is missing. A reason is a comment above the class, or at the top of the file, that begins with
 ``# Over the limit because``.
 """
 
@@ -67,10 +67,8 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
     found = {
         each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
     }
-    for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-            if isinstance(each.value, ast.Name) and each.value.id == "self":
-                found.add(each.attr)
+    stored = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
+    found |= {each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id == "self"}
     return found
 
 
