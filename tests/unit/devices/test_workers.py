@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul._autograd.backward import leaves, node_runner
+from backhaul._autograd.backward import leaves, node_inputs, node_runner
 from backhaul._autograd.forward import functions
 from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
@@ -447,7 +447,7 @@ def test_nodes_that_run_one_by_one(world: World, mode: Any, monkeypatch: pytest.
 
     for module in (leaves, node_runner):
         monkeypatch.setattr(module, "run_engine", engine)
-    monkeypatch.setattr(node_runner, "add", add)
+    monkeypatch.setattr(node_inputs, "add", add)
     for _ in range(3):
         x = torch.arange(16.0, requires_grad=True)
         with bh.context() as context:
