@@ -1,7 +1,7 @@
 """What one hostile message costs a worker that does not trust its peers.
 
     make hostile                       # with the default limits
-    make hostile ARGS=--unlimited      # with Options.max_values out of the way
+    make hostile ARGS=--unlimited      # with Options.limits.values out of the way
 
 A member sends messages that are small on the wire and large once they are made. For each: how long no other thread of
 the worker got to run, how long the message kept a thread busy, and by how much the worker's memory grew.
@@ -118,11 +118,16 @@ def attack(settle: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--unlimited", action="store_true", help="without Options.max_values")
+    parser.add_argument("--unlimited", action="store_true", help="without Options.limits.values")
     parser.add_argument("--settle", type=float, default=0.5, help="seconds of rest after which a message is dealt with")
     given = parser.parse_args()
-    limits = {"max_values": 1 << 40, "max_tensors": 1 << 40} if given.unlimited else {}
-    bh.launch(attack, 2, args=(given.settle,), options=bh.Options(trusted=False, lost_after=0, **limits))
+    limits = bh.Limits(values=1 << 40, tensors=1 << 40) if given.unlimited else bh.Limits()
+    bh.launch(
+        attack,
+        2,
+        args=(given.settle,),
+        options=bh.Options(limits=limits, security=bh.Security(trusted=False), liveness=bh.Liveness(lost_after=0)),
+    )
 
 
 if __name__ == "__main__":

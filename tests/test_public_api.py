@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
+from pathlib import Path
 
 import backhaul as bh
 
 NAMES = [
-    "AuthenticationError",
     "BackhaulError",
-    "BackwardTimeoutError",
     "CallCancelledError",
     "CallTimeoutError",
-    "ContextError",
     "ContextHandle",
-    "ForeignGraphError",
-    "FrameTooLargeError",
-    "FunctionNotFoundError",
+    "Devices",
     "Future",
-    "GraphFreedError",
-    "LeakError",
-    "LimitError",
+    "Limits",
+    "Liveness",
     "MembershipEvent",
-    "NotInitializedError",
     "Options",
     "PeerLostError",
-    "PermissionDeniedError",
-    "ProtocolError",
     "RRef",
     "RemoteError",
-    "RemoteTraceback",
-    "RendezvousError",
     "Replay",
     "Retry",
-    "SerializationError",
-    "ShutdownTimeoutError",
+    "Security",
     "Tls",
-    "UnknownContextError",
-    "UnknownWorkerError",
     "Worker",
-    "WorkerFailedError",
     "WorkerInfo",
+    "__version__",
     "async_execution",
     "backward",
     "cancelled",
@@ -49,6 +37,7 @@ NAMES = [
     "context",
     "current_worker",
     "deadline",
+    "errors",
     "expose",
     "get_address",
     "get_debug_info",
@@ -113,4 +102,18 @@ def test_signatures() -> None:
 
 def test_every_public_thing_is_documented() -> None:
     for name in bh.__all__:
-        assert inspect.getdoc(getattr(bh, name)), name
+        assert name == "__version__" or inspect.getdoc(getattr(bh, name)), name
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert bh.__version__ == importlib.metadata.version("backhaul")
+
+
+def test_no_name_hides_a_module() -> None:
+    """``backhaul.launch`` is a function, so there is no package of that name."""
+    folder = Path(bh.__file__).parent
+    modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    hidden = {name for name in modules & set(bh.__all__) if not inspect.ismodule(getattr(bh, name))}
+    assert not hidden
+    public = {name for name in modules if not name.startswith("_")}
+    assert public == {"compat", "errors", "jit", "nn", "optim", "profiler", "testing"}

@@ -25,6 +25,7 @@ from types import TracebackType
 import msgspec
 import torch
 
+from backhaul._options import Options
 from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.futures import Future, wait_all
@@ -32,7 +33,6 @@ from backhaul._rpc.node import Node, describe, start_node
 from backhaul._sim.random_steps import forget_states
 from backhaul._transport.sockets.addresses import host_identity
 from backhaul._transport.sockets.endpoint import SocketEndpoint
-from backhaul._types import Options
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.testing.snapshots import take_snapshot
 
@@ -135,7 +135,7 @@ def _start(
         secret=secret,
         unix=options.transport != "tcp",
         bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
-        limit=options.max_frame_bytes,
+        limit=options.limits.frame_bytes,
         shm_bytes=options.shm_bytes,
     )
     own = msgspec.structs.replace(describe(name, number, endpoint, options, host=host_identity()), epoch=epoch)

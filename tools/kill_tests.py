@@ -27,9 +27,9 @@ from typing import Literal
 
 import torch
 
+from backhaul._options import Options
 from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._sim.random_steps import RandomStep, draw_step, run_step
-from backhaul._types import Options
 from backhaul.errors import BackhaulError, BackwardTimeoutError, CallTimeoutError, PeerLostError, SerializationError
 from tools.fleet import Exam, Fleet
 from tools.triggers import STAGES, Stage, arm, takes_part

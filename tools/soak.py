@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
+from backhaul._options import Options
 from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._rref.remote import remote
 from backhaul._sim.random_steps import draw_step, forget_states, run_step
-from backhaul._types import Options
 from backhaul.errors import BackhaulError
 from tools.fleet import DRIVER, Exam, Fleet
 

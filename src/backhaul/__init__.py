@@ -7,12 +7,13 @@ Workers call each other's functions with tensors; see ``init``, ``launch`` and `
 from backhaul import _torch_support  # noqa: F401  (first, since it checks the torch that all others use)
 
 # isort: split
-from backhaul import nn, optim, profiler
+from backhaul import errors, nn, optim, profiler
 from backhaul._autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul._autograd.failure.replay import Replay
 from backhaul._launch.embedded import cluster
 from backhaul._launch.processes import launch
 from backhaul._ops.api import remote_op
+from backhaul._options import Devices, Limits, Liveness, Options, Security, Tls
 from backhaul._rpc.api import (
     get_address,
     get_debug_info,
@@ -32,72 +33,35 @@ from backhaul._rpc.futures import Future, collect_all, wait_all
 from backhaul._rpc.security.policy import expose
 from backhaul._rref.handle import RRef
 from backhaul._rref.remote import remote
-from backhaul._types import Options, Tls, WorkerInfo
+from backhaul._types import WorkerInfo
 from backhaul._worker.deadlines import cancelled, deadline, time_left
 from backhaul._worker.worker import Worker, current_worker
-from backhaul.errors import (
-    AuthenticationError,
-    BackhaulError,
-    BackwardTimeoutError,
-    CallCancelledError,
-    CallTimeoutError,
-    ContextError,
-    ForeignGraphError,
-    FrameTooLargeError,
-    FunctionNotFoundError,
-    GraphFreedError,
-    LeakError,
-    LimitError,
-    NotInitializedError,
-    PeerLostError,
-    PermissionDeniedError,
-    ProtocolError,
-    RemoteError,
-    RemoteTraceback,
-    RendezvousError,
-    SerializationError,
-    ShutdownTimeoutError,
-    UnknownContextError,
-    UnknownWorkerError,
-    WorkerFailedError,
-)
+from backhaul.errors import BackhaulError, CallCancelledError, CallTimeoutError, PeerLostError, RemoteError
 from backhaul.profiler.session import profile
 
+__version__ = "0.1.0.dev0"
+
 __all__ = [
-    "AuthenticationError",
     "BackhaulError",
-    "BackwardTimeoutError",
     "CallCancelledError",
     "CallTimeoutError",
-    "ContextError",
     "ContextHandle",
-    "ForeignGraphError",
-    "FrameTooLargeError",
-    "FunctionNotFoundError",
+    "Devices",
     "Future",
-    "GraphFreedError",
-    "LeakError",
-    "LimitError",
+    "Limits",
+    "Liveness",
     "MembershipEvent",
-    "NotInitializedError",
     "Options",
     "PeerLostError",
-    "PermissionDeniedError",
-    "ProtocolError",
     "RRef",
     "RemoteError",
-    "RemoteTraceback",
-    "RendezvousError",
     "Replay",
     "Retry",
-    "SerializationError",
-    "ShutdownTimeoutError",
+    "Security",
     "Tls",
-    "UnknownContextError",
-    "UnknownWorkerError",
     "Worker",
-    "WorkerFailedError",
     "WorkerInfo",
+    "__version__",
     "async_execution",
     "backward",
     "cancelled",
@@ -106,6 +70,7 @@ __all__ = [
     "context",
     "current_worker",
     "deadline",
+    "errors",
     "expose",
     "get_address",
     "get_debug_info",

@@ -128,9 +128,9 @@ class ProtocolError(BackhaulError):
 
 
 class FrameTooLargeError(BackhaulError):
-    """Raised if a message is larger than ``max_frame_bytes`` of one of the two workers. Nothing was sent.
+    """Raised if a message is larger than ``limits.frame_bytes`` of one of the two workers. Nothing was sent.
 
-    Split the message over several calls, or raise ``max_frame_bytes`` on both workers.
+    Split the message over several calls, or raise ``limits.frame_bytes`` on both workers.
 
     Attributes:
         nbytes: The size of the message.

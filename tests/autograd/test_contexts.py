@@ -117,11 +117,11 @@ def test_what_is_no_context(wrong: Any) -> None:
 def test_contexts_do_not_nest() -> None:
     with bh.cluster(2) as workers:
         with bh.context() as outer:
-            with pytest.raises(bh.ContextError) as caught, bh.context():
+            with pytest.raises(bh.errors.ContextError) as caught, bh.context():
                 pass
             assert (caught.value.context, caught.value.worker) == (outer, "worker0")
             assert current() == outer
-            with pytest.raises(bh.ContextError) as caught:
+            with pytest.raises(bh.errors.ContextError) as caught:
                 bh.rpc_sync(1, open_another)
             assert (caught.value.context, caught.value.worker) == (outer, "worker1")
         with bh.context() as later:
@@ -163,7 +163,7 @@ def test_a_worker_that_ends_inside_of_a_context() -> None:
         with bh.context():
             bh.shutdown(graceful=False)
             assert workers[0].closed
-        with pytest.raises(bh.NotInitializedError):
+        with pytest.raises(bh.errors.NotInitializedError):
             bh.get_debug_info()
 
 
@@ -545,7 +545,7 @@ def test_gradients_outlive_their_context() -> None:
             ctx.backward(scale(a, 1).sum())
             found = ctx.grads
         assert found[a].tolist() == [4.0, 4.0]
-        with pytest.raises(bh.UnknownContextError):
+        with pytest.raises(bh.errors.UnknownContextError):
             bh.get_gradients(ctx)
 
 

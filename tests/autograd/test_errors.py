@@ -103,7 +103,7 @@ def test_a_failing_backward_function(route: tuple[int, ...]) -> None:
             assert "message " in notes
             if route[-1] != 0:
                 cause = caught.value.__cause__
-                assert isinstance(cause, bh.RemoteTraceback)
+                assert isinstance(cause, bh.errors.RemoteTraceback)
                 assert cause.worker == workers[route[-1]].name
                 assert "raise_in_backward" in cause.text
                 assert "OwnError" in cause.text
@@ -253,7 +253,7 @@ def test_failures_of_other_contexts_do_not_matter() -> None:
 
 def test_gradients_that_cannot_travel() -> None:
     """A gradient larger than the other worker accepts: the driver raises, and nothing hangs."""
-    with bh.cluster(2, options=bh.Options(max_frame_bytes=1 << 16)) as workers:
+    with bh.cluster(2, options=bh.Options(limits=bh.Limits(frame_bytes=1 << 16))) as workers:
         with bh.context() as ctx:
             x = vector(1.0)
             y = bh.rpc_sync(1, scale, args=(x,))
@@ -339,7 +339,7 @@ def test_refused_arguments_leave_the_graph_as_it_was(recorded: Any) -> None:
 def test_an_unknown_context(recorded: Any) -> None:
     _, _, y = recorded
     for call in (lambda: bh.backward(12345, [y.sum()]), lambda: bh.get_gradients(12345)):
-        with pytest.raises(bh.UnknownContextError, match="not known") as caught:
+        with pytest.raises(bh.errors.UnknownContextError, match="not known") as caught:
             call()
         assert caught.value.context == 12345
         assert isinstance(caught.value, LookupError)
@@ -350,13 +350,13 @@ def test_a_released_context() -> None:
         with bh.context() as ctx:
             y = bh.rpc_sync(1, scale, args=(vector(1.0),)).sum()
         for call in (lambda: ctx.backward(y), lambda: ctx.grads, ctx.describe):
-            with pytest.raises(bh.UnknownContextError, match="released") as caught:
+            with pytest.raises(bh.errors.UnknownContextError, match="released") as caught:
                 call()
             assert caught.value.context == ctx
 
 
 def test_the_context_of_another_worker_that_has_not_come_here() -> None:
-    with bh.cluster(2) as workers, bh.context() as ctx, workers[1], pytest.raises(bh.UnknownContextError):
+    with bh.cluster(2) as workers, bh.context() as ctx, workers[1], pytest.raises(bh.errors.UnknownContextError):
         bh.get_gradients(ctx)
 
 
@@ -366,9 +366,9 @@ def test_a_loss_of_a_released_context() -> None:
         with bh.context():
             y = bh.rpc_sync(1, scale, args=(vector(1.0),)).sum()
         with bh.context() as another:
-            with pytest.raises(bh.ContextError) as caught:
+            with pytest.raises(bh.errors.ContextError) as caught:
                 another.backward(y, timeout=3.0)
-            assert not isinstance(caught.value, bh.BackwardTimeoutError)
+            assert not isinstance(caught.value, bh.errors.BackwardTimeoutError)
             assert caught.value.context == another
         expect_a_working_cluster(workers)
 
@@ -378,7 +378,7 @@ def test_a_loss_of_another_context() -> None:
     with bh.cluster(2) as workers:
         with bh.context():
             y = bh.rpc_sync(1, scale, args=(vector(1.0),)).sum()
-            with workers[1], bh.context() as other, pytest.raises(bh.ContextError) as caught:
+            with workers[1], bh.context() as other, pytest.raises(bh.errors.ContextError) as caught:
                 other.backward(y, timeout=DEADLINE_SECONDS)
             assert caught.value.context == other
             assert caught.value.message
@@ -462,7 +462,7 @@ def test_a_worker_that_is_stuck_far_away_is_named() -> None:
     with bh.cluster(4) as workers:
         with bh.context() as ctx:
             y = bh.rpc_sync(1, wait_far_away, args=(gate, [2, 3], a))
-            with pytest.raises(bh.BackwardTimeoutError) as caught:
+            with pytest.raises(bh.errors.BackwardTimeoutError) as caught:
                 ctx.backward(y.sum(), timeout=0.3)
             assert list(caught.value.outstanding.values()) == ["worker3"]
             gates[gate].set()
@@ -476,7 +476,7 @@ def test_fast_mode_with_a_call_that_does_not_take_part() -> None:
     with bh.cluster(2) as workers:
         with bh.context() as ctx:
             used = bh.rpc_sync(1, two_sends, args=(a,))
-            with pytest.raises(bh.BackwardTimeoutError) as caught:
+            with pytest.raises(bh.errors.BackwardTimeoutError) as caught:
                 ctx.backward(used.sum(), mode="fast", timeout=0.3)
             error = caught.value
             assert isinstance(error, TimeoutError)
@@ -513,7 +513,7 @@ def test_a_backward_function_that_takes_too_long(timeout: float | None) -> None:
         try:
             with bh.context() as ctx:
                 y = bh.rpc_sync(1, slow_in_backward, args=(a, "slow"))
-                with pytest.raises(bh.BackwardTimeoutError) as caught:
+                with pytest.raises(bh.errors.BackwardTimeoutError) as caught:
                     ctx.backward(y.sum(), timeout=timeout)
                 assert list(caught.value.outstanding.values()) == ["worker1"]
                 assert "0.2 s" in str(caught.value)

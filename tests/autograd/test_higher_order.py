@@ -264,5 +264,5 @@ def test_retain_graph_follows_create_graph() -> None:
         y = bh.rpc_sync(1, torch.sin, args=(a,)).sum()
         ctx.backward(y, create_graph=True)
         ctx.backward(y, create_graph=True, retain_graph=False)
-        with pytest.raises(bh.GraphFreedError):
+        with pytest.raises(bh.errors.GraphFreedError):
             ctx.backward(y)

@@ -90,7 +90,7 @@ def test_a_root_of_another_context(workers: list[bh.Worker], elsewhere: Elsewher
     foreign = elsewhere.run(double, 1, a)
     with bh.context() as ctx:
         own = double(2, b)
-        with pytest.raises(bh.ForeignGraphError) as caught:
+        with pytest.raises(bh.errors.ForeignGraphError) as caught:
             ctx.backward([own.sum(), (own * foreign).sum()], timeout=DEADLINE_SECONDS, **WAYS[way])
         error = caught.value
         assert (error.worker, error.context, error.origin) == ("worker0", ctx, elsewhere.context)
@@ -108,14 +108,14 @@ def test_a_root_of_a_context_that_was_released(workers: list[bh.Worker]) -> None
     with bh.context() as before:
         foreign = double(1, vector(1.0))
     with bh.context() as ctx:
-        with pytest.raises(bh.ForeignGraphError, match="released") as caught:
+        with pytest.raises(bh.errors.ForeignGraphError, match="released") as caught:
             ctx.backward(foreign.sum(), timeout=DEADLINE_SECONDS)
         assert (caught.value.origin, caught.value.sender, caught.value.root) == (before, "worker1", 0)
 
 
 def test_the_received_tensor_itself_as_root(workers: list[bh.Worker], elsewhere: Elsewhere) -> None:
     foreign = elsewhere.run(double, 1, vector(1.0))
-    with bh.context() as ctx, pytest.raises(bh.ForeignGraphError):
+    with bh.context() as ctx, pytest.raises(bh.errors.ForeignGraphError):
         ctx.backward(foreign, timeout=DEADLINE_SECONDS)
 
 
@@ -132,7 +132,7 @@ def test_a_gradient_recorded_in_another_context(workers: list[bh.Worker], elsewh
     elsewhere.run(elsewhere.context.backward, elsewhere.run(double, 1, a).pow(2).sum(), create_graph=True)
     grad = elsewhere.context.grads[a]
     with bh.context() as ctx:
-        with pytest.raises(bh.ForeignGraphError) as caught:
+        with pytest.raises(bh.errors.ForeignGraphError) as caught:
             ctx.backward(grad.sum(), timeout=DEADLINE_SECONDS)
         assert caught.value.origin == elsewhere.context
 
@@ -150,7 +150,7 @@ def test_a_graph_of_another_worker(workers: list[bh.Worker], elsewhere: Elsewher
         expect_no_contexts(workers)
     with bh.context() as ctx:
         y = double(2, bh.rpc_sync(1, with_kept, args=("y", vector(2.0))))
-        with pytest.raises(bh.ForeignGraphError) as caught:
+        with pytest.raises(bh.errors.ForeignGraphError) as caught:
             ctx.backward(y.sum(), timeout=DEADLINE_SECONDS, **WAYS[way])
         error = caught.value
         assert (error.worker, error.context, error.origin) == ("worker1", ctx, elsewhere.context)
@@ -162,7 +162,7 @@ def test_a_request_of_another_context(workers: list[bh.Worker], elsewhere: Elsew
     elsewhere.run(bh.rpc_sync, 1, keep, args=("x", vector(1.0)))
     with bh.context() as ctx:
         y = bh.rpc_sync(1, with_kept, args=("x", vector(2.0)))
-        with pytest.raises(bh.ForeignGraphError) as caught:
+        with pytest.raises(bh.errors.ForeignGraphError) as caught:
             ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
         assert (caught.value.worker, caught.value.sender) == ("worker1", "worker0")
 
@@ -176,7 +176,7 @@ def test_inputs(workers: list[bh.Worker], elsewhere: Elsewhere, inputs: str) -> 
     with bh.context() as ctx:
         y = bh.rpc_sync(1, with_kept, args=("x", torch.ones(1, dtype=torch.float64)))
         for root in ((b * foreign).sum(), (b + y).sum()):
-            with pytest.raises(bh.ForeignGraphError):
+            with pytest.raises(bh.errors.ForeignGraphError):
                 ctx.backward(root, inputs=[a if inputs == "behind" else b], timeout=DEADLINE_SECONDS)
 
 
@@ -186,7 +186,7 @@ def test_in_a_circle(workers: list[bh.Worker], elsewhere: Elsewhere) -> None:
     with bh.context() as ctx:
         x = vector(2.0) * foreign
         y = double(1, x) * x
-        with pytest.raises(bh.ForeignGraphError) as caught:
+        with pytest.raises(bh.errors.ForeignGraphError) as caught:
             ctx.backward((double(2, y) * y).sum(), timeout=DEADLINE_SECONDS)
         assert caught.value.origin == elsewhere.context
 

@@ -92,7 +92,7 @@ def test_a_root_made_before_the_context(workers: list[bh.Worker], call: str, to:
     a = vector(1.0, 2.0)
     loss = (CALLS[call](to, a) * 3).sum()
     with bh.context() as ctx:
-        with pytest.raises(bh.ForeignGraphError) as caught:
+        with pytest.raises(bh.errors.ForeignGraphError) as caught:
             bh.backward(ctx, [a.sum(), loss], timeout=DEADLINE_SECONDS)
         error = caught.value
         assert (error.worker, error.context, error.origin) == ("worker0", ctx, None)
@@ -126,7 +126,7 @@ def test_a_thread_that_does_not_have_the_context(workers: list[bh.Worker]) -> No
         thread = threading.Thread(target=call)
         thread.start()
         thread.join(DEADLINE_SECONDS)
-        with pytest.raises(bh.ForeignGraphError) as caught:
+        with pytest.raises(bh.errors.ForeignGraphError) as caught:
             ctx.backward(found[0].sum(), timeout=DEADLINE_SECONDS)
         assert caught.value.origin is None
 
@@ -178,7 +178,7 @@ def test_an_argument_that_is_used_in_a_context_later(workers: list[bh.Worker], t
     bh.rpc_sync(to, keep, args=(vector(2.0),))
     with bh.context() as ctx:
         y = bh.rpc_sync(to, with_kept, args=(vector(3.0),))
-        with pytest.raises(bh.ForeignGraphError) as caught:
+        with pytest.raises(bh.errors.ForeignGraphError) as caught:
             ctx.backward(y.sum(), timeout=DEADLINE_SECONDS)
         assert (caught.value.worker, caught.value.origin, caught.value.sender) == (f"worker{to}", None, "worker0")
 

@@ -210,7 +210,7 @@ def nested_quietly(value: torch.Tensor) -> torch.Tensor:
 def bh_runs() -> bool:
     try:
         bh.get_worker_info()
-    except bh.NotInitializedError:
+    except bh.errors.NotInitializedError:
         return False
     return True
 

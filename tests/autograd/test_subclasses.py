@@ -340,7 +340,7 @@ def test_a_lost_gradient_is_an_error(make: Callable[[], Any]) -> None:
     value = make()
     with bh.cluster(2):
         with bh.context() as ctx:
-            with pytest.raises(bh.SerializationError, match=rf"context {ctx.id}.*no_grad") as caught:
+            with pytest.raises(bh.errors.SerializationError, match=rf"context {ctx.id}.*no_grad") as caught:
                 bh.rpc_sync("worker1", losing, kwargs={"value": {"deep": [0, value]}})
             assert caught.value.path == "kwargs['value']['deep'][1]"
             with torch.no_grad():
@@ -350,7 +350,7 @@ def test_a_lost_gradient_is_an_error(make: Callable[[], Any]) -> None:
 
 def test_a_lost_gradient_of_a_result_is_an_error() -> None:
     with bh.cluster(2), bh.context():
-        with pytest.raises(bh.SerializationError, match="OwnPickle") as caught:
+        with pytest.raises(bh.errors.SerializationError, match="OwnPickle") as caught:
             bh.rpc_sync("worker1", make_own_pickle)
         assert caught.value.path == "result"
 
@@ -366,11 +366,11 @@ def test_a_forward_mode_tangent_is_refused() -> None:
     with bh.cluster(2), forward_ad.dual_level():
         dual = forward_ad.make_dual(DATA.clone(), torch.ones_like(DATA))
         for value, path in ((dual, "args[0]"), ({"x": [1, dual]}, "args[0]['x'][1]"), (dual.sin(), "args[0]")):
-            with pytest.raises(bh.SerializationError, match="forward-mode tangent") as caught:
+            with pytest.raises(bh.errors.SerializationError, match="forward-mode tangent") as caught:
                 bh.rpc_sync("worker1", losing, args=(value,))
             assert caught.value.path == path
         weight = torch.nn.Parameter(DATA.clone())
-        with pytest.raises(bh.SerializationError, match="forward-mode tangent"):
+        with pytest.raises(bh.errors.SerializationError, match="forward-mode tangent"):
             bh.rpc_sync("worker1", losing, args=(forward_ad.make_dual(weight, torch.ones_like(weight)),))
         primal = forward_ad.unpack_dual(dual).primal
         assert torch.equal(bh.rpc_sync("worker1", square, args=(primal,)), DATA * DATA)
@@ -542,7 +542,7 @@ def add_plainly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def test_a_tensor_computed_from_a_lost_value_does_not_stand_for_it() -> None:
     lost = (MAKE["plain"]() * 2).as_subclass(OwnPickle)
     derived = lost.as_subclass(torch.Tensor) * 5
-    with bh.cluster(2), bh.context(), pytest.raises(bh.SerializationError, match="no_grad") as caught:
+    with bh.cluster(2), bh.context(), pytest.raises(bh.errors.SerializationError, match="no_grad") as caught:
         bh.rpc_sync("worker1", add_plainly, args=(lost, derived))
     assert caught.value.path == "args[0]"
 
@@ -553,6 +553,6 @@ def test_views_before_the_culprit_do_not_confuse_the_error() -> None:
     with bh.cluster(2), forward_ad.dual_level():
         dual = forward_ad.make_dual(DATA.clone(), torch.ones_like(DATA))
         for value in (dual[:2], dual.as_subclass(Marked)):
-            with pytest.raises(bh.SerializationError, match="forward-mode tangent") as caught:
+            with pytest.raises(bh.errors.SerializationError, match="forward-mode tangent") as caught:
                 bh.rpc_sync("worker1", losing, args=([matrix[0], value],))
             assert caught.value.path == "args[0][1]"

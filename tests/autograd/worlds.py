@@ -160,7 +160,7 @@ def gradients_on(worker: bh.Worker, context: int) -> dict[torch.Tensor, torch.Te
     with worker:
         try:
             return bh.get_gradients(context)
-        except bh.UnknownContextError:
+        except bh.errors.UnknownContextError:
             return {}
 
 

@@ -365,7 +365,7 @@ def test_what_cannot_travel_is_named_and_nothing_is_sent(case: str, sent: list[K
         ((remote.Point(1, unfit),), {}, "args[0].y"),
     ):
         for call in (bh.rpc_sync, bh.rpc_async):
-            with pytest.raises(bh.SerializationError) as caught:
+            with pytest.raises(bh.errors.SerializationError) as caught:
                 call("bob", remote.identity, args=args, kwargs=kwargs)
             assert caught.value.path == path
             assert path in str(caught.value)
@@ -379,13 +379,13 @@ def test_what_cannot_travel_is_named_and_nothing_is_sent(case: str, sent: list[K
 
 def test_a_function_that_cannot_travel_is_named_and_nothing_is_sent(sent: list[Kind]) -> None:
     lock = threading.Lock()
-    with pytest.raises(bh.SerializationError) as caught:
+    with pytest.raises(bh.errors.SerializationError) as caught:
         bh.rpc_sync("bob", lambda: lock)
     assert caught.value.path == "function.<lock>"
-    with pytest.raises(bh.SerializationError) as caught:
+    with pytest.raises(bh.errors.SerializationError) as caught:
         bh.rpc_sync("bob", remote.Point(lock).__eq__, args=(1,))
     assert caught.value.path == "function.__self__.x"
-    with socket.socket() as sock, pytest.raises(bh.SerializationError) as caught:
+    with socket.socket() as sock, pytest.raises(bh.errors.SerializationError) as caught:
         bh.rpc_sync("bob", sock.getsockname)
     assert caught.value.path.startswith("function")
     assert Kind.REQUEST not in sent

@@ -129,7 +129,7 @@ def test_calls_to_oneself(workers: list[bh.Worker], gate_name: str) -> None:
     assert waiting.wait() == "done"
     with pytest.raises(PlainError) as caught:
         bh.rpc_sync("alice", remote.fail_plainly)
-    assert isinstance(caught.value.__cause__, bh.RemoteTraceback)
+    assert isinstance(caught.value.__cause__, bh.errors.RemoteTraceback)
     assert bh.rpc_sync("alice", remote.bounce, args=(["alice"], 50)) == ["alice"] * 51
 
 
@@ -178,7 +178,7 @@ def test_an_exception_keeps_its_type_and_says_where_it_was_raised(way: str) -> N
     error = caught.value
     assert type(error) is PlainError
     assert (error.args, error.code) == (("plain", 7), 7)
-    assert isinstance(error.__cause__, bh.RemoteTraceback)
+    assert isinstance(error.__cause__, bh.errors.RemoteTraceback)
     assert error.__cause__.worker == "bob"
     assert "in fail_plainly" in error.__cause__.text
     assert "PlainError: ('plain', 7)" in error.__cause__.text
@@ -203,7 +203,7 @@ def test_an_exception_that_cannot_be_rebuilt_is_described(
     assert error.type_name == f"{remote.__name__}.{type_name}"
     assert error.worker == "bob"
     assert message in str(error)
-    assert isinstance(error.__cause__, bh.RemoteTraceback)
+    assert isinstance(error.__cause__, bh.errors.RemoteTraceback)
     assert f"in {function.__name__}" in error.__cause__.text
 
 
@@ -214,7 +214,7 @@ def test_an_exception_carries_its_tensors_and_its_own_causes() -> None:
     assert_same(caught.value.code, torch.ones(3))
     with pytest.raises(ValueError, match="because of another") as chained:
         bh.rpc_sync("bob", remote.fail_from_another)
-    assert isinstance(chained.value.__cause__, bh.RemoteTraceback)
+    assert isinstance(chained.value.__cause__, bh.errors.RemoteTraceback)
     assert "KeyError: 'absent'" in chained.value.__cause__.text
 
 
@@ -223,7 +223,7 @@ def test_an_exception_that_crossed_two_workers_shows_both() -> None:
     with pytest.raises(PlainError) as caught:
         bh.rpc_sync("bob", remote.fail_far_away, args=("carol",))
     cause = caught.value.__cause__
-    assert isinstance(cause, bh.RemoteTraceback)
+    assert isinstance(cause, bh.errors.RemoteTraceback)
     assert cause.worker == "bob"
     assert "in fail_far_away" in cause.text
     assert "in fail_plainly" in cause.text
@@ -246,7 +246,7 @@ def test_a_handler_cannot_end_the_program(way: str, function: Callable[[], Any])
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("function", [remote.return_lock, remote.return_lock_later, remote.return_lock_from_coroutine])
 def test_a_result_that_cannot_travel(way: str, function: Callable[[], Any]) -> None:
-    with pytest.raises(bh.SerializationError) as caught:
+    with pytest.raises(bh.errors.SerializationError) as caught:
         attempt("bob", function, way=way)
     assert caught.value.worker == "bob"
     assert caught.value.path == "result['bad'][0]"
@@ -258,11 +258,11 @@ def test_a_result_that_cannot_travel(way: str, function: Callable[[], Any]) -> N
 def test_an_unknown_worker(workers: list[bh.Worker]) -> None:
     for to, named in (("dave", "dave"), (3, "3"), (-1, "-1"), (bh.WorkerInfo("bob", 2), "bob")):
         for call in (bh.rpc_sync, bh.rpc_async):
-            with pytest.raises(bh.UnknownWorkerError) as caught:
+            with pytest.raises(bh.errors.UnknownWorkerError) as caught:
                 call(to, remote.whoami)
             assert caught.value.worker == named
             assert "alice, bob, carol" in str(caught.value)
-    with pytest.raises(bh.UnknownWorkerError):
+    with pytest.raises(bh.errors.UnknownWorkerError):
         bh.get_worker_info("dave")
     for to in (None, 1.0, True, workers[1]):
         with pytest.raises(TypeError):
@@ -283,14 +283,14 @@ def test_wrong_arguments_of_a_call() -> None:
 
 
 def test_a_message_beyond_the_limit(endpoints: EndpointFactory) -> None:
-    options = bh.Options(max_frame_bytes=1 << 16)
+    options = bh.Options(limits=bh.Limits(frame_bytes=1 << 16))
     with bh.cluster(2, options=options, endpoints=endpoints):
         for call in (bh.rpc_sync, bh.rpc_async):
-            with pytest.raises(bh.FrameTooLargeError) as caught:
+            with pytest.raises(bh.errors.FrameTooLargeError) as caught:
                 call("worker1", remote.identity, args=(torch.zeros(1 << 15),))
             assert (caught.value.worker, caught.value.limit) == ("worker1", 1 << 16)
             assert caught.value.nbytes > 1 << 17
-        with pytest.raises(bh.FrameTooLargeError) as caught:
+        with pytest.raises(bh.errors.FrameTooLargeError) as caught:
             bh.rpc_sync("worker1", torch.zeros, args=(1 << 15,))
         assert caught.value.worker == "worker0"
         assert bh.rpc_sync("worker1", remote.whoami) == "worker1"

@@ -163,13 +163,13 @@ def test_what_is_used_before_it_starts_says_what_to_do() -> None:
     pair = bh.cluster(2)
     assert "start()" in repr(pair)
     for use in (lambda: pair.workers, lambda: bh.rpc_sync("worker1", remote.whoami), lambda: bh.context().__enter__()):
-        with pytest.raises(bh.NotInitializedError) as caught:
+        with pytest.raises(bh.errors.NotInitializedError) as caught:
             use()
         assert "start()" in str(caught.value)
     pair.start()
     pair.shutdown()
     for use in (lambda: pair.workers, lambda: bh.rpc_sync("worker1", remote.whoami)):
-        with pytest.raises(bh.NotInitializedError) as caught:
+        with pytest.raises(bh.errors.NotInitializedError) as caught:
             use()
         assert "start()" in str(caught.value)
 

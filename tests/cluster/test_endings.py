@@ -70,7 +70,7 @@ class Unencodable(Undecodable):
 @ROUTES
 def test_a_result_whose_decoding_raises(route: Route) -> None:
     for error in LEAVING:
-        with pytest.raises(bh.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
+        with pytest.raises(bh.errors.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
             route("bob", Undecodable, error)
         assert (caught.value.worker, caught.value.path) == ("bob", "result")
 
@@ -78,7 +78,7 @@ def test_a_result_whose_decoding_raises(route: Route) -> None:
 @ROUTES
 def test_an_argument_whose_decoding_raises(route: Route) -> None:
     for error in LEAVING:
-        with pytest.raises(bh.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
+        with pytest.raises(bh.errors.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
             route("bob", remote.identity, Undecodable(error))
         assert caught.value.worker == "bob"
 
@@ -86,7 +86,7 @@ def test_an_argument_whose_decoding_raises(route: Route) -> None:
 @ROUTES
 def test_a_result_whose_encoding_raises(route: Route) -> None:
     for error in LEAVING:
-        with pytest.raises(bh.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
+        with pytest.raises(bh.errors.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
             route("bob", Unencodable, error)
         assert (caught.value.worker, caught.value.path) == ("bob", "result")
 
@@ -94,7 +94,7 @@ def test_a_result_whose_encoding_raises(route: Route) -> None:
 @ROUTES
 def test_an_argument_whose_encoding_raises(route: Route) -> None:
     for error in LEAVING:
-        with pytest.raises(bh.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
+        with pytest.raises(bh.errors.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
             route("bob", remote.identity, Unencodable(error))
         assert caught.value.path
 
@@ -196,7 +196,7 @@ def test_an_exception_that_cannot_be_rebuilt(route: Route, function: Any, type_n
         assert type(error) is bh.RemoteError
         assert (error.type_name, error.worker) == (type_name, to)
         assert str(error).startswith(f"{type_name}: ")
-        assert isinstance(error.__cause__, bh.RemoteTraceback)
+        assert isinstance(error.__cause__, bh.errors.RemoteTraceback)
         assert f"in {function.__name__}" in error.__cause__.text
 
 
@@ -209,7 +209,7 @@ def test_an_exception_that_is_not_for_callers(route: Route) -> None:
             kind = type(error)
             assert type(caught.value) is bh.RemoteError
             assert (caught.value.type_name, caught.value.worker) == (f"{kind.__module__}.{kind.__qualname__}", to)
-            assert isinstance(caught.value.__cause__, bh.RemoteTraceback)
+            assert isinstance(caught.value.__cause__, bh.errors.RemoteTraceback)
 
 
 @ALL_ROUTES
@@ -271,7 +271,7 @@ def test_a_gradient_whose_decoding_raises(decoder: str) -> None:
                 y = bh.rpc_sync("bob", undo, args=(x, error))
             else:
                 y = undo(bh.rpc_sync("bob", torch.neg, args=(x,)), error)
-            with pytest.raises(bh.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
+            with pytest.raises(bh.errors.SerializationError, match=f"{type(error).__name__}: leaving") as caught:
                 ctx.backward(y.sum(), timeout=remote.PATIENCE)
             assert caught.value.worker == decoder
 

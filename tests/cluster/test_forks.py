@@ -109,7 +109,7 @@ def call_all() -> Any:
 OPTIONS = {
     "unix": bh.Options(transport="unix"),
     "tcp": bh.Options(transport="tcp"),
-    "tls": bh.Options(transport="tcp", tls="auto"),
+    "tls": bh.Options(transport="tcp", security=bh.Security(tls="auto")),
 }
 
 
@@ -138,7 +138,13 @@ def leave_a_child() -> int:
 def outlive(rank: int, port: int) -> Any:
     """A worker dies, but not a child of its. Nothing but the end of its channels tells of that."""
     store = TCPStore("127.0.0.1", port, is_master=False)
-    bh.init(f"worker{rank}", rank=rank, world_size=2, store=store, options=bh.Options(heartbeat_interval=0))
+    bh.init(
+        f"worker{rank}",
+        rank=rank,
+        world_size=2,
+        store=store,
+        options=bh.Options(liveness=bh.Liveness(heartbeat_interval=0)),
+    )
     if rank:
         store.get("never")
     pid, child = bh.rpc_sync("worker1", os.getpid), bh.rpc_sync("worker1", leave_a_child)

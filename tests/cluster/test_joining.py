@@ -23,7 +23,7 @@ from tests.cluster.processes import DIED, run_processes
 from tests.cluster.remote_functions import PATIENCE
 
 SECRET = "of the joiners"
-OPTIONS = bh.Options(secret=SECRET, timeout=PATIENCE)
+OPTIONS = bh.Options(timeout=PATIENCE, security=bh.Security(secret=SECRET))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_joiner_is_a_member_once_it_has_called(endpoints: EndpointFactory) -> 
         with first.worker:
             assert bh.rpc_sync("second", remote.whoami) == "second"
             first.peers.dismiss(first.peers.find(1))
-            with pytest.raises(bh.UnknownWorkerError, match="has left"):
+            with pytest.raises(bh.errors.UnknownWorkerError, match="has left"):
                 bh.rpc_sync("second", remote.whoami)
 
 
@@ -131,7 +131,7 @@ def come_and_go(rank: int, port: int) -> Any:
             return found
         store.get("first has left")
         found["names"] = names()
-        with pytest.raises(bh.UnknownWorkerError, match="has left"):
+        with pytest.raises(bh.errors.UnknownWorkerError, match="has left"):
             bh.rpc_sync("w0", remote.whoami)
         found["step"] = step("late", "w1")
         found["events"] = until(lambda: len(events) == 2 and list(events))
@@ -299,7 +299,7 @@ def join_at_once(rank: int, port: int) -> Any:
         store.get(f"here {other}")
     try:
         bh.init(wanted, join=addresses[rank % 2 :], options=OPTIONS)
-    except bh.RendezvousError as error:
+    except bh.errors.RendezvousError as error:
         return str(error)
     finally:
         store.set(f"tried {rank}", "")
@@ -348,8 +348,8 @@ def test_a_worker_comes_back_through_the_store(store_port: int) -> None:
 
 def test_arguments_of_join_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BACKHAUL_SECRET", raising=False)
-    quick = bh.Options(secret=SECRET, rendezvous_timeout=0.1)
-    with pytest.raises(bh.RendezvousError, match="nobody-is-here"):
+    quick = bh.Options(rendezvous_timeout=0.1, security=bh.Security(secret=SECRET))
+    with pytest.raises(bh.errors.RendezvousError, match="nobody-is-here"):
         bh.init("x", join="unix:@nobody-is-here", options=quick)
     with pytest.raises(ValueError, match="secret"):
         bh.init("x", join="unix:@nobody-is-here")
@@ -376,7 +376,7 @@ def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_na
         thread.join()
         assert b.closed
         assert names() == ["a", "c"]
-        with pytest.raises(bh.UnknownWorkerError, match="has left"):
+        with pytest.raises(bh.errors.UnknownWorkerError, match="has left"):
             bh.rpc_sync("b", remote.whoami)
         assert bh.rpc_sync("c", remote.whoami) == "c"
 
@@ -384,7 +384,7 @@ def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_na
 def hang(rank: int, port: int, trusted: bool) -> Any:
     """w2 hangs until it is lost. All members accept another worker in its place. Then w2 wakes and is refused."""
     soon: dict[str, Any] = {"heartbeat_interval": 0.1, "suspect_after": 0.4, "lost_after": 3.0}
-    quick = bh.Options(secret=SECRET, timeout=PATIENCE, trusted=trusted, **soon)
+    quick = bh.Options(timeout=PATIENCE, **soon, security=bh.Security(secret=SECRET, trusted=trusted))
     store = TCPStore("127.0.0.1", port, is_master=False)
     if rank == 3:
         store.get("lost")

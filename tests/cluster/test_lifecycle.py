@@ -100,7 +100,9 @@ def meet_everywhere(rank: int, folder: str, port: int, tcp_port: int) -> list[di
         meet(rank, 3, store=file),
         meet(rank, 3, store=file, options=bh.Options(bind="127.0.0.1")),
         meet(rank, 3, options=bh.Options(init_method=f"file://{folder}/method", transport="unix")),
-        meet(rank, 3, options=bh.Options(init_method=f"tcp://127.0.0.1:{tcp_port}", secret="ours")),
+        meet(
+            rank, 3, options=bh.Options(init_method=f"tcp://127.0.0.1:{tcp_port}", security=bh.Security(secret="ours"))
+        ),
     ]
 
 
@@ -149,11 +151,11 @@ def test_ranks_that_do_not_come_are_named(kind: str, tmp_path: pathlib.Path) -> 
         "file": lambda: FileStore(str(tmp_path / "store"), 4),
         "tcp": lambda: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
     }
-    with pytest.raises(bh.RendezvousError, match=r"\b1, 2, 3\b"):
+    with pytest.raises(bh.errors.RendezvousError, match=r"\b1, 2, 3\b"):
         bh.init("early", rank=0, world_size=4, store=stores[kind](), options=SHORT)
-    with pytest.raises(bh.RendezvousError, match=r"\b0\b"):
+    with pytest.raises(bh.errors.RendezvousError, match=r"\b0\b"):
         bh.init("early", rank=1, world_size=2, store=HashStore(), options=SHORT)
-    with pytest.raises(bh.NotInitializedError):
+    with pytest.raises(bh.errors.NotInitializedError):
         bh.current_worker()
     bh.init("now", rank=0, world_size=1, store=HashStore())  # a failed start does not prevent the next
     bh.shutdown()
@@ -176,12 +178,12 @@ def test_ranks_that_do_not_come_are_named_without_a_store(
             options = bh.Options(init_method=method, rendezvous_timeout=SHORT.rendezvous_timeout)
             bh.init("early", rank=rank, world_size=9, options=options)
 
-    with pytest.raises(bh.RendezvousError, match=r"8 of 9 did not come: ranks 1-8$"):
+    with pytest.raises(bh.errors.RendezvousError, match=r"8 of 9 did not come: ranks 1-8$"):
         start(0)
     missing = "8 of 9 did not come: ranks 0, 2-8$" if way == "file" else r"store at 127.*: rank 0, .* did not come"
-    with pytest.raises(bh.RendezvousError, match=missing):
+    with pytest.raises(bh.errors.RendezvousError, match=missing):
         start(1)
-    with pytest.raises(bh.NotInitializedError):
+    with pytest.raises(bh.errors.NotInitializedError):
         bh.current_worker()
     rpc._rendezvous = None
 
@@ -190,7 +192,7 @@ def come_alone(rank: int, method: str) -> str:
     options = bh.Options(init_method=method, rendezvous_timeout=0.5)
     try:
         bh.init("lost", rank=1, world_size=2, options=options)
-    except bh.RendezvousError:
+    except bh.errors.RendezvousError:
         return "refused"
     return "met"
 
@@ -208,7 +210,7 @@ def take_a_name(rank: int, port: int, names: list[str]) -> Any:
     store = TCPStore("127.0.0.1", port, is_master=False)
     try:
         bh.init(names[rank], rank=rank, world_size=len(names), store=store)
-    except bh.RendezvousError as error:
+    except bh.errors.RendezvousError as error:
         return error.worker, str(error)
     bh.shutdown()
     return None
@@ -249,7 +251,7 @@ def test_arguments_of_init_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         {"store": store, "rank": 1, "world_size": 1},
         {"store": store, "rank": -1, "world_size": 1},
         {"store": store, "rank": 0, "world_size": 0},
-        {"store": store, "rank": 0, "world_size": 1, "options": bh.Options(secret="")},
+        {"store": store, "rank": 0, "world_size": 1, "options": bh.Options(security=bh.Security(secret=""))},
     ):
         with pytest.raises(ValueError):
             bh.init("name", **wrong)
@@ -269,13 +271,25 @@ def test_listening_beyond_loopback_needs_a_secret(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ValueError, match="secret"):
             bh.init("open", rank=0, world_size=1, store=HashStore(), options=bh.Options(bind=bind))
     with pytest.raises(ValueError, match=r"tls=.*allow_plain"):
-        bh.init("open", rank=0, world_size=1, store=HashStore(), options=bh.Options(bind="0.0.0.0", secret="given"))
-    given = bh.Options(bind="0.0.0.0", secret="given", allow_plain=True)
+        bh.init(
+            "open",
+            rank=0,
+            world_size=1,
+            store=HashStore(),
+            options=bh.Options(bind="0.0.0.0", security=bh.Security(secret="given")),
+        )
+    given = bh.Options(bind="0.0.0.0", security=bh.Security(secret="given", allow_plain=True))
     worker = bh.init("guarded", rank=0, world_size=1, store=HashStore(), options=given)
     assert [address.partition(":")[0] for address in worker.endpoint.addresses] == ["unix", "tcp"]
     bh.shutdown()
     monkeypatch.setenv("BACKHAUL_SECRET", "from the environment")
-    bh.init("guarded", rank=0, world_size=1, store=HashStore(), options=bh.Options(bind="0.0.0.0", allow_plain=True))
+    bh.init(
+        "guarded",
+        rank=0,
+        world_size=1,
+        store=HashStore(),
+        options=bh.Options(bind="0.0.0.0", security=bh.Security(allow_plain=True)),
+    )
     bh.shutdown()
 
 
@@ -290,12 +304,12 @@ def test_a_wrong_secret_is_refused_and_named(way: str, caplog: pytest.LogCapture
     ):
         assert bh.rpc_sync("bob", remote.whoami) == "bob"
         for call in (bh.rpc_sync, bh.rpc_async):
-            with pytest.raises(bh.AuthenticationError) as caught:
+            with pytest.raises(bh.errors.AuthenticationError) as caught:
                 call("mallory", remote.whoami)
             assert caught.value.worker == "mallory"
             assert isinstance(caught.value, ConnectionError)
         with mallory:
-            with pytest.raises(bh.AuthenticationError) as caught:
+            with pytest.raises(bh.errors.AuthenticationError) as caught:
                 bh.rpc_sync("bob", remote.whoami)
             assert caught.value.worker == "bob"
         assert bh.rpc_sync("bob", remote.whoami) == "bob"
@@ -308,7 +322,7 @@ def call_with_secret(rank: int, port: int, secrets: list[str]) -> Any:
     bh.init(f"w{rank}", rank=rank, world_size=2, store=store)
     try:
         return bh.rpc_sync(1 - rank, remote.whoami)
-    except bh.AuthenticationError as error:
+    except bh.errors.AuthenticationError as error:
         return "refused", error.worker
     finally:
         store.set(f"{secrets} {rank}", "")
@@ -362,14 +376,14 @@ def test_calls_without_a_worker() -> None:
         bh.current_worker,
     ]
     for action in actions:
-        with pytest.raises(bh.NotInitializedError):
+        with pytest.raises(bh.errors.NotInitializedError):
             action()
     bh.init("gone", rank=0, world_size=1, store=HashStore())
     for action in actions[2:]:
         action()
     bh.shutdown()
     for action in actions:
-        with pytest.raises(bh.NotInitializedError, match="gone") as caught:
+        with pytest.raises(bh.errors.NotInitializedError, match="gone") as caught:
             action()
         assert caught.value.worker == "gone"
     assert bh.shutdown() is None
@@ -377,9 +391,9 @@ def test_calls_without_a_worker() -> None:
 
 def test_several_workers_and_none_is_current() -> None:
     def ask() -> Any:
-        with pytest.raises(bh.NotInitializedError, match="worker0, worker1"):
+        with pytest.raises(bh.errors.NotInitializedError, match="worker0, worker1"):
             bh.get_worker_info()
-        with pytest.raises(bh.NotInitializedError):
+        with pytest.raises(bh.errors.NotInitializedError):
             bh.shutdown()
 
     with bh.cluster(2), ThreadPoolExecutor(1) as thread:  # a new thread has no current worker
@@ -417,7 +431,7 @@ def test_an_exception_closes_the_cluster_without_waiting(endpoints: EndpointFact
         assert gate(f"{gate_name} reached").wait(PATIENCE)
         raise KeyError
     assert all(worker.closed for worker in workers)
-    with pytest.raises(bh.NotInitializedError):
+    with pytest.raises(bh.errors.NotInitializedError):
         futures[0].wait(PATIENCE)
 
 
@@ -506,7 +520,7 @@ def test_shutdown_names_the_workers_that_have_not_called_it(endpoints: EndpointF
     ):
         waiting = thread.submit(shut_down, carol, timeout=PATIENCE)
         assert signs.ready.wait(PATIENCE)
-        with pytest.raises(bh.ShutdownTimeoutError) as caught:
+        with pytest.raises(bh.errors.ShutdownTimeoutError) as caught:
             shut_down(alice, timeout=1.0)
         assert isinstance(caught.value, TimeoutError)
         assert (caught.value.worker, caught.value.waiting_for) == ("alice", ("bob",))
@@ -524,7 +538,7 @@ def test_shutdown_names_the_workers_that_are_still_at_work(endpoints: EndpointFa
         with workers[2]:
             stuck = bh.rpc_async("bob", remote.wait_at, args=(gate_name, "at last"), timeout=0)
         others = [threads.submit(shut_down, worker, timeout=PATIENCE) for worker in workers[1:]]
-        with pytest.raises(bh.ShutdownTimeoutError) as caught:
+        with pytest.raises(bh.errors.ShutdownTimeoutError) as caught:
             shut_down(workers[0], timeout=1.0)
         assert "bob" in caught.value.waiting_for
         assert "alice" not in caught.value.waiting_for
@@ -537,7 +551,7 @@ def test_shutdown_names_the_workers_that_are_still_at_work(endpoints: EndpointFa
 
 def test_a_worker_that_waits_for_the_leader_says_so(endpoints: EndpointFactory) -> None:
     with bh.cluster(NAMES, endpoints=endpoints) as (_, bob, _):
-        with pytest.raises(bh.ShutdownTimeoutError) as caught:
+        with pytest.raises(bh.errors.ShutdownTimeoutError) as caught:
             shut_down(bob, timeout=0.1)
         assert (caught.value.worker, caught.value.waiting_for) == ("bob", ("alice",))
         assert bob.closed
@@ -588,10 +602,10 @@ def test_calls_under_way_fail_when_their_worker_is_closed(endpoints: EndpointFac
         by_thread = thread.submit(call)
         assert gate(f"{gate_name} of the thread reached").wait(PATIENCE)
         bh.shutdown(graceful=False)
-        with pytest.raises(bh.NotInitializedError) as caught:
+        with pytest.raises(bh.errors.NotInitializedError) as caught:
             by_future.wait(PATIENCE)
         assert caught.value.worker == "worker0"
-        with pytest.raises(bh.NotInitializedError) as caught:
+        with pytest.raises(bh.errors.NotInitializedError) as caught:
             by_thread.result(PATIENCE)
         assert caught.value.worker == "worker0"
         remote.open_gates(gate_name)
@@ -603,7 +617,7 @@ def test_a_closed_worker_is_not_replaced_by_another(endpoints: EndpointFactory) 
     with bh.cluster(2, endpoints=endpoints):
         bh.shutdown(graceful=False)
         for action in (bh.get_worker_info, lambda: bh.rpc_sync("worker1", remote.whoami)):
-            with pytest.raises(bh.NotInitializedError) as caught:
+            with pytest.raises(bh.errors.NotInitializedError) as caught:
                 action()
             assert caught.value.worker == "worker0"
 
@@ -634,7 +648,7 @@ def test_a_call_that_races_with_shutdown_names_the_closed_worker(endpoints: Endp
             bh.shutdown(graceful=False)
             over.set()
             for end in ends:
-                assert type(end.result(PATIENCE)) is bh.NotInitializedError, end.result()
+                assert type(end.result(PATIENCE)) is bh.errors.NotInitializedError, end.result()
 
 
 def test_no_thread_survives_shutdown(endpoints: EndpointFactory, signs: Signs) -> None:
@@ -743,7 +757,7 @@ def meet_one_that_is_stopped(rank: int, port: int, acquainted: bool) -> Any:
         os.kill(pid, signal.SIGSTOP)
         try:
             bh.shutdown(timeout=1.0)
-        except bh.ShutdownTimeoutError as error:
+        except bh.errors.ShutdownTimeoutError as error:
             return error.waiting_for
         finally:
             store.set("over", "")

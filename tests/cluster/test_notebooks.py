@@ -141,7 +141,7 @@ def program():
     ):
         try:
             call()
-        except bh.SerializationError as error:
+        except bh.errors.SerializationError as error:
             yield f"{error.path}: {error}"
         else:
             yield "state was lost"
@@ -235,7 +235,7 @@ def use_a_function_of_another_program(rank: int, port: int) -> Any:
         exec(f"import torch, backhaul as bh\nrate = 2\ndef double(x): return rate * x\n{STATE}", brought)
         found.append(bh.rpc_sync("w1", brought["double"], args=(3,)))
         for name in ("bump", "embed"):
-            with pytest.raises(bh.SerializationError) as caught:
+            with pytest.raises(bh.errors.SerializationError) as caught:
                 bh.rpc_sync("w1", brought[name], args=(torch.tensor([1]),) if name == "embed" else ())
             found.append(caught.value.path)
     bh.shutdown()

@@ -198,7 +198,7 @@ def test_the_first_failure_comes_back_with_type_and_traceback(culprit: int) -> N
         launch(fail_in, 4, culprit, remote.fail_plainly)
     assert caught.value.code == 7
     cause = caught.value.__cause__
-    assert isinstance(cause, bh.RemoteTraceback)
+    assert isinstance(cause, bh.errors.RemoteTraceback)
     assert cause.worker == f"worker{culprit}"
     assert "in fail_in" in cause.text
     assert "in fail_plainly" in cause.text
@@ -245,14 +245,14 @@ def leave() -> None:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize(("how", "code", "word"), [(be_killed, -signal.SIGKILL, "SIGKILL"), (leave, 3, "3")])
 def test_a_process_that_dies_is_named(culprit: int, how: Callable[[], None], code: int, word: str) -> None:
-    with pytest.raises(bh.WorkerFailedError) as caught:
+    with pytest.raises(bh.errors.WorkerFailedError) as caught:
         launch(fail_in, 4, culprit, how)
     assert (caught.value.worker, caught.value.exitcode) == (f"worker{culprit}", code)
     assert word in str(caught.value)
 
 
 def test_a_process_that_dies_is_named_before_errors_that_follow() -> None:
-    with pytest.raises(bh.WorkerFailedError) as caught:
+    with pytest.raises(bh.errors.WorkerFailedError) as caught:
         launch(translate_the_loss, 2)
     assert caught.value.worker == "worker1"
 
@@ -267,7 +267,7 @@ def translate_the_loss() -> None:
 
 
 def test_a_handler_that_kills_its_process_fails_the_call() -> None:
-    with pytest.raises(bh.WorkerFailedError) as caught:
+    with pytest.raises(bh.errors.WorkerFailedError) as caught:
         launch(call_what_kills, 2)
     assert (caught.value.worker, caught.value.exitcode) == ("worker1", 3)
 
@@ -278,7 +278,7 @@ def call_what_kills() -> None:
 
 
 def test_a_result_that_cannot_travel() -> None:
-    with pytest.raises(bh.SerializationError) as caught:
+    with pytest.raises(bh.errors.SerializationError) as caught:
         launch(return_lock_in_one, 2)
     assert "'worker1'" in str(caught.value)
     assert "lock" in str(caught.value)
@@ -336,14 +336,14 @@ def use_what_others_lack() -> dict[str, Any] | None:
     with pytest.raises(bh.RemoteError) as caught:
         bh.rpc_sync("worker1", fail_as_only_here)
     found["exception"] = caught.value.type_name, caught.value.worker, caught.value.__cause__.worker
-    with pytest.raises(bh.SerializationError) as unread:
+    with pytest.raises(bh.errors.SerializationError) as unread:
         bh.rpc_sync("worker1", return_only_here)
     found["result"] = unread.value.worker
     mine = only_here()
-    with pytest.raises(bh.FunctionNotFoundError) as missing:
+    with pytest.raises(bh.errors.FunctionNotFoundError) as missing:
         bh.rpc_sync("worker2", mine.function)
     found["function"] = missing.value.worker, missing.value.function
-    with pytest.raises(bh.SerializationError) as unknown:
+    with pytest.raises(bh.errors.SerializationError) as unknown:
         bh.rpc_sync("worker2", remote.identity, args=(mine.Thing(),))
     found["argument"] = unknown.value.worker
     found["still works"] = [bh.rpc_sync(to, remote.whoami) for to in (1, 2)]

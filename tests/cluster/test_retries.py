@@ -72,7 +72,7 @@ def test_the_last_error_says_how_many_attempts_were_made(workers: list[bh.Worker
 def test_what_the_function_raises_is_not_tried_again(way: str) -> None:
     with pytest.raises(ZeroDivisionError):
         WAYS[way]("bob", remote.raise_it, args=(ZeroDivisionError(),), retry=QUICK)
-    with pytest.raises(bh.UnknownWorkerError):
+    with pytest.raises(bh.errors.UnknownWorkerError):
         WAYS[way]("nobody", remote.identity, args=(1,), retry=QUICK)
     assert bh.get_debug_info()["num_retries"] == 0
 
@@ -181,7 +181,7 @@ def _die_under_retries() -> Any:
 
 
 def test_a_worker_that_was_killed_and_does_not_come_back() -> None:
-    with pytest.raises(bh.WorkerFailedError) as caught:
+    with pytest.raises(bh.errors.WorkerFailedError) as caught:
         bh.launch(_die_under_retries, 2, timeout=PATIENCE, start_method="forkserver")
     assert caught.value.worker == "worker1"
 
@@ -192,5 +192,5 @@ def test_a_shutdown_ends_what_waits_to_be_made_again() -> None:
         slow = bh.Retry(attempts=100, backoff=PATIENCE, longest=PATIENCE)
         future = bh.rpc_async("worker0", remote.identity, args=(7,), retry=slow, timeout=0)
         worker.part(Node).shutdown(graceful=False, timeout=5)
-        with pytest.raises(bh.NotInitializedError):
+        with pytest.raises(bh.errors.NotInitializedError):
             future.wait(PATIENCE)

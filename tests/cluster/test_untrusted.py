@@ -25,7 +25,7 @@ from .mixed import mixed_cluster
 from .processes import run_processes
 
 TRUSTING = bh.Options(shutdown_timeout=10, timeout=20)
-STRICT = bh.Options(shutdown_timeout=10, timeout=20, trusted=False)
+STRICT = bh.Options(shutdown_timeout=10, timeout=20, security=bh.Security(trusted=False))
 weight = torch.full((3,), 2.0, requires_grad=True)
 started, gate = threading.Semaphore(0), threading.Event()
 
@@ -54,7 +54,7 @@ def echo(*args: Any, **kwargs: Any) -> Any:
 @bh.expose
 def fail(how: str) -> None:
     if how == "own":
-        raise bh.ContextError("mine", context=5)
+        raise bh.errors.ContextError("mine", context=5)
     if how == "class":
         raise type("Special", (ValueError,), {})("special")
     if how == "object":
@@ -113,13 +113,13 @@ def test_values(pair: list[bh.Worker]) -> None:
 
 def test_values_that_cannot_be_sent_fail_at_the_caller(pair: list[bh.Worker]) -> None:
     for wrong in (threading.Lock(), not_exposed, bh.RRef(1), torch.nn.Linear(1, 1)):
-        with pytest.raises(bh.SerializationError, match=r"args\[0\]"):
+        with pytest.raises(bh.errors.SerializationError, match=r"args\[0\]"):
             bh.rpc_sync("worker", echo, args=([wrong],))
-    with pytest.raises(bh.SerializationError, match="result"):
+    with pytest.raises(bh.errors.SerializationError, match="result"):
         bh.rpc_sync("worker", returns_an_object)
-    with pytest.raises(bh.SerializationError, match="expose"):
+    with pytest.raises(bh.errors.SerializationError, match="expose"):
         bh.rpc_sync("worker", lambda: 1)
-    with pytest.raises(bh.PermissionDeniedError, match="references"):
+    with pytest.raises(bh.errors.PermissionDeniedError, match="references"):
         bh.remote("worker", dict)
     assert bh.rpc_sync("worker", echo) == ((), {})
 
@@ -140,7 +140,7 @@ def test_what_is_not_exposed_is_refused() -> None:
             for_chiefs,
             "backhaul._rref.remote:create",
         ):
-            with pytest.raises(bh.PermissionDeniedError) as caught:
+            with pytest.raises(bh.errors.PermissionDeniedError) as caught:
                 bh.rpc_sync("worker", name, args=("true",))
             assert (caught.value.worker, caught.value.caller) == ("worker", "driver")
             assert caught.value.function
@@ -152,10 +152,12 @@ def test_what_is_not_exposed_is_refused() -> None:
 
 
 def test_allow_lists() -> None:
-    allow = bh.Options(trusted=False, shutdown_timeout=10, allow={"driver": ["*:echo"], "chief*": ["*"]})
+    allow = bh.Options(
+        shutdown_timeout=10, security=bh.Security(trusted=False, allow={"driver": ["*:echo"], "chief*": ["*"]})
+    )
     with mixed_cluster({"driver": TRUSTING, "worker": allow}):
         assert bh.rpc_sync("worker", echo, args=(1,)) == ((1,), {})
-        with pytest.raises(bh.PermissionDeniedError, match="allow"):
+        with pytest.raises(bh.errors.PermissionDeniedError, match="allow"):
             bh.rpc_sync("worker", later, args=(1,))
 
 
@@ -165,7 +167,7 @@ def test_faults(pair: list[bh.Worker]) -> None:
     assert key.value.args == ("k", 3)
     with pytest.raises(FileNotFoundError, match="gone"):
         bh.rpc_sync("worker", fail, args=("os",))
-    with pytest.raises(bh.ContextError) as own:
+    with pytest.raises(bh.errors.ContextError) as own:
         bh.rpc_sync("worker", fail, args=("own",))
     assert (own.value.context, own.value.worker) == (5, "worker")
     with pytest.raises(ValueError, match="object"):
@@ -177,12 +179,12 @@ def test_faults(pair: list[bh.Worker]) -> None:
 
 
 def test_tracebacks_are_not_sent_unless_options_allow_it() -> None:
-    shown = bh.Options(trusted=False, tracebacks=True, shutdown_timeout=10)
+    shown = bh.Options(shutdown_timeout=10, security=bh.Security(trusted=False, tracebacks=True))
     with mixed_cluster({"driver": TRUSTING, "quiet": STRICT, "open": shown}):
         for name, wanted in (("quiet", False), ("open", True)):
             with pytest.raises(KeyError) as caught:
                 bh.rpc_sync(name, fail, args=("key",))
-            assert isinstance(caught.value.__cause__, bh.RemoteTraceback)
+            assert isinstance(caught.value.__cause__, bh.errors.RemoteTraceback)
             assert ("test_untrusted.py" in caught.value.__cause__.text) is wanted
 
 
@@ -263,7 +265,7 @@ def test_leaving(of_others: bh.Options) -> None:
         for other in (driver, worker):  # also the member to which it never had a channel
             with other:
                 assert [info.name for info in bh.get_worker_infos()] == ["driver", "worker"]
-                with pytest.raises(bh.UnknownWorkerError, match="has left"):
+                with pytest.raises(bh.errors.UnknownWorkerError, match="has left"):
                     bh.rpc_sync("goes", echo)
         assert bh.rpc_sync("worker", echo) == ((), {})
 
@@ -319,14 +321,14 @@ def test_a_worker_that_any_member_tells_of_is_asked_itself() -> None:
 
 
 def come_and_go(rank: int, port: int) -> Any:
-    options = bh.Options(secret="of the untrusting", trusted=False, timeout=60)
+    options = bh.Options(timeout=60, security=bh.Security(secret="of the untrusting", trusted=False))
     store = TCPStore("127.0.0.1", port, is_master=False)
     if rank < 2:
         bh.init(f"w{rank}", rank=rank, world_size=2, store=store, options=options)
         store.set(f"address {rank}", bh.get_address())
         store.get("late has left")
         found = [info.name for info in bh.get_worker_infos()]
-        with pytest.raises(bh.UnknownWorkerError, match="has left"):
+        with pytest.raises(bh.errors.UnknownWorkerError, match="has left"):
             bh.rpc_sync("late", echo)
     else:
         addresses = [store.get(f"address {other}").decode() for other in range(2)]
@@ -349,15 +351,15 @@ def test_joining_and_leaving_processes() -> None:
 
 
 def test_calls_of_one_peer_are_limited_and_those_of_others_are_not() -> None:
-    few = bh.Options(max_calls=3, shutdown_timeout=10)  # also for trusted peers
+    few = bh.Options(shutdown_timeout=10, limits=bh.Limits(calls=3))  # also for trusted peers
     gate.clear()
     with mixed_cluster({"driver": TRUSTING, "worker": few, "other": TRUSTING}) as (_, worker, other):
         calls = [bh.rpc_async("worker", wait) for _ in range(3)]
         for _ in calls:
             assert started.acquire(timeout=20)
-        with pytest.raises(bh.LimitError) as caught:
+        with pytest.raises(bh.errors.LimitError) as caught:
             bh.rpc_sync("worker", later, args=(1,))
-        assert (caught.value.option, caught.value.value, caught.value.worker) == ("max_calls", 3, "worker")
+        assert (caught.value.option, caught.value.value, caught.value.worker) == ("limits.calls", 3, "worker")
         with other:
             assert bh.rpc_sync("worker", later, args=(1,)) == 2
         gate.set()
@@ -367,13 +369,15 @@ def test_calls_of_one_peer_are_limited_and_those_of_others_are_not() -> None:
 
 
 def test_bytes_in_flight_are_limited() -> None:
-    few = bh.Options(trusted=False, max_bytes_in_flight=1 << 16, shutdown_timeout=10)
+    few = bh.Options(
+        shutdown_timeout=10, security=bh.Security(trusted=False), limits=bh.Limits(bytes_in_flight=1 << 16)
+    )
     gate.clear()
     with mixed_cluster({"driver": TRUSTING, "worker": few}):
         assert bh.rpc_sync("worker", echo, args=(torch.zeros(1 << 15),))
         held = bh.rpc_async("worker", wait)
         assert started.acquire(timeout=20)
-        with pytest.raises(bh.LimitError, match="max_bytes_in_flight"):
+        with pytest.raises(bh.errors.LimitError, match=r"limits\.bytes_in_flight"):
             bh.rpc_sync("worker", echo, args=(torch.zeros(1 << 15),))
         gate.set()
         held.wait()
@@ -387,13 +391,15 @@ def open_context(x: torch.Tensor) -> int:
 
 
 def test_tensors_depth_and_contexts_are_limited() -> None:
-    few = bh.Options(trusted=False, max_tensors=4, max_depth=3, max_contexts=2, shutdown_timeout=10)
+    few = bh.Options(
+        shutdown_timeout=10, security=bh.Security(trusted=False), limits=bh.Limits(tensors=4, depth=3, contexts=2)
+    )
     with mixed_cluster({"driver": TRUSTING, "worker": few}) as (driver, _):
         assert bh.rpc_sync("worker", echo, args=tuple(torch.zeros(4, 2)))
-        with pytest.raises(bh.LimitError, match="max_tensors"):
+        with pytest.raises(bh.errors.LimitError, match=r"limits\.tensors"):
             bh.rpc_sync("worker", echo, args=tuple(torch.zeros(5, 2)))
         assert bh.rpc_sync("worker", echo, args=([[[1]]],))
-        with pytest.raises(bh.LimitError, match="max_depth"):
+        with pytest.raises(bh.errors.LimitError, match=r"limits\.depth"):
             bh.rpc_sync("worker", echo, args=([[[[1]]]],))
         x = torch.ones(1, requires_grad=True)
 
@@ -404,7 +410,7 @@ def test_tensors_depth_and_contexts_are_limited() -> None:
         for _ in range(5):
             in_a_context()  # one at a time
         contexts = [contextvars.copy_context().run(open_context, x) for _ in range(2)]
-        with pytest.raises(bh.LimitError, match="max_contexts"):
+        with pytest.raises(bh.errors.LimitError, match=r"limits\.contexts"):
             in_a_context()
         for context in contexts:
             driver.part(Engine).release(context)
@@ -437,30 +443,32 @@ def test_values_are_limited_and_nothing_is_lost(driver: bh.Options) -> None:
         assert started.acquire(timeout=20)
         assert channel is not None
         sent = first.counters["bytes_sent"]()
-        with pytest.raises(bh.LimitError, match="echo has more values") as caught:
+        with pytest.raises(bh.errors.LimitError, match="echo has more values") as caught:
             bh.rpc_sync("worker", echo, args=(list(range(70_000)),))
         found = caught.value
-        assert (found.option, found.value, found.worker) == ("max_values", 1 << 16, "worker")
+        assert (found.option, found.value, found.worker) == ("limits.values", 1 << 16, "worker")
         assert first.counters["bytes_sent"]() == sent
         deep: Any = 1
         for _ in range(80):
             deep = [deep]
-        with pytest.raises(bh.LimitError, match="max_depth") as caught:
+        with pytest.raises(bh.errors.LimitError, match=r"limits\.depth") as caught:
             bh.rpc_sync("worker", echo, args=(deep,))
-        assert (caught.value.option, caught.value.value) == ("max_depth", 64)
+        assert (caught.value.option, caught.value.value) == ("limits.depth", 64)
         gate.set()
         assert held.wait() == "done"
         assert peer.channel is channel
 
 
 def test_results_and_exceptions_of_too_many_values() -> None:
-    few = bh.Options(trusted=False, shutdown_timeout=10, timeout=20, max_values=4096)
+    few = bh.Options(
+        shutdown_timeout=10, timeout=20, security=bh.Security(trusted=False), limits=bh.Limits(values=4096)
+    )
     with mixed_cluster({"driver": few, "worker": STRICT}) as (driver, _):
         assert bh.rpc_sync("worker", numbers, args=(4000,)) == list(range(4000))
         channel = driver.part(Node).peers.find("worker").channel
-        with pytest.raises(bh.LimitError, match=r"the result of .*numbers has more values") as caught:
+        with pytest.raises(bh.errors.LimitError, match=r"the result of .*numbers has more values") as caught:
             bh.rpc_sync("worker", numbers, args=(5000,))
-        assert (caught.value.option, caught.value.value, caught.value.worker) == ("max_values", 4096, "driver")
+        assert (caught.value.option, caught.value.value, caught.value.worker) == ("limits.values", 4096, "driver")
         with pytest.raises(ValueError, match="too many"):
             bh.rpc_sync("worker", raise_many, args=(10,))
         with pytest.raises(bh.RemoteError, match="too many") as other:  # its type and text, if not the exception itself
@@ -471,7 +479,9 @@ def test_results_and_exceptions_of_too_many_values() -> None:
 
 @pytest.mark.parametrize("worker", [TRUSTING, STRICT])
 def test_gradients_of_too_many_values_end_their_pass_alone(worker: bh.Options) -> None:
-    few = bh.Options(trusted=False, shutdown_timeout=10, timeout=20, max_values=4096)
+    few = bh.Options(
+        shutdown_timeout=10, timeout=20, security=bh.Security(trusted=False), limits=bh.Limits(values=4096)
+    )
     with mixed_cluster({"driver": few, "worker": worker}) as (driver, _):
         for count, fits in ((100, True), (500, False)):
             xs = [torch.ones(1, requires_grad=True) for _ in range(count)]
@@ -482,9 +492,9 @@ def test_gradients_of_too_many_values_end_their_pass_alone(worker: bh.Options) -
                     ctx.backward(loss)
                     assert all(ctx.grads[x] == 6 for x in xs)
                 else:
-                    with pytest.raises(bh.LimitError, match="gradients") as caught:
+                    with pytest.raises(bh.errors.LimitError, match="gradients") as caught:
                         ctx.backward(loss)
-                    assert (caught.value.option, caught.value.worker) == ("max_values", "driver")
+                    assert (caught.value.option, caught.value.worker) == ("limits.values", "driver")
         assert driver.part(Node).peers.find("worker").channel is channel
         assert bh.rpc_sync("worker", echo) == ((), {})
 

@@ -117,7 +117,7 @@ def test_a_device_has_one_place() -> None:
         options.set_device_map("b", {"cuda:0": "cuda:0"})
     with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
         options.set_device_map("c", {"cuda:0": "cuda:0", "cuda:1": "cuda:0"})
-    assert "c" not in options.device_maps
+    assert "c" not in options.devices.maps
     with pytest.raises(ValueError, match="expect a list of CUDA devices, but got device type cpu"):
         options.set_devices(["cpu"])
 

@@ -241,7 +241,7 @@ def test_errors_are_those_of_the_call() -> None:
 
     with pytest.raises(RuntimeError, match="must be a matrix") as caught:
         fails(X)
-    assert isinstance(caught.value.__cause__, bh.RemoteTraceback)
+    assert isinstance(caught.value.__cause__, bh.errors.RemoteTraceback)
 
 
 def test_importing_does_not_import_the_compiler() -> None:

@@ -436,18 +436,18 @@ def test_no_gradient_is_lost_without_a_word() -> None:
     there = bh.remote_op(functions.with_layer, to="worker1")
     x = tensor(3, 4)
     loss = there(x).sum()
-    with pytest.raises(bh.ContextError, match="called outside a context") as caught:
+    with pytest.raises(bh.errors.ContextError, match="called outside a context") as caught:
         loss.backward()
     assert caught.value.worker == "worker1"
     with bh.context():
         loss = there(x).sum()
-    with pytest.raises(bh.ContextError, match="has ended"):
+    with pytest.raises(bh.errors.ContextError, match="has ended"):
         loss.backward()
     with pytest.raises(ValueError, match="no argument of this remote_op requires grad"):
         there(x.detach())
     with torch.no_grad():
         torch.testing.assert_close(there(x), functions.with_layer(x))
-    with pytest.raises(bh.ContextError, match="calls other workers, or"):
+    with pytest.raises(bh.errors.ContextError, match="calls other workers, or"):
         bh.remote_op(functions.calling, to="worker1")(x).sum().backward()
 
 
@@ -620,11 +620,11 @@ def test_errors_are_those_of_the_call(compiled: bool) -> None:
         there = torch.compile(lambda x, op=there: op(x), backend="aot_eager", fullgraph=True)
     with pytest.raises(KeyError, match="no such thing") as caught:
         there(tensor(3))
-    assert isinstance(caught.value.__cause__, bh.RemoteTraceback)
+    assert isinstance(caught.value.__cause__, bh.errors.RemoteTraceback)
 
 
 def test_unknown_workers() -> None:
-    with pytest.raises(bh.UnknownWorkerError, match="nobody"):
+    with pytest.raises(bh.errors.UnknownWorkerError, match="nobody"):
         bh.remote_op(functions.head, to="nobody")(tensor(3), tensor(3))
 
 

@@ -240,7 +240,7 @@ def calls() -> None:
                 assert torch.equal(y, x * 2)
                 assert torch.equal(future.wait(), x * 2)
             x.fill_(-5)
-    shares = current_worker().options.device_slot_bytes != 0
+    shares = current_worker().options.devices.slot_bytes != 0
     assert (slots_used() > 0) == shares
     assert (far(slots_used) > 0) == shares
     del x, y, future

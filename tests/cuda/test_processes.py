@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MAPS = bh.Options(device_maps={"worker0": {0: 0}, "worker1": {0: 0}})
-OPTIONS = {"no map": bh.Options(), "maps": MAPS, "staged": bh.Options(device_slot_bytes=0)}
+MAPS = bh.Options(devices=bh.Devices(maps={"worker0": {0: 0}, "worker1": {0: 0}}))
+OPTIONS = {"no map": bh.Options(), "maps": MAPS, "staged": bh.Options(devices=bh.Devices(slot_bytes=0))}
 WAITS = {"staged": {"nothing_waits"}}  # the host waits for staged memory
 SOON = 20.0  # seconds
 

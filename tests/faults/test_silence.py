@@ -24,8 +24,10 @@ from ..cluster import remote_functions as remote
 from ..cluster.processes import DIED, run_processes
 from ..cluster.remote_functions import PATIENCE
 
-QUICK = bh.Options(heartbeat_interval=0.1, suspect_after=1.5, lost_after=3.0, timeout=PATIENCE)
-SLOW = bh.Options(heartbeat_interval=0.1, suspect_after=0.4, lost_after=PATIENCE, timeout=PATIENCE)
+QUICK = bh.Options(timeout=PATIENCE, liveness=bh.Liveness(heartbeat_interval=0.1, suspect_after=1.5, lost_after=3.0))
+SLOW = bh.Options(
+    timeout=PATIENCE, liveness=bh.Liveness(heartbeat_interval=0.1, suspect_after=0.4, lost_after=PATIENCE)
+)
 
 
 @pytest.fixture
@@ -264,7 +266,7 @@ def test_a_worker_that_only_takes_long_is_not_suspected(store_port: int) -> None
 
 
 def be_deaf_to_heartbeats(rank: int, port: int) -> Any:
-    options = bh.Options(heartbeat_interval=0, timeout=PATIENCE) if rank else QUICK
+    options = bh.Options(timeout=PATIENCE, liveness=bh.Liveness(heartbeat_interval=0)) if rank else QUICK
     start(rank, 2, port, options)
     value = bh.rpc_sync("w1", sleep, args=(2 * QUICK.lost_after,)) if rank == 0 else None
     bh.shutdown(timeout=PATIENCE)
@@ -281,7 +283,9 @@ def test_a_worker_without_heartbeats_is_not_suspected(store_port: int) -> None:
 def send_much(rank: int, port: int, transport: str, warm: bool) -> Any:
     """What both workers say of each other while one receives the other's message."""
     watchful = bh.Options(
-        heartbeat_interval=0.05, suspect_after=1.0, lost_after=PATIENCE, timeout=PATIENCE, shm_bytes=0
+        timeout=PATIENCE,
+        shm_bytes=0,
+        liveness=bh.Liveness(heartbeat_interval=0.05, suspect_after=1.0, lost_after=PATIENCE),
     )
     start(rank, 2, port, watchful, transport)
     log = Log()

@@ -102,7 +102,7 @@ def test_both_sides_have_to_be_of_the_authority(
         "authority did not sign it": (mixed(strangers, folder), good),
     }
     for text, (server, client) in cases.items():
-        with pair(server, client) as (there, here), pytest.raises(bh.AuthenticationError) as caught:
+        with pair(server, client) as (there, here), pytest.raises(bh.errors.AuthenticationError) as caught:
             here.connect(there.addresses[0], timeout=PATIENCE)
         assert text in str(caught.value), (text, str(caught.value))
     with pair(good, good) as (there, here):
@@ -113,11 +113,14 @@ def test_both_sides_have_to_be_of_the_authority(
 
 def test_expired_certificates_are_named_so(expired: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     both = Credentials(files_of(expired, 0)), Credentials(files_of(expired, 1))
-    with pair(*both) as (there, here), pytest.raises(bh.AuthenticationError, match="expired"):
+    with pair(*both) as (there, here), pytest.raises(bh.errors.AuthenticationError, match="expired"):
         here.connect(there.addresses[0], timeout=PATIENCE)
     server = mixed(folder, expired)  # a good one, which is shown an old one
     client = mixed(expired, folder)
-    with pair(server, client) as (there, here), pytest.raises(bh.AuthenticationError, match="certificate expired"):
+    with (
+        pair(server, client) as (there, here),
+        pytest.raises(bh.errors.AuthenticationError, match="certificate expired"),
+    ):
         here.connect(there.addresses[0], timeout=PATIENCE)
     assert any("expired" in message for message in caplog.messages)
 
@@ -126,15 +129,18 @@ def test_the_secret_is_asked_for_inside(folder: Path) -> None:
     credentials = Credentials(files_of(folder, 0))
     with pair(credentials, credentials) as (there, here):
         here._connector._secret = b"another"
-        with pytest.raises(bh.AuthenticationError, match="secret"):
+        with pytest.raises(bh.errors.AuthenticationError, match="secret"):
             here.connect(there.addresses[0], timeout=PATIENCE)
 
 
 def test_who_speaks_another_language_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     credentials = Credentials(files_of(folder, 0))
-    with pair(credentials, None) as (there, here), pytest.raises(bh.AuthenticationError, match="takes TLS only"):
+    with pair(credentials, None) as (there, here), pytest.raises(bh.errors.AuthenticationError, match="takes TLS only"):
         here.connect(there.addresses[0], timeout=PATIENCE)
-    with pair(None, credentials) as (there, here), pytest.raises(bh.AuthenticationError, match="does not speak TLS"):
+    with (
+        pair(None, credentials) as (there, here),
+        pytest.raises(bh.errors.AuthenticationError, match="does not speak TLS"),
+    ):
         here.connect(there.addresses[0], timeout=PATIENCE)
     assert any("it does not speak TLS" in message for message in caplog.messages)
     assert any("speaks TLS, but this side does not" in message for message in caplog.messages)
@@ -161,7 +167,10 @@ def test_noise_on_a_tls_port_closes_that_connection_alone(folder: Path, said: by
                 sock.shutdown(socket.SHUT_WR)
             read_to_end(sock)
         assert here.connect(there.addresses[0], timeout=PATIENCE).names == {"alice"}
-        with pytest.raises((AssertionError, ConnectionError, bh.AuthenticationError)), dial(there.addresses[0]) as sock:
+        with (
+            pytest.raises((AssertionError, ConnectionError, bh.errors.AuthenticationError)),
+            dial(there.addresses[0]) as sock,
+        ):
             prove(sock)
 
 
@@ -192,7 +201,12 @@ def test_files_that_are_no_certificates_are_named(folder: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match="cannot use"):
             Credentials(bh.Tls(**given))
     with pytest.raises(ValueError, match=r"backhaul\.launch"):
-        bh.init("alone", rank=0, world_size=1, options=bh.Options(tls="auto", init_method=f"file://{tmp_path}/store"))
+        bh.init(
+            "alone",
+            rank=0,
+            world_size=1,
+            options=bh.Options(init_method=f"file://{tmp_path}/store", security=bh.Security(tls="auto")),
+        )
 
 
 # Workers.
@@ -205,8 +219,8 @@ def workers(folder: Path, ranks: list[int], *, names: bool = True) -> Iterator[l
     for rank in ranks:
         files = files_of(folder, rank)
         tls = bh.Tls(certificate=files.certificate, key=files.key, authority=files.authority, names=names)
-        options.append(bh.Options(tls=tls, shutdown_timeout=5, connect_timeout=PATIENCE))
-    ends = [listening(Credentials(each.tls)) for each in options]  # type: ignore[arg-type]
+        options.append(bh.Options(shutdown_timeout=5, connect_timeout=PATIENCE, security=bh.Security(tls=tls)))
+    ends = [listening(Credentials(each.security.tls)) for each in options]  # type: ignore[arg-type]
     each = list(zip(NAMES, ends, options, strict=True))
     records = [describe(name, rank, end, opts, host="here") for rank, (name, end, opts) in enumerate(each)]
     nodes = [start_node(own, records, end, opts) for own, (_, end, opts) in zip(records, each, strict=True)]
@@ -221,7 +235,7 @@ def test_names_are_bound_to_certificates(folder: Path, caplog: pytest.LogCapture
     with workers(folder, [0, 1]):
         assert bh.rpc_sync("bob", torch.add, args=(torch.ones(1), 1)) == 2
     with workers(folder, [0, 0]) as (_, bob):  # Bob shows Alice's
-        with pytest.raises(bh.AuthenticationError, match="'alice', not for 'bob'"):
+        with pytest.raises(bh.errors.AuthenticationError, match="'alice', not for 'bob'"):
             bh.rpc_sync("bob", torch.zeros, args=(1,))
         with bob, pytest.raises(bh.PeerLostError):
             bh.rpc_sync("alice", torch.zeros, args=(1,))
@@ -271,7 +285,7 @@ bh.expose(torch.mul)
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_launch_with_certificates_of_its_own(trusted: bool) -> None:
-    options = bh.Options(tls="auto", transport="tcp", trusted=trusted)
+    options = bh.Options(transport="tcp", security=bh.Security(tls="auto", trusted=trusted))
     found = bh.launch(program, NAMES, options=options, timeout=100, start_method="forkserver")
     assert found == [("TlsChannel", ["bob"], 0), None]
 

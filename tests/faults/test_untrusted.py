@@ -97,7 +97,12 @@ def later() -> bh.Future[int]:
 
 @contextlib.contextmanager
 def strict_worker(**limits: int) -> Iterator[list[bh.Worker]]:
-    options = bh.Options(trusted=False, shutdown_timeout=10, timeout=PATIENCE, max_frame_bytes=LIMIT, **limits)
+    options = bh.Options(
+        shutdown_timeout=10,
+        timeout=PATIENCE,
+        security=bh.Security(trusted=False),
+        limits=bh.Limits(frame_bytes=LIMIT, **limits),
+    )
     names = ["honest", "attacked", "evil"]
     with bh.cluster(names, options=options, endpoints=make_endpoint) as workers:
         check(workers)
@@ -265,7 +270,7 @@ REFUSED = {
 def test_what_asks_too_much_is_answered(attack: str) -> None:
     frame, kind = REFUSED[attack]
     assert frame is not None
-    with strict_worker(max_tensors=8, max_depth=5) as workers, member(workers) as sock:
+    with strict_worker(tensors=8, depth=5) as workers, member(workers) as sock:
         sock.sendall(wire(frame, call("attacked.add", PLAIN, number=2)))
         found = {frame.number: frame for frame in answers(sock, 2)}
         assert found[1].kind == Kind.FAULT
@@ -346,7 +351,7 @@ def test_values_are_counted_before_anything_is_made_of_them(workers: list[bh.Wor
         if outcome == "LimitError":
             fault = unpack(found[1].body, Fault)
             assert fault.type_name.endswith("LimitError"), fault
-            assert "max_values" in fault.message
+            assert "limits.values" in fault.message
     check(workers)
 
 
@@ -387,7 +392,7 @@ def test_messages_of_others_are_not_dropped() -> None:
 
 
 def test_cancelled_calls_do_not_count_any_more() -> None:
-    with strict_worker(max_calls=1) as workers, member(workers) as sock:
+    with strict_worker(calls=1) as workers, member(workers) as sock:
         nothing = Payload(plain=[])
         cancel = Frame(Kind.CANCEL, 0, pack(Cancel((1, 7))))
         sock.sendall(wire(call("attacked.slow", nothing), call("attacked.slow", nothing, number=2), cancel))
@@ -400,7 +405,7 @@ def test_cancelled_calls_do_not_count_any_more() -> None:
 
 
 def test_what_goes_on_after_a_call_was_cancelled_counts() -> None:
-    with strict_worker(max_calls=1) as workers, member(workers) as sock:
+    with strict_worker(calls=1) as workers, member(workers) as sock:
         in_flight = workers[1].counters["num_calls_in_flight"]
         sock.sendall(wire(call("attacked.later", Payload(plain=[]))))
         while not promised:
@@ -419,7 +424,7 @@ def test_what_goes_on_after_a_call_was_cancelled_counts() -> None:
 
 
 def test_floods_are_refused_and_honest_peers_served() -> None:
-    with strict_worker(max_calls=4) as workers, member(workers) as sock:
+    with strict_worker(calls=4) as workers, member(workers) as sock:
         flood = wire(*(call("attacked.add", PLAIN, number=number) for number in range(1, 3001)))
         sock.sendall(flood)
         check(workers)

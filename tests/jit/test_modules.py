@@ -54,7 +54,7 @@ def test_part_of_a_scripted_module(outer: type[functions.Model]) -> None:
 
 def test_it_does_not_travel_or_get_saved() -> None:
     model = script(backhaul.jit.remote_module(bh.remote("worker1", functions.make_layer), Layer))
-    with pytest.raises(bh.SerializationError, match="Passing a script RemoteModule over RPC is not supported"):
+    with pytest.raises(bh.errors.SerializationError, match="Passing a script RemoteModule over RPC is not supported"):
         bh.rpc_sync("worker1", type, (model,))
 
 

@@ -213,15 +213,15 @@ def test_only_modules_are_made(make: Any) -> None:
 def test_errors_are_raised_here() -> None:
     with pytest.raises(KeyError, match="made") as caught:
         RemoteModule("worker1", modules.Fails, ("made",))
-    assert isinstance(caught.value.__cause__, bh.RemoteTraceback)
+    assert isinstance(caught.value.__cause__, bh.errors.RemoteTraceback)
     there = RemoteModule("worker1", modules.Fails, ("called",))
     with pytest.raises(KeyError, match="called"):
         there(torch.ones(1))
     with pytest.raises(KeyError, match="called"):
         there.forward_async(torch.ones(1)).wait()
-    with pytest.raises(bh.UnknownWorkerError):
+    with pytest.raises(bh.errors.UnknownWorkerError):
         RemoteModule("worker9", nn.Linear, (1, 1))
-    with pytest.raises(bh.UnknownWorkerError):
+    with pytest.raises(bh.errors.UnknownWorkerError):
         RemoteModule("rank:9/cpu", nn.Linear, (1, 1))
     with pytest.raises(ValueError, match="remote_device"):
         RemoteModule("worker1/foo", nn.Linear, (1, 1))

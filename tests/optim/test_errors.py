@@ -115,9 +115,9 @@ def test_contexts_that_are_gone_or_never_were() -> None:
             pass
         before = far.values()
         for context in (ctx, 12345):
-            with pytest.raises(bh.UnknownContextError):
+            with pytest.raises(bh.errors.UnknownContextError):
                 optimizer.step(context)
-            with pytest.raises(bh.UnknownContextError):
+            with pytest.raises(bh.errors.UnknownContextError):
                 bh.optim.clip_grad_norm_(context, far.groups(), 1.0)
         with pytest.raises(TypeError):
             optimizer.step("context")
@@ -131,7 +131,7 @@ def test_it_stays_where_it_is() -> None:
         optimizer = DistributedOptimizer(torch.optim.SGD, [bh.RRef(torch.nn.Parameter(torch.ones(1)))], lr=0.1)
         with pytest.raises(TypeError, match="state_dict"):
             pickle.dumps(optimizer)
-        with pytest.raises(bh.SerializationError):
+        with pytest.raises(bh.errors.SerializationError):
             bh.rpc_sync("worker1", len, args=(optimizer,))
 
 

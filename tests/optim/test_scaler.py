@@ -102,7 +102,7 @@ def test_one_unscale_and_one_step_to_an_update() -> None:
                     again(optimizer, ctx)
             scaler.update(4.0)
             assert scaler.get_scale() == 4.0
-        with pytest.raises(bh.UnknownContextError):
+        with pytest.raises(bh.errors.UnknownContextError):
             scaler.step(optimizer, ctx)
 
 

@@ -144,7 +144,7 @@ def grad_of(rref: bh.RRef[Any], context: int | None) -> torch.Tensor | None:
         return param.grad
     try:
         return bh.get_gradients(context).get(param)
-    except bh.UnknownContextError:
+    except bh.errors.UnknownContextError:
         return None
 
 

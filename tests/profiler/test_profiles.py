@@ -177,7 +177,7 @@ def test_kinds_of_handlers_and_calls() -> None:
             made.rpc_sync().sum()
             with pytest.raises(KeyError):
                 bh.rpc_sync("worker1", programs.fail, args=(ones,))
-            with pytest.raises(bh.SerializationError):
+            with pytest.raises(bh.errors.SerializationError):
                 bh.rpc_sync("worker1", programs.fail, args=(threading.Lock(),))
             bh.rpc_sync("worker0", programs.inner, args=(ones,))
     timeline = prof.timeline

@@ -156,11 +156,11 @@ def test_an_error_in_making_is_raised_at_use(workers: Any) -> None:
 
 
 def test_a_call_that_cannot_be_made(workers: Any) -> None:
-    with pytest.raises(bh.UnknownWorkerError):
+    with pytest.raises(bh.errors.UnknownWorkerError):
         bh.remote("nobody", len)
     with pytest.raises(TypeError, match="callable"):
         bh.remote(1, 3)  # type: ignore[arg-type]
-    with pytest.raises(bh.SerializationError):
+    with pytest.raises(bh.errors.SerializationError):
         bh.remote(1, len, args=(threading.Lock(),))
 
 
@@ -236,7 +236,7 @@ def test_they_do_not_travel_otherwise(workers: Any) -> None:
 
 def test_a_message_that_cannot_be_sent_leaves_nothing_behind(workers: Any) -> None:
     rref = bh.remote(1, Counter)
-    with pytest.raises(bh.SerializationError):
+    with pytest.raises(bh.errors.SerializationError):
         bh.rpc_sync(2, read, args=(rref, threading.Lock()))
 
 
@@ -247,7 +247,7 @@ class Unreadable:
 
 def test_a_message_that_cannot_be_read_leaves_nothing_behind(workers: Any) -> None:
     rref = bh.remote(1, Counter)
-    with pytest.raises(bh.SerializationError):
+    with pytest.raises(bh.errors.SerializationError):
         bh.rpc_sync(2, give_back, args=([rref, Unreadable()],))
     assert rref.rpc_sync().add() == 1
 
@@ -376,7 +376,9 @@ def test_a_leak_of_a_value_that_could_not_be_made_is_reported_as_any() -> None:
         other = made[0].part(Node)
         ending = threading.Thread(target=other.shutdown, kwargs={"graceful": True, "timeout": DEADLINE_SECONDS})
         ending.start()
-        with pytest.raises(bh.LeakError, match=r"could not be made \(ValueError\) is still referred to by worker 0"):
+        with pytest.raises(
+            bh.errors.LeakError, match=r"could not be made \(ValueError\) is still referred to by worker 0"
+        ):
             made[1].part(Node).shutdown(graceful=True, timeout=DEADLINE_SECONDS, strict=True)
         ending.join()
         assert made[1].closed
@@ -421,7 +423,7 @@ def test_a_value_of_its_own_that_comes_too_late(workers: Any) -> None:
 
 def test_arguments_are_counted_as_the_user_does(workers: Any) -> None:
     for _ in range(3):
-        with pytest.raises(bh.SerializationError, match=r"args\[1\]") as caught:
+        with pytest.raises(bh.errors.SerializationError, match=r"args\[1\]") as caught:
             bh.remote(1, torch.add, args=(1, threading.Lock()))
         assert caught.value.path == "args[1]"
     for worker in workers:
@@ -507,14 +509,14 @@ def test_what_goes_to_a_function_that_is_not_there_is_let_go(
 
     def resolve(name: str) -> Any:
         if name.endswith("add"):
-            raise bh.FunctionNotFoundError(f"no {name}", function=name)
+            raise bh.errors.FunctionNotFoundError(f"no {name}", function=name)
         return found(name)
 
     reference = bh.remote(1, torch.ones, args=(2,))
     reference.to_here()
     with monkeypatch.context() as patch:
         patch.setattr(server, "resolve", resolve)
-        with pytest.raises(bh.FunctionNotFoundError, match="'worker2' has no function"):
+        with pytest.raises(bh.errors.FunctionNotFoundError, match="'worker2' has no function"):
             bh.rpc_sync(2, torch.add, args=(reference, 1))
     del reference
     eventually(lambda: counts(workers) == [(0, 0)] * len(workers))

@@ -465,7 +465,11 @@ def test_two_leaders_that_give_one_id_to_two_workers(first: str, monkeypatch: py
     one of the two joiners and refuse the other. No member waits for the refused one, and it waits for no member.
     """
     sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
-    options = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
+    options = bh.Options(
+        connect_timeout=1.0,
+        timeout=5.0,
+        liveness=bh.Liveness(heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0),
+    )
     with SimCluster(4, seed=1, options=options) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)  # it would end the partition
         for one in [*sides["left"], "left"]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul._options import Options
 from backhaul._sim.cluster import SimCluster
 from backhaul._sim.endpoints import SimEndpoint
 from backhaul._sim.network import NetworkConditions, SimNetwork
 from backhaul._sim.scheduler import Scheduler
 from backhaul._transport.base import ChannelClosedError, ConnectTimeoutError, Lost, Received
-from backhaul._types import Options
 from backhaul._wire.frames import Frame
 
 OPTIONS = Options(timeout=5.0, connect_timeout=2.0, backward_timeout=10.0)

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 import backhaul as bh
+from backhaul._options import Liveness, Options
 from backhaul._sim.channel import SimChannel
 from backhaul._sim.cluster import SimCluster
-from backhaul._types import Options
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
 
-OPTIONS = Options(timeout=3.0, connect_timeout=1.5, heartbeat_interval=1.0, suspect_after=2.0, lost_after=5.0)
+OPTIONS = Options(
+    timeout=3.0, connect_timeout=1.5, liveness=Liveness(heartbeat_interval=1.0, suspect_after=2.0, lost_after=5.0)
+)
 SETTLED = 40.0  # seconds of virtual time
 
 kept: list[Any] = []

@@ -60,7 +60,7 @@ def nested(x: torch.Tensor, path: list[str]) -> torch.Tensor:
 def collect(ctx: int) -> torch.Tensor | None:
     try:
         found = bh.get_gradients(ctx)
-    except bh.UnknownContextError:
+    except bh.errors.UnknownContextError:
         return None
     with torch.no_grad():
         return found.get(own_parameter())
@@ -285,7 +285,7 @@ def forward_only(x: torch.Tensor, **options: object) -> None:
 @pytest.mark.parametrize("options", [{"create_graph": True}, {"accumulate": "grad"}, {"mode": "fast"}])
 def test_passes_that_cannot_be_run_again_are_refused(cluster: SimCluster, options: dict[str, object]) -> None:
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(bh.ContextError, match=next(iter(options))):
+    with pytest.raises(bh.errors.ContextError, match=next(iter(options))):
         cluster.run("worker0", functools.partial(forward_only, x, **options)).result()
 
 
@@ -348,7 +348,7 @@ def test_nobody_waits_longer_than_it_may(cluster: SimCluster, what: str, how: st
             y = bh.rpc_sync("worker1", torch.mul, args=(torch.ones(2, requires_grad=True), 2))
             lose(cluster, "worker1")
             begun = now()
-            expected = bh.BackwardTimeoutError if what == "backward" else bh.CallTimeoutError
+            expected = bh.errors.BackwardTimeoutError if what == "backward" else bh.CallTimeoutError
             timeout = 3.0 if how == "timeout" else 0.0
             try_it = TRIED.get(what) or functools.partial(bh.backward, ctx, [y.sum()], timeout=timeout)
             arguments = (timeout,) if what in TRIED else ()
@@ -445,7 +445,7 @@ def test_what_was_given_up_can_be_tried_again(cluster: SimCluster, what: str, pa
                     with pytest.raises(bh.CallTimeoutError):
                         bh.rpc_sync("worker1", nested, args=(y, []), timeout=2.0)
                 else:
-                    with pytest.raises(bh.BackwardTimeoutError):
+                    with pytest.raises(bh.errors.BackwardTimeoutError):
                         ctx.backward(y.sum(), timeout=2.0)
                 cluster.scheduler.after(0.0, lambda: cluster.spawn(lambda: cluster.start("worker1"), "crash"))
                 pause(1.0)

@@ -15,7 +15,9 @@ import backhaul as bh
 from backhaul._rpc.cluster.certificate_names import CertificateNames
 from backhaul._sim.cluster import SimCluster
 
-OPTIONS = bh.Options(connect_timeout=1.0, timeout=5.0, heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
+OPTIONS = bh.Options(
+    connect_timeout=1.0, timeout=5.0, liveness=bh.Liveness(heartbeat_interval=0.5, suspect_after=1.0, lost_after=2.0)
+)
 
 bh.expose(torch.ones, name="ones")
 
@@ -45,7 +47,7 @@ def test_members_that_came_and_went_while_others_were_cut_off(
     ends: tuple[str, str], trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The members that were cut off did not hear of them: a member cannot ask a worker that it does not know."""
-    options = dataclasses.replace(OPTIONS, trusted=trusted)
+    options = dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted))
     with SimCluster(3, seed=1, options=options) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)  # a return would end it
         call(cluster, "worker0", "worker2")
@@ -59,7 +61,7 @@ def test_members_that_came_and_went_while_others_were_cut_off(
         cluster.sleep(5.0)
         assert [peer.info.name for peer in cluster.nodes["worker2"].peers] == ["worker0", "worker2", "late"]
         call(cluster, "worker2", "late")
-        with pytest.raises(bh.UnknownWorkerError, match="has left"):
+        with pytest.raises(bh.errors.UnknownWorkerError, match="has left"):
             call(cluster, "worker2", "worker1")
         assert cluster.shutdown(graceful=True, timeout=10.0) == []
 
@@ -67,7 +69,7 @@ def test_members_that_came_and_went_while_others_were_cut_off(
 @pytest.mark.parametrize("trusted", [True, False])
 def test_members_replaced_on_both_sides_of_a_partition(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of the two new workers had heard of the other."""
-    options = dataclasses.replace(OPTIONS, trusted=trusted)
+    options = dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted))
     with SimCluster(4, seed=1, options=options) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         for one, other in itertools.permutations(cluster.nodes, 2):
@@ -89,7 +91,7 @@ def test_members_replaced_on_both_sides_of_a_partition(trusted: bool, monkeypatc
 
 def test_a_channel_that_is_lost_before_two_members_have_compared() -> None:
     """Opening another channel would start another comparison, and so on forever if one of the two is refused."""
-    with SimCluster(2, seed=1, options=bh.Options(heartbeat_interval=0.0)) as cluster:
+    with SimCluster(2, seed=1, options=bh.Options(liveness=bh.Liveness(heartbeat_interval=0.0))) as cluster:
         call(cluster, "worker1", "worker0")
         cluster.network.drop(cluster.network.channels[0], 0.0, 0.0)
         cluster.sleep(1.0)
@@ -109,7 +111,9 @@ def test_two_leaders_that_give_one_id_to_two_workers_where_only_the_leader_is_be
     """
     sides = {"left": ["worker0", "worker1"], "right": ["worker2", "worker3"]}
     monkeypatch.setattr(CertificateNames, "bound", trusted)  # as if there were certificates
-    with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+    with SimCluster(
+        4, seed=1, options=dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted))
+    ) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         split(cluster, *([*members, side] for side, members in sides.items()))
         for side in (first, "left" if first == "right" else "right"):
@@ -147,7 +151,9 @@ def test_a_leader_that_was_cut_off_learns_which_members_left(
     ends: tuple[str, str], known: bool, trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, it believed no member without trust; and with trust, not about a worker to which it never had a channel."""
-    with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+    with SimCluster(
+        3, seed=1, options=dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted))
+    ) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)  # a return would end it
         call(cluster, "worker0", "worker2")
         if known:
@@ -160,7 +166,7 @@ def test_a_leader_that_was_cut_off_learns_which_members_left(
         call(cluster, *ends)
         cluster.sleep(5.0)
         assert members_of(cluster, "worker0") == ["worker0", "worker2"]
-        with pytest.raises(bh.UnknownWorkerError, match="has left"):
+        with pytest.raises(bh.errors.UnknownWorkerError, match="has left"):
             call(cluster, "worker0", "worker1")
         assert cluster.shutdown(graceful=True, timeout=10.0) == []
 
@@ -171,7 +177,9 @@ def test_a_member_that_only_the_leaving_worker_cannot_reach_is_told_by_others(
     noticed: bool, trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loses no other channel, so no member compares with it."""
-    with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+    with SimCluster(
+        3, seed=1, options=dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted))
+    ) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         for one, other in itertools.combinations(cluster.nodes, 2):
             call(cluster, one, other)
@@ -187,7 +195,9 @@ def test_a_member_that_only_the_leaving_worker_cannot_reach_is_told_by_others(
 @pytest.mark.parametrize("trusted", [True, False])
 def test_joiners_pass_on_which_members_left_before_they_came(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The members that heard it first are gone when the leader is back."""
-    with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+    with SimCluster(
+        3, seed=1, options=dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted))
+    ) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         call(cluster, "worker0", "worker2")
         call(cluster, "worker1", "worker2")
@@ -209,7 +219,9 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_other_joiner(
 ) -> None:
     """Once, each member followed the leader that it saw at that moment, and refused the dropped joiner forever."""
     monkeypatch.setattr(CertificateNames, "bound", trusted)  # as if there were certificates
-    with SimCluster(4, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+    with SimCluster(
+        4, seed=1, options=dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted))
+    ) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         left, right = ["worker0", "worker2"], ["worker1", "worker3"]
         split(cluster, [*left, "left"], [*right, "right"])
@@ -237,7 +249,9 @@ def test_members_that_see_different_leaders_do_not_each_drop_the_other_joiner(
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_leader_that_was_cut_off_admits_a_restarted_worker(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never had a channel to the earlier incarnation, had not noticed its loss, and had no member to ask."""
-    with SimCluster(3, seed=1, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+    with SimCluster(
+        3, seed=1, options=dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted))
+    ) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         call(cluster, "worker0", "worker2")
         call(cluster, "worker1", "worker2")
@@ -263,7 +277,11 @@ def test_all_members_agree_after_partitions(seed: int, trusted: bool, monkeypatc
     the id of a worker that has left, and others are restarted, on either side.
     """
     draw = random.Random(seed)
-    with SimCluster(5, seed=seed, options=dataclasses.replace(OPTIONS, trusted=trusted)) as cluster:
+    with SimCluster(
+        5,
+        seed=seed,
+        options=dataclasses.replace(OPTIONS, security=dataclasses.replace(OPTIONS.security, trusted=trusted)),
+    ) as cluster:
         monkeypatch.setattr(cluster.network.partitions, "reconnect", lambda name: None)
         for _ in range(3):
             for one, other in itertools.combinations(cluster.nodes, 2):

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from backhaul._options import Limits, Options, Security
 from backhaul._rpc.security.rate_limits import over_limits
-from backhaul._types import Options
 from backhaul._wire.memory import Buffer, Recycler
 from backhaul.errors import ProtocolError
 
@@ -15,7 +15,7 @@ LIMIT_BYTES = 1 << 20
 """The largest frame of the readers here, and so the most that a target may allocate at once."""
 MAX_VALUES = 4096
 """How many values a message may have."""
-_UNTRUSTED = Options(trusted=False, max_values=MAX_VALUES)
+_UNTRUSTED = Options(security=Security(trusted=False), limits=Limits(values=MAX_VALUES))
 
 
 class FindingError(Exception):

@@ -12,12 +12,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+from backhaul._options import Liveness, Options
 from backhaul._rpc.node import Node
 from backhaul._sim.cluster import SimCluster, SimProgram
 from backhaul._sim.faults import FAULTS, HARMLESS, SURVIVED, UNREACHABLE, SimulatedFaults
 from backhaul._sim.network import NetworkConditions
 from backhaul._sim.random_steps import RandomStep, Stage, draw_step, forget_states, run_step
-from backhaul._types import Options
 from backhaul._worker.worker import current_worker
 from backhaul.errors import BackhaulError
 
@@ -300,10 +300,8 @@ def _run_seed(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
         backward_timeout=8.0,
         threads=draw.choice((1, 2, 16)),
         shutdown_timeout=60.0,
-        heartbeat_interval=1.0,
-        suspect_after=2.0,
-        lost_after=5.0,
         rendezvous_timeout=20.0,
+        liveness=Liveness(heartbeat_interval=1.0, suspect_after=2.0, lost_after=5.0),
     )
     cluster = SimCluster(
         setting.workers,

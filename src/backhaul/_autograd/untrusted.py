@@ -34,7 +34,7 @@ register(Summary)
 def recorder_for(node: Node, container: Container) -> ForwardRecorder:
     """The recorder of a worker. It checks notes if peers are not trusted or contexts are limited."""
     options = node.worker.options
-    if options.trusted and node.rate_limits.contexts is None:
+    if options.security.trusted and node.rate_limits.contexts is None:
         made = ForwardRecorder(node.worker, container)
     else:
         node.worker.attach(container)
@@ -57,7 +57,7 @@ class UntrustedRecorder(ForwardRecorder):
             read = unpack(note, AutogradNote)
             _check_note(peer, read, tensors)
             self._take(peer, read.context)
-            if (read.replay >= 0 or read.anomaly) and not self._worker.options.trusted:
+            if (read.replay >= 0 or read.anomaly) and not self._worker.options.security.trusted:
                 # An untrusted peer may not choose the id of a reply, nor anomaly mode, which holds for the process.
                 note = pack(msgspec.structs.replace(read, replay=-1, anomaly=0))
         return super().request_in(peer, note, tensors)
@@ -88,7 +88,7 @@ class UntrustedRecorder(ForwardRecorder):
                 brought.intersection_update([each for each in brought if self._container.find(each) is not None])
             if len(brought) >= self._limit:
                 asked = f"'{peer.info.name}' has {len(brought)} contexts there and brought another"
-                raise beyond(self._worker.name, "contexts of one peer at once", "max_contexts", self._limit, asked)
+                raise beyond(self._worker.name, "contexts of one peer at once", "limits.contexts", self._limit, asked)
             brought.add(context)
 
 

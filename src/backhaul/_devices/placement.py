@@ -101,7 +101,7 @@ class Route:
             have = f"has {self.there or 'no'} CUDA device{'' if self.there == 1 else 's'}"
             trouble = f"has no place at worker '{self.receiver}', which {have}"
         other = f"{{'{callee}': {{{entry}}}}}" if self.there else ""
-        ways = [f"Options.device_maps{whose} to {way}" for way in (other, f"{{'{callee}': 'cpu'}}") if way]
+        ways = [f"Options.devices.maps{whose} to {way}" for way in (other, f"{{'{callee}': 'cpu'}}") if way]
         return f"{trouble}; set {', or '.join(ways)} to have it arrive on the CPU"
 
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from backhaul._devices.placement import check
+from backhaul._options import Options
 from backhaul._rpc.node import Node, describe, refuse_in_handlers, shutdown_together, start_node
 from backhaul._transport.base import Endpoint, EndpointFactory
 from backhaul._transport.inproc import InprocEndpoint
-from backhaul._types import Options, check_name
+from backhaul._types import check_name
 from backhaul._worker.worker import Worker, current_worker, in_handler, make_default
 from backhaul.errors import NotInitializedError
 

@@ -28,12 +28,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from backhaul._launch.embedded import worker_names
 from backhaul._launch.pipe_store import PipeStore, Table
+from backhaul._options import Options
 from backhaul._rpc.api import init, shutdown
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.cluster.rendezvous import SECRET_VARIABLE, TLS_VARIABLE
 from backhaul._runtime import interrupts
 from backhaul._transport.sockets.certificates import make_certificates
-from backhaul._types import Options
 from backhaul._wire.codec import decode, encode
 from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
@@ -102,7 +102,7 @@ def launch(
     }
     processes = _WorkerProcesses(names)
     with contextlib.ExitStack() as stack:
-        if options is not None and options.tls == "auto":
+        if options is not None and options.security.tls == "auto":
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backhaul-tls-"))
             make_certificates(Path(folder), names)
             environment[TLS_VARIABLE] = folder

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul._devices.placement import check
+from backhaul._options import Options
 from backhaul._rpc.calls.retry import Attempts, Retry
 from backhaul._rpc.cluster.membership_events import MembershipEvent, MembershipEvents
 from backhaul._rpc.cluster.rendezvous import StoreRendezvous, check_rank, credentials_of, open_store, secret_of
@@ -19,7 +20,7 @@ from backhaul._rpc.node import join as join_cluster
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._transport.sockets.addresses import host_identity, is_loopback
 from backhaul._transport.sockets.endpoint import SocketEndpoint
-from backhaul._types import MAX_WORKERS, Options, WorkerInfo, check_name
+from backhaul._types import MAX_WORKERS, WorkerInfo, check_name
 from backhaul._worker.worker import Worker, current_worker, running_workers
 from backhaul.errors import NotInitializedError
 
@@ -49,9 +50,9 @@ def init(
         rank: This worker's number, 0 to ``world_size - 1``.
         world_size: How many workers there are.
         store: A ``torch.distributed.Store`` for the rendezvous, in place of ``options.init_method``.
-        join: The address of any member (``get_address``), or several to try. This needs a secret (``Options.secret`` or
-            ``BACKHAUL_SECRET``) and no store; ``rank`` is the id that the worker wants, any if not given. True: the
-            store says where the members are.
+        join: The address of any member (``get_address``), or several to try. This needs a secret
+            (``Security.secret`` or ``BACKHAUL_SECRET``) and no store; ``rank`` is the id that the worker wants, any if
+            not given. True: the store says where the members are.
         options: See ``Options``.
 
     Raises:
@@ -76,13 +77,18 @@ def init(
     if options.bind is not None and secret is None and not is_loopback(options.bind):
         raise ValueError(
             f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
-            "to the same value on every worker, or give Options(secret=...)"
+            "to the same value on every worker, or give Options(security=Security(secret=...))"
         )
-    if options.bind is not None and options.tls is None and not options.allow_plain and not is_loopback(options.bind):
+    if (
+        options.bind is not None
+        and options.security.tls is None
+        and not options.security.allow_plain
+        and not is_loopback(options.bind)
+    ):
         raise ValueError(
             f"bind={options.bind!r} is reachable from other hosts, so messages should be encrypted: give "
-            "Options(tls=Tls(certificate=..., key=..., authority=...)), or Options(allow_plain=True) if the network "
-            "between the hosts can neither be read nor changed by others"
+            "Options(security=Security(tls=Tls(certificate=..., key=..., authority=...))), or "
+            "Options(security=Security(allow_plain=True)) if nobody else can read or change the traffic"
         )
     if join and join is not True:
         return _join(name, -1 if rank is None else rank, [join] if isinstance(join, str) else join, secret, options)
@@ -116,7 +122,7 @@ def _endpoint(secret: bytes, options: Options, rank: int) -> SocketEndpoint:
         secret=secret,
         unix=options.transport != "tcp",
         bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
-        limit=options.max_frame_bytes,
+        limit=options.limits.frame_bytes,
         shm_bytes=options.shm_bytes,
         credentials=credentials_of(options, rank),
     )
@@ -127,7 +133,10 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
     if name is None:
         raise ValueError("a worker that joins needs a name")
     if secret is None:
-        raise ValueError("to join, the cluster's secret is needed: set BACKHAUL_SECRET, or give Options(secret=...)")
+        raise ValueError(
+            "to join, the cluster's secret is needed; set BACKHAUL_SECRET, or pass "
+            "Options(security=Security(secret=...))"
+        )
     if not -1 <= rank < MAX_WORKERS:
         raise ValueError(f"rank must be 0 to {MAX_WORKERS - 1}, got {rank}")
     endpoint = _endpoint(secret, options, rank)
@@ -256,7 +265,7 @@ def rpc_sync(
         CallTimeoutError: There was no reply in time.
         CallCancelledError: The handler that makes the call was cancelled.
         PeerLostError: The worker cannot be reached, or was lost during the call.
-        PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.trusted``.
+        PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.security.trusted``.
         SerializationError: An argument or the result cannot be sent, or ``func`` is sent by value and keeps state in
             globals.
         UnknownWorkerError: There is no such worker.

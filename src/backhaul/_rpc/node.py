@@ -9,6 +9,7 @@ from typing import Protocol
 
 from backhaul._devices.cuda import process
 from backhaul._devices.placement import check, maps_of
+from backhaul._options import Options
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.served_call import never_dropped
 from backhaul._rpc.calls.server import CallServer
@@ -33,7 +34,6 @@ from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
 from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
-from backhaul._types import Options
 from backhaul._wire.value_count import most_buffers
 from backhaul._worker.worker import Worker, in_handler, running_workers
 from backhaul.errors import BackhaulError, LeakError
@@ -62,7 +62,7 @@ class Node:
         self.heartbeat = Heartbeats(worker, self.peers)
         self.client = CallClient(worker, self.peers)
         self.rate_limits = RateLimits.of(worker.options)
-        guarded = not worker.options.trusted or self.rate_limits.any
+        guarded = not worker.options.security.trusted or self.rate_limits.any
         self.server = (UntrustedServer if guarded else CallServer)(worker, self.client)
         self.graceful_shutdown = GracefulShutdown(worker, self.client, self.server)
         calls = InternalCalls(self.client, worker.runtime.now)
@@ -151,11 +151,11 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         host=host,
         addresses=endpoint.addresses,
         main=main_identity(),
-        limit=options.max_frame_bytes,
-        beat=options.heartbeat_interval,
-        trusting=options.trusted,
+        limit=options.limits.frame_bytes,
+        beat=options.liveness.heartbeat_interval,
+        trusting=options.security.trusted,
         devices=process.identities(),
-        maps=maps_of(options.device_maps, options.devices),
+        maps=maps_of(options.devices.maps, options.devices.placement),
         bounds=bounds_of(options),
         seal=seal_of(secret_of(incarnation)),
     )
@@ -171,11 +171,11 @@ def start_node(
 ) -> Node:
     """Make the worker that ``own`` describes and let it listen."""
     worker = Worker(own.info, own.incarnation, endpoint, options, runtime)
-    worker.device_context = process.start(own, worker.options.device_slot_bytes)
+    worker.device_context = process.start(own, worker.options.devices.slot_bytes)
     node = Node(worker, own, records)
     for extend in extensions:
         extend(node)
-    if not options.trusted:
+    if not options.security.trusted:
         endpoint.share_nothing()
         endpoint.limit_buffers(most_buffers(node.rate_limits.tensors or 0))
         guard_frames(node.worker, node.client)

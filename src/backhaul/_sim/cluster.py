@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from backhaul._options import Options
 from backhaul._rpc.cluster.departure import seal_of
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.node import Node, join, shutdown_together, start_node
@@ -26,7 +27,6 @@ from backhaul._sim.network import NetworkConditions, SimNetwork
 from backhaul._sim.runtime import SimRuntime
 from backhaul._sim.scheduler import Scheduler
 from backhaul._sim.tasks import SimProcess, SimThread
-from backhaul._types import Options
 
 T = TypeVar("T")
 
@@ -192,9 +192,9 @@ class SimCluster:
             "simulation",
             endpoint.addresses,
             "simulation",
-            self.options.max_frame_bytes,
-            self.options.heartbeat_interval,
-            trusting=self.options.trusted,
+            self.options.limits.frame_bytes,
+            self.options.liveness.heartbeat_interval,
+            trusting=self.options.security.trusted,
             bounds=bounds_of(self.options),
             seal=seal_of(_secret_of(incarnation)),
         )

@@ -16,8 +16,8 @@ import msgspec
 import torch
 from torch.autograd import forward_ad
 
+from backhaul._options import UNTRUSTED_VALUES
 from backhaul._runtime import interrupts
-from backhaul._types import UNTRUSTED_VALUES
 from backhaul._wire.device_link import Lease, Link
 from backhaul._wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul._wire.memory import Buffer
@@ -249,8 +249,8 @@ def load(
         return restore(
             values,
             tensors,
-            getattr(options, "max_depth", MAX_DEPTH),
-            getattr(options, "value_limit", UNTRUSTED_VALUES),
+            MAX_DEPTH if options is None else options.limits.depth,
+            UNTRUSTED_VALUES if options is None else options.value_limit,
         )
     try:
         for place, index in payload.places:

@@ -279,9 +279,9 @@ class FrameReader:
             self._check_flags(flags, count, body)
         size = _HEADER_SIZE + 8 * count + body + payload
         if size > self._limit:
-            raise ProtocolError(f"a frame of {size} bytes exceeds the limit of {self._limit} (max_frame_bytes)")
+            raise ProtocolError(f"a frame of {size} bytes exceeds the limit of {self._limit} (limits.frame_bytes)")
         if count > self._max_buffers:
-            raise ProtocolError(f"a frame of {count} buffers exceeds the limit of {self._max_buffers} (max_tensors)")
+            raise ProtocolError(f"a frame of {count} buffers exceeds the limit of {self._max_buffers} (limits.tensors)")
         if count == 0 and payload:
             raise ProtocolError(f"malformed frame: no buffers, but a payload of {payload} bytes")
         self._start += _HEADER_SIZE

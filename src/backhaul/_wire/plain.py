@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from backhaul._types import UNTRUSTED_VALUES
+from backhaul._options import UNTRUSTED_VALUES
 from backhaul._wire.tensors.dtypes import DTYPES
 from backhaul._wire.tensors.writer import TensorWriter
 from backhaul._wire.value_count import LEVELS, count
@@ -26,7 +26,7 @@ MAX_DIMENSIONS = 64
 """How many dimensions a tensor may have. The size of a tensor with thousands of dimensions takes seconds to compute."""
 
 MAX_DEPTH = 256
-"""How deep values may be nested. A worker may allow less, see ``Options.max_depth``."""
+"""How deep values may be nested. A worker may allow less, see ``Options.limits.depth``."""
 
 SCALARS = frozenset((type(None), bool, int, float, str, bytes))
 """Types whose values need no tag."""
@@ -173,7 +173,7 @@ class _Decoding:
         if self.values is not None:
             option, found = count(body, self.values, LEVELS)
             if option:
-                raise _TooManyError if option == "max_values" else _TooDeepError
+                raise _TooManyError if option == "limits.values" else _TooDeepError
             self.values -= found
         return _records[name].decode(body)
 
@@ -202,17 +202,17 @@ def restore(
     except _TooManyError:
         raise LimitError(
             f"the records of a message have more than {values} values, the limit of the receiving worker; "
-            "send less, or raise Options.max_values there",
+            "send less, or raise Options.limits.values there",
             limit="values in one message",
-            option="max_values",
+            option="limits.values",
             value=values,
         ) from None
     except _TooDeepError:
         raise LimitError(
             f"the values of a message are nested more than {depth} deep, the limit of the receiving worker; "
-            "flatten them, or raise Options.max_depth there",
+            "flatten them, or raise Options.limits.depth there",
             limit="nesting depth",
-            option="max_depth",
+            option="limits.depth",
             value=depth,
         ) from None
     except ProtocolError:

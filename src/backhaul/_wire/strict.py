@@ -51,7 +51,7 @@ def _check_table(table: TensorTable, limit: int) -> None:
         raise ProtocolError(f"this worker does not accept tensors of more than {MAX_DIMENSIONS} dimensions")
     size = sum(math.prod(part.shape) * dtype_named(part.dtype).itemsize for part in parts)
     if size > limit:
-        raise ProtocolError(f"the tensors of a message need {size} bytes; the limit is {limit} (max_frame_bytes)")
+        raise ProtocolError(f"the tensors of a message need {size} bytes; the limit is {limit} (limits.frame_bytes)")
 
 
 def _check_bools(tensor: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ class Bounds(msgspec.Struct, array_like=True, frozen=True):
 
 
 def excess(body: Buffer, values: int, depth: int) -> str:
-    """The option that a message exceeds, ``"max_values"`` or ``"max_depth"``; empty if it exceeds neither.
+    """The option that a message exceeds, ``"limits.values"`` or ``"limits.depth"``; empty if it exceeds neither.
 
     This function does not report bytes that are not msgpack. Decoding reports them.
 
@@ -72,7 +72,7 @@ def excess(body: Buffer, values: int, depth: int) -> str:
     Example:
         >>> message = msgspec.msgpack.encode([1, [2, [3]], {"a": b"bytes"}])
         >>> excess(message, 9, 3), excess(message, 8, 3), excess(message, 9, 2)
-        ('', 'max_values', 'max_depth')
+        ('', 'limits.values', 'limits.depth')
     """
     size = len(body)
     # A value takes at least one byte, so most messages need no count.
@@ -97,9 +97,9 @@ def count(body: Buffer, values: int, depth: int) -> tuple[str, int]:
         if items:
             found += items
             if found > values:
-                return "max_values", found
+                return "limits.values", found
             if len(outer) >= depth:
-                return "max_depth", found
+                return "limits.depth", found
             outer.append(pending)
             pending = items
         else:

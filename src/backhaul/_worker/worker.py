@@ -18,13 +18,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from backhaul._devices.device_context import DeviceContext
+from backhaul._options import Options
 from backhaul._runtime import interrupts, worker_patches
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.interrupts import SIGINT, getsignal
 from backhaul._runtime.observer import Observer
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Channel, Endpoint
-from backhaul._types import Options, WorkerInfo
+from backhaul._types import WorkerInfo
 from backhaul._worker.frame_receiver import FrameCheck, FrameHandler, FrameReceiver
 from backhaul._worker.listeners import Listeners
 from backhaul._worker.loopback import Loopback

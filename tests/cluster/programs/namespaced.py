@@ -35,12 +35,11 @@ def main() -> None:
     options = bh.Options(
         transport="tcp",
         bind=bind,
-        secret="of the namespaces",
-        allow_plain=True,
         init_method=f"file://{folder}/store",
         backward_timeout=3.0,
         connect_timeout=2.0,
         rendezvous_timeout=60.0,
+        security=bh.Security(secret="of the namespaces", allow_plain=True),
     )
     bh.init(f"worker{rank}", rank=rank, world_size=2, options=options)
     (folder / f"up{rank}").touch()

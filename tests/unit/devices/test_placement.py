@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from backhaul._devices.placement import Maps, backward, check, maps_of, onward, same_device
-from backhaul._types import Options, device_name
+from backhaul._options import Devices, Options
+from backhaul._types import device_name
 from backhaul.errors import ProtocolError, SerializationError
 
 
@@ -46,17 +47,17 @@ class TestWithoutAMap:
         text = str(caught.value)
         assert "cuda:1" in text
         assert "'b', which has 1 CUDA device;" in text
-        assert "Options.device_maps to {'b': {'cuda:1': 'cuda:0'}}" in text
-        assert "Options.device_maps to {'b': 'cpu'}" in text
+        assert "Options.devices.maps to {'b': {'cuda:1': 'cuda:0'}}" in text
+        assert "Options.devices.maps to {'b': 'cpu'}" in text
 
     def test_a_peer_without_devices(self) -> None:
         with pytest.raises(
-            SerializationError, match=r"has no CUDA devices; set Options.device_maps to {'b': 'cpu'} to"
+            SerializationError, match=r"has no CUDA devices; set Options.devices.maps to {'b': 'cpu'} to"
         ):
             onward(worker("a", 2), worker("b", 0)).target("cuda:0")
 
     def test_a_reply_says_whose_option_it_is(self) -> None:
-        with pytest.raises(SerializationError, match=r"Options.device_maps of worker 'a' to {'b': 'cpu'}"):
+        with pytest.raises(SerializationError, match=r"Options.devices.maps of worker 'a' to {'b': 'cpu'}"):
             backward(worker("b", 1), worker("a", 0)).target("cuda:0")
 
 
@@ -185,21 +186,21 @@ class TestOptions:
     )
     def test_what_cannot_be(self, maps: Any) -> None:
         with pytest.raises(ValueError):
-            Options(device_maps=maps)
+            Options(devices=Devices(maps=maps))
 
     @pytest.mark.parametrize("maps", ["cpu", [("b", {0: 0})], 3])
     def test_what_is_no_map_at_all(self, maps: Any) -> None:
-        with pytest.raises(ValueError, match="device_maps has, by name of a worker, a map"):
-            Options(device_maps=maps)
+        with pytest.raises(ValueError, match="maps must give for each worker name a map"):
+            Options(devices=Devices(maps=maps))
 
     @pytest.mark.parametrize("size", [-1, 1.5, "1GiB", True, float("inf")])
     def test_slot_bytes(self, size: Any) -> None:
-        with pytest.raises(ValueError, match="device_slot_bytes must be a number of bytes"):
-            Options(device_slot_bytes=size)
+        with pytest.raises(ValueError, match="slot_bytes must be a number of bytes"):
+            Options(devices=Devices(slot_bytes=size))
 
     def test_devices(self) -> None:
-        with pytest.raises(ValueError, match="devices must be"):
-            Options(devices="cuda")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="placement must be"):
+            Options(devices=Devices(placement="cuda"))  # type: ignore[arg-type]
 
     def test_names(self) -> None:
         assert device_name(torch.device("cuda", 3)) == "cuda:3"

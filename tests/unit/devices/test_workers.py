@@ -246,7 +246,7 @@ def stray_gradient(encoded: Encoded) -> Frame:
 
 def test_a_tensor_without_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     World("staged", monkeypatch)
-    options = bh.Options(device_maps={"worker1": {"cpu": 0}})
+    options = bh.Options(devices=bh.Devices(maps={"worker1": {"cpu": 0}}))
     with bh.cluster(2, options=options):
         with pytest.raises(SerializationError, match=r"args\[1\].*cuda:0 has no place at worker 'worker1'") as caught:
             bh.rpc_sync("worker1", torch.add, args=(1, torch.ones(2)))
@@ -258,7 +258,7 @@ def test_a_tensor_without_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_what_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("slots", monkeypatch)
     weight.grad = None
-    options = bh.Options(device_maps={"worker1": {0: 0}}, devices="mapped")
+    options = bh.Options(devices=bh.Devices(maps={"worker1": {0: 0}}, placement="mapped"))
     with bh.cluster(2, options=options, endpoints=lambda: SocketEndpoint(secret=b"secret")):
         x = torch.arange(16.0, requires_grad=True)
         with bh.context() as context:  # gradients go back the way that the caller has mapped, both ways
@@ -274,14 +274,14 @@ def test_maps_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch
     World("staged", monkeypatch)
     with (
         pytest.raises(ValueError, match="names cuda:7 of worker 'worker0', which has cuda:0"),
-        bh.cluster(2, options=bh.Options(device_maps={"worker1": {7: 0}})),
+        bh.cluster(2, options=bh.Options(devices=bh.Devices(maps={"worker1": {7: 0}}))),
     ):
         pass
 
 
 def test_everything_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("slots", monkeypatch)
-    with bh.cluster(2, options=bh.Options(devices="cpu")):
+    with bh.cluster(2, options=bh.Options(devices=bh.Devices(placement="cpu"))):
         for _ in range(4):
             assert torch.equal(bh.rpc_sync("worker1", torch.neg, args=(torch.ones(16),)), -torch.ones(16))
         world.cuda.finish()
@@ -316,9 +316,9 @@ def test_slots_of_calls_that_cannot_be_decoded_go_back(world: World) -> None:
     for _ in range(3):
         bh.rpc_sync("worker1", scale, args=(torch.ones(16),))
     for _ in range(5):
-        with pytest.raises(bh.SerializationError):
+        with pytest.raises(bh.errors.SerializationError):
             bh.rpc_sync("worker1", scale, args=(torch.ones(16), Spoiled()))
-        with pytest.raises(bh.SerializationError):
+        with pytest.raises(bh.errors.SerializationError):
             bh.rpc_sync("worker1", spoiled_with, args=(torch.ones(16),))
     assert wait_for(lambda: not world.lent)
 

@@ -42,7 +42,7 @@ class FakeLink:
 
     def name(self, device: torch.device) -> str:
         if self.told == "none":
-            raise SerializationError("a tensor on cpu has no device at 'peer'; set Options.device_maps")
+            raise SerializationError("a tensor on cpu has no device at 'peer'; set Options.devices.maps")
         return self.told
 
     def device(self, name: str) -> torch.device:

@@ -254,7 +254,7 @@ class TestSlots:
     def test_an_error_names_the_tensor(self) -> None:
         link = FakeLink(slots=1)
         link.told = "none"
-        with pytest.raises(SerializationError, match=r"values\[0\]\[1\].*device_maps") as caught:
+        with pytest.raises(SerializationError, match=r"values\[0\]\[1\].*devices\.maps") as caught:
             depart(link, [1, torch.ones(2)])
         assert caught.value.path == "values[0][1]"
 

@@ -288,7 +288,7 @@ def test_the_number_of_buffers_may_be_limited(size: int) -> None:
     wire = wire_of(Frame(3, 1, bytes(size), [b""] * 9))
     assert len(feed(FrameReader(LIMIT, buffers=9), wire)) == 1
     recycler = CountingRecycler()
-    with pytest.raises(ProtocolError, match="max_tensors"):
+    with pytest.raises(ProtocolError, match=r"limits\.tensors"):
         feed(FrameReader(LIMIT, recycler, buffers=8), wire)
     assert recycler.sizes == []
 

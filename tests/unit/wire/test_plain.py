@@ -161,7 +161,7 @@ def test_depth() -> None:
     assert restore(encoded.payload.plain, (), 3) == [[[[1]]]]
     with pytest.raises(LimitError) as caught:
         restore(encoded.payload.plain, (), 2)
-    assert caught.value.option == "max_depth"
+    assert caught.value.option == "limits.depth"
 
 
 def test_dimensions() -> None:
@@ -259,10 +259,10 @@ def test_the_values_of_records_are_counted() -> None:
     for flat in ([tally] * 4, [[int(Tag.LIST), tally, tally, [int(Tag.LIST), tally, tally]]]):
         with pytest.raises(LimitError) as caught:
             restore(flat, (), 8, 100)  # all records together have more
-        assert (caught.value.option, caught.value.value) == ("max_values", 100)
+        assert (caught.value.option, caught.value.value) == ("limits.values", 100)
     assert len(restore([tally] * 4, (), 8, None)) == 4
     deep = [int(Tag.RECORD), "PassTally", b"\x91" * 300]
-    with pytest.raises(LimitError, match="max_depth"):
+    with pytest.raises(LimitError, match=r"limits\.depth"):
         restore([deep], ())
 
 

@@ -49,9 +49,9 @@ def test_the_count_is_exact(value: Any) -> None:
     for data in (body, bytearray(body), memoryview(body)):
         assert count(data, size, depth) == ("", size)
         assert excess(data, size, depth) == ""
-        assert excess(data, size - 1, 1000) == ("max_values" if depth else "")
+        assert excess(data, size - 1, 1000) == ("limits.values" if depth else "")
         if depth:
-            assert excess(data, size, depth - 1) == "max_depth"
+            assert excess(data, size, depth - 1) == "limits.depth"
 
 
 @pytest.mark.parametrize("size", [1 << 8, 1 << 16, (1 << 16) + 5])
@@ -93,7 +93,7 @@ def test_a_long_list_is_refused_by_its_header() -> None:
     assert len(body) > 1_600_000
     tracemalloc.start()
     try:
-        assert excess(memoryview(bytearray(body)), 1 << 16, 64) == "max_values"
+        assert excess(memoryview(bytearray(body)), 1 << 16, 64) == "limits.values"
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -110,7 +110,7 @@ class PassMessenger:
         pass_errors.add_place(error, spec, source, name)
         if spec.driver == self._id:
             return None
-        shown = options.trusted if options.tracebacks is None else options.tracebacks
+        shown = options.security.trusted if options.security.tracebacks is None else options.security.tracebacks
         plain = spec.driver in self._client.peers.plain
         process.judge(error, name)
         fault, encoded = encode_fault(error, name, plain=plain, tracebacks=shown)

@@ -192,7 +192,7 @@ def check_size(frame: Frame, peer: Peer, what: str, call: Labelled | None = None
 
     if size > limit:
         raise FrameTooLargeError(
-            f"{described()} takes {size} bytes; worker '{peer.info.name}' accepts {limit} (max_frame_bytes)",
+            f"{described()} takes {size} bytes; worker '{peer.info.name}' accepts {limit} (limits.frame_bytes)",
             worker=peer.info.name,
             nbytes=size,
             limit=limit,

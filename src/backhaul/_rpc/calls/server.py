@@ -341,7 +341,7 @@ class CallServer:
             self._finish(call)
             return
         options = self._worker.options
-        shown = options.trusted if options.tracebacks is None else options.tracebacks
+        shown = options.security.trusted if options.security.tracebacks is None else options.security.tracebacks
         process.judge(error, self._worker.name)
         fault, encoded = encode_fault(error, self._worker.name, plain=call.peer.plain, tracebacks=shown)
         if call.peer.link is not None:

@@ -65,7 +65,7 @@ class Admission:
         """Whether the word of any member counts as much as the leader's: where members are trusted and certificates do
         not name them, any member could do here whatever it likes anyway.
         """
-        return self._worker.options.trusted and not self._certificates.bound
+        return self._worker.options.security.trusted and not self._certificates.bound
 
     # Workers that say hello.
 

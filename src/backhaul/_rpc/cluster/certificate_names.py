@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from backhaul._options import Options, Tls
 from backhaul._transport.base import Channel
-from backhaul._types import Options, Tls
 
 
 class CertificateNames:
@@ -15,7 +15,7 @@ class CertificateNames:
     @property
     def bound(self) -> bool:
         """Whether a certificate is valid only for the workers that it names."""
-        tls = self._options.tls
+        tls = self._options.security.tls
         return tls.names if isinstance(tls, Tls) else tls is not None
 
     def allow(self, channel: Channel, name: str) -> bool:

@@ -73,7 +73,11 @@ class Connections:
     def answer_seconds(self) -> float:
         """How long to wait for a worker that does not answer before it counts as unreachable."""
         options = self._worker.options
-        watched = options.lost_after if options.heartbeat_interval and options.lost_after else options.connect_timeout
+        watched = (
+            options.liveness.lost_after
+            if options.liveness.heartbeat_interval and options.liveness.lost_after
+            else options.connect_timeout
+        )
         return min(options.connect_timeout, watched)
 
     def channel_to(self, peer: Peer, timeout: float) -> Channel:

@@ -19,11 +19,12 @@ import msgspec
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from backhaul._options import Options
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._runtime import interrupts
 from backhaul._transport.sockets.certificates import files_of
 from backhaul._transport.sockets.tls import Credentials
-from backhaul._types import MAX_WORKERS, Options
+from backhaul._types import MAX_WORKERS
 from backhaul.errors import RendezvousError
 
 SECRET_VARIABLE = "BACKHAUL_SECRET"
@@ -299,22 +300,24 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def secret_of(options: Options) -> bytes | None:
     """The secret from the options or the environment, or None."""
-    secret = options.secret if options.secret is not None else os.environ.get(SECRET_VARIABLE)
+    secret = options.security.secret if options.security.secret is not None else os.environ.get(SECRET_VARIABLE)
     if secret is None:
         return None
     if not secret:
-        raise ValueError(f"the cluster secret is empty: set {SECRET_VARIABLE} or Options(secret=...), or unset both")
+        raise ValueError(
+            f"the cluster secret is empty; set {SECRET_VARIABLE} or Options(security=Security(secret=...)), or neither"
+        )
     return secret.encode() if isinstance(secret, str) else secret
 
 
 def credentials_of(options: Options, rank: int) -> Credentials | None:
     """The certificate and key of this worker for TCP; None: it has none, and TCP is not encrypted."""
-    if options.tls != "auto":
-        return None if options.tls is None else Credentials(options.tls)
+    if options.security.tls != "auto":
+        return None if options.security.tls is None else Credentials(options.security.tls)
     folder = os.environ.get(TLS_VARIABLE)
     if folder is None:
         raise ValueError(
             "tls='auto' is for workers that backhaul.launch starts and makes certificates for; other workers need "
-            "Options(tls=Tls(certificate=..., key=..., authority=...))"
+            "Options(security=Security(tls=Tls(certificate=..., key=..., authority=...)))"
         )
     return Credentials(files_of(Path(folder), rank))

@@ -35,9 +35,9 @@ class Heartbeats:
         options = worker.options
         self._worker = worker
         self._peers = peers
-        self._interval = options.heartbeat_interval
+        self._interval = options.liveness.heartbeat_interval
         self._detector: FailureDetector[Channel] = FailureDetector(
-            self._interval, suspect_after=options.suspect_after, lost_after=options.lost_after
+            self._interval, suspect_after=options.liveness.suspect_after, lost_after=options.liveness.lost_after
         )
         self._beat_bytes: dict[Channel, int] = {}  # bytes of heartbeats that were sent over a channel
         self.bytes_sent = 0
@@ -83,7 +83,7 @@ class Heartbeats:
         """Close the channels that are lost, send heartbeats, and note which peers are suspected."""
         for channel, silence in report.lost.items():
             log.warning("worker '%s' is lost: no sign of life for %.1f s", peers[channel].info.name, silence)
-            limit = self._worker.options.lost_after
+            limit = self._worker.options.liveness.lost_after
             channel.abort(f"no sign of life for {silence:.1f} s (lost_after={limit:g})")
         for channel in report.beat:
             if channel not in report.lost:

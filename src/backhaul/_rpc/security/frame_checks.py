@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from backhaul._options import Options
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.interceptors import Interceptors
 from backhaul._rpc.security.rate_limits import RateLimits, beyond, over_limits
-from backhaul._types import Options
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import Fault, Payload, Reply, unpack
@@ -22,7 +22,7 @@ from backhaul.errors import LimitError, ProtocolError
 
 def strict_payload(worker: Worker, payload: Payload, buffers: Sequence[Buffer]) -> None:
     """Raise ``ProtocolError`` unless the payload is in a plain form."""
-    check_payload(payload, buffers, worker.options.max_frame_bytes)
+    check_payload(payload, buffers, worker.options.limits.frame_bytes)
 
 
 def check_fault(worker: Worker, peer: Peer, frame: Frame) -> bool:
@@ -65,4 +65,4 @@ def excess_tensors(worker: Worker, rate_limits: RateLimits, payload: Payload, wh
     count, limit = tensor_count(payload), rate_limits.tensors
     if limit is None or count <= limit:
         return None
-    return beyond(worker.name, "tensors in one message", "max_tensors", limit, f"{what} has {count} tensors")
+    return beyond(worker.name, "tensors in one message", "limits.tensors", limit, f"{what} has {count} tensors")

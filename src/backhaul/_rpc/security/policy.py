@@ -58,7 +58,7 @@ def expose(function: F, *, name: str | None = None, to: Sequence[str] = ()) -> F
 @overload
 def expose(function: None = None, *, name: str | None = None, to: Sequence[str] = ()) -> Callable[[F], F]: ...
 def expose(function: Any = None, *, name: str | None = None, to: Sequence[str] = ()) -> Any:
-    """Let others call a function on workers of this process that do not trust them (``Options(trusted=False)``).
+    """Let others call a function on workers of this process that do not trust them (``Security(trusted=False)``).
 
     A decorator, with or without arguments; ``bh.expose(torch.add)`` works as well. The function itself is not changed.
     Callers pass the function if they can import it, or its name: ``bh.rpc_sync("server", "predict", args=...)``.
@@ -76,7 +76,7 @@ def expose(function: Any = None, *, name: str | None = None, to: Sequence[str] =
         >>> @bh.expose(name="halve")
         ... def halve(x):
         ...     return x / 2
-        >>> with bh.cluster(2, options=bh.Options(trusted=False)):
+        >>> with bh.cluster(2, options=bh.Options(security=bh.Security(trusted=False))):
         ...     bh.rpc_sync("worker1", "halve", args=(torch.ones(2),))
         tensor([0.5000, 0.5000])
     """
@@ -185,7 +185,7 @@ class Policy:
         if exposed.to and not _matches(caller, exposed.to):
             raise self._denied(name, caller, f"it is exposed only to {', '.join(exposed.to)}")
         if self._allow is not None and not self._allows(name, caller):
-            raise self._denied(name, caller, "Options(allow=...) there does not allow it")
+            raise self._denied(name, caller, "Options(security=Security(allow=...)) there does not allow it")
         return exposed.function
 
     def _allows(self, name: str, caller: str) -> bool:

@@ -6,17 +6,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from backhaul._types import Options
+from backhaul._options import Options
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Buffer
 from backhaul._wire.value_count import LEVELS, Bounds, excess, most_buffers
 from backhaul.errors import LimitError
 
 _UNTRUSTED_DEFAULTS = {
-    "max_tensors": 1 << 14,
-    "max_calls": 1 << 10,
-    "max_bytes_in_flight": 1 << 30,
-    "max_contexts": 1 << 10,
+    "tensors": 1 << 14,
+    "calls": 1 << 10,
+    "bytes_in_flight": 1 << 30,
+    "contexts": 1 << 10,
 }
 
 
@@ -34,8 +34,10 @@ class RateLimits:
     def of(cls, options: Options) -> RateLimits:
         """The limits in the options; where peers are not trusted, the defaults fill in what is not given."""
         tensors, calls, nbytes, contexts = (
-            getattr(options, field) if options.trusted or getattr(options, field) is not None else default
-            for field, default in _UNTRUSTED_DEFAULTS.items()
+            default
+            if getattr(options.limits, name) is None and not options.security.trusted
+            else getattr(options.limits, name)
+            for name, default in _UNTRUSTED_DEFAULTS.items()
         )
         return cls(tensors, calls, nbytes, contexts, options.value_limit)
 
@@ -56,7 +58,7 @@ def beyond(worker: str, limit: str, option: str, value: int, asked: str) -> Limi
     )
 
 
-_COUNTED = {"max_values": "values in one message", "max_depth": "levels of nesting", "max_tensors": "tensors"}
+_COUNTED = {"limits.values": "values in one message", "limits.depth": "levels of nesting", "limits.tensors": "tensors"}
 
 
 def bounds_of(options: Options) -> Bounds | None:
@@ -64,17 +66,17 @@ def bounds_of(options: Options) -> Bounds | None:
     limits = RateLimits.of(options)
     if limits.values is None and limits.tensors is None:
         return None
-    return Bounds(limits.values or 0, options.max_depth if limits.values else 0, limits.tensors or 0)
+    return Bounds(limits.values or 0, options.limits.depth if limits.values else 0, limits.tensors or 0)
 
 
 def over_limits(worker: str, options: Options, body: Buffer, what: str) -> LimitError | None:
     """The reason not to decode a message: it has too many values, or they are nested too deeply. None: decode it."""
-    values, depth = options.value_limit, options.max_depth
+    values, depth = options.value_limit, options.limits.depth
     option = "" if values is None else excess(body, values, depth + LEVELS)
     if values is None or not option:
         return None
-    asked = f"{what} has more values" if option == "max_values" else f"{what} is nested deeper"
-    return beyond(worker, _COUNTED[option], option, values if option == "max_values" else depth, asked)
+    asked = f"{what} has more values" if option == "limits.values" else f"{what} is nested deeper"
+    return beyond(worker, _COUNTED[option], option, values if option == "limits.values" else depth, asked)
 
 
 def over_bounds(frame: Frame, bounds: Bounds, worker: str, what: Callable[[], str]) -> LimitError | None:
@@ -82,12 +84,12 @@ def over_bounds(frame: Frame, bounds: Bounds, worker: str, what: Callable[[], st
     option, value = "", 0
     if bounds.values > 0:
         option = excess(frame.body, bounds.values, bounds.depth + LEVELS)
-        value = bounds.depth if option == "max_depth" else bounds.values
+        value = bounds.depth if option == "limits.depth" else bounds.values
     if not option and bounds.tensors > 0 and len(frame.buffers) > most_buffers(bounds.tensors):
-        option, value = "max_tensors", bounds.tensors
+        option, value = "limits.tensors", bounds.tensors
     if not option:
         return None
-    has = "is nested deeper" if option == "max_depth" else f"has more {_COUNTED[option].split()[0]}"
+    has = "is nested deeper" if option == "limits.depth" else f"has more {_COUNTED[option].split()[0]}"
     return LimitError(
         f"{what()} {has} than worker '{worker}' takes: {value} {_COUNTED[option]} (Options.{option} there); "
         "it was not sent",
@@ -116,11 +118,11 @@ class PeerUsage:
             calls, held = self._open.get(peer, (0, 0))
             if limits.calls is not None and calls >= limits.calls and not must:
                 asked = f"'{name}' has {calls} calls under way there"
-                raise beyond(self._worker, "calls of one peer at once", "max_calls", limits.calls, asked)
+                raise beyond(self._worker, "calls of one peer at once", "limits.calls", limits.calls, asked)
             if limits.nbytes is not None and calls and held + nbytes > limits.nbytes and not must:
                 asked = f"'{name}' has calls of {held} bytes under way there and sent another of {nbytes}"
                 raise beyond(
-                    self._worker, "bytes of one peer's calls at once", "max_bytes_in_flight", limits.nbytes, asked
+                    self._worker, "bytes of one peer's calls at once", "limits.bytes_in_flight", limits.nbytes, asked
                 )
             self._open[peer] = calls + 1, held + nbytes
 

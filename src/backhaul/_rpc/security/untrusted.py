@@ -84,7 +84,7 @@ class UntrustedServer(CallServer):
         self._send_timeout = _SEND_SECONDS
         self._quotas = RateLimits.of(worker.options)
         self._ledger = PeerUsage(worker.name, self._quotas)
-        self._policy = None if worker.options.trusted else Policy(worker.name, worker.options.allow)
+        self._policy = None if worker.options.security.trusted else Policy(worker.name, worker.options.security.allow)
         worker.counters["num_calls_in_flight"] = lambda: self._ledger.calls
 
     def _on_request(self, channel: Channel, frame: Frame) -> Task:

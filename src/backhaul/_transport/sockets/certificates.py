@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from backhaul._types import Tls
+from backhaul._options import Tls
 
 _VALID_DAYS = 365  # workers that run long reconnect with the same certificate
 
@@ -42,7 +42,7 @@ def make_certificates(folder: Path, names: Sequence[str]) -> None:
     else:
         raise RuntimeError(
             "tls='auto' cannot make certificates: install the 'cryptography' package (pip install 'backhaul[tls]') or "
-            "the openssl command, or pass your own certificates with Options(tls=Tls(...))"
+            "the openssl command, or pass your own certificates with Options(security=Security(tls=Tls(...)))"
         )
 
 

@@ -52,7 +52,8 @@ class _Side:
     def _check_greeting(self) -> bytes:
         if self._input[:2] == b"\x16\x03":
             raise AuthenticationError(
-                "the other side speaks TLS, but this side does not: use the same Options(tls=...) on both"
+                "the other side speaks TLS, but this side does not; use the same Options(security=Security(tls=...)) "
+                "on both sides"
             )
         if self._input[: len(MAGIC)] != MAGIC:
             raise AuthenticationError("the other side does not speak Backhaul")
@@ -121,7 +122,9 @@ class ClientHandshake(_Side):
             return b""
         if self._server is None:
             if self._input == ServerHandshake.wants_tls:
-                raise AuthenticationError("the other side takes TLS only: pass Options(tls=...) on this side")
+                raise AuthenticationError(
+                    "the other side takes TLS only: pass Options(security=Security(tls=...)) on this side"
+                )
             self._server = self._check_greeting()
             self._input.clear()
             return _proof(self._secret, b"client", self._nonce, self._server)

@@ -18,10 +18,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+from backhaul._options import Tls
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Event, Lost, Received
 from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
-from backhaul._types import Tls
 from backhaul._wire.memory import Buffer
 from backhaul.errors import AuthenticationError
 
@@ -96,7 +96,7 @@ def explain(error: ssl.SSLError) -> str:
             f"{error.verify_message}"
         )
     if reason in _NOT_TLS:
-        return "the other side does not speak TLS: use the same Options(tls=...) on both"
+        return "the other side does not speak TLS: use the same Options(security=Security(tls=...)) on both"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "the other side showed no certificate"
     if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):

@@ -1,6 +1,6 @@
 """The reference's defaults."""
 
-from backhaul._types import Options
+from backhaul._options import Options
 
 DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
 DEFAULT_INIT_METHOD: str = "env://"

@@ -60,7 +60,9 @@ def join(name: str, rank: int, store: Store, given: TensorPipeRpcBackendOptions)
     with _turn(store, name), errors.rewording():
         if not store.check([_SECRET]):
             store.set(_SECRET, secrets.token_hex(32))
-        endpoint = SocketEndpoint(secret=store.get(_SECRET), limit=options.max_frame_bytes, shm_bytes=options.shm_bytes)
+        endpoint = SocketEndpoint(
+            secret=store.get(_SECRET), limit=options.limits.frame_bytes, shm_bytes=options.shm_bytes
+        )
         own = describe(name, rank, endpoint, options, host=host_identity())
         others = _read(store)
         if any(name == other.name or rank == other.id for other in others):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from backhaul._types import Options
+from backhaul._options import Devices, Options
 from backhaul.compat.rpc import constants
 
 Device = int | str | torch.device
@@ -109,7 +109,6 @@ def to_options(given: TensorPipeRpcBackendOptions) -> Options:
     return _Options(
         timeout=given.rpc_timeout,
         threads=given.num_worker_threads,
-        device_maps=given.device_maps or None,
-        devices="mapped",
         rendezvous_timeout=constants.RENDEZVOUS_TIMEOUT,
+        devices=Devices(maps=given.device_maps or None, placement="mapped"),
     )

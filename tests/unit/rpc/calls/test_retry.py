@@ -60,8 +60,8 @@ def test_a_timeout_is_tried_again_if_asked_for() -> None:
 
 def test_a_worker_that_is_unknown_is_waited_for_only_if_it_was_known() -> None:
     retry = bh.Retry()
-    assert retry.next(1, bh.UnknownWorkerError("who?"), 10) is None
-    assert retry.next(2, bh.UnknownWorkerError("who?"), 10) is not None
+    assert retry.next(1, bh.errors.UnknownWorkerError("who?"), 10) is None
+    assert retry.next(2, bh.errors.UnknownWorkerError("who?"), 10) is not None
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from backhaul._options import Limits, Options, Security
 from backhaul._rpc.security import policy
 from backhaul._rpc.security.policy import Policy, expose, internal
 from backhaul._rpc.security.rate_limits import PeerUsage, RateLimits
-from backhaul._types import Options
 from backhaul.errors import LimitError, PermissionDeniedError
 
 
@@ -83,12 +83,17 @@ def test_internal_functions_accept_exactly_their_types() -> None:
 
 def test_limits_apply_without_trust_or_where_options_give_them() -> None:
     assert not RateLimits.of(Options()).any
-    assert None not in [getattr(RateLimits.of(Options(trusted=False)), name) for name in RateLimits.__slots__]
-    given = RateLimits.of(Options(max_calls=5))
+    assert None not in [
+        getattr(RateLimits.of(Options(security=Security(trusted=False))), name) for name in RateLimits.__slots__
+    ]
+    given = RateLimits.of(Options(limits=Limits(calls=5)))
     assert (given.calls, given.tensors) == (5, None)
-    for wrong in ({"max_calls": 0}, {"max_depth": 0}, {"max_depth": 300}, {"allow": {}}, {"tls": "none"}):
+    for wrong in ({"calls": 0}, {"depth": 0}, {"depth": 300}):
         with pytest.raises(ValueError):
-            Options(**wrong)  # type: ignore[arg-type]
+            Limits(**wrong)
+    for unsafe in ({"allow": {}}, {"tls": "none"}):
+        with pytest.raises(ValueError):
+            Security(**unsafe)  # type: ignore[arg-type]
 
 
 def test_usage() -> None:
@@ -96,12 +101,12 @@ def test_usage() -> None:
     usage.take(1, "a", 1000)  # the first call is limited only by the size of frames
     with pytest.raises(LimitError) as caught:
         usage.take(1, "a", 1)
-    assert (caught.value.option, caught.value.value) == ("max_bytes_in_flight", 100)
+    assert (caught.value.option, caught.value.value) == ("limits.bytes_in_flight", 100)
     usage.take(2, "b", 60)
     usage.take(2, "b", 40)
     with pytest.raises(LimitError) as caught:
         usage.take(2, "b", 0)
-    assert caught.value.option == "max_calls"
+    assert caught.value.option == "limits.calls"
     usage.take(2, "b", 50, must=True)
     for nbytes in (60, 40, 50):
         usage.give_back(2, nbytes)

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import pickle
 from typing import Any
 
 import pytest
 
-from backhaul._types import Options, WorkerId, WorkerInfo, check_name, first_number
+from backhaul._options import Devices, Limits, Liveness, Options, Security
+from backhaul._types import WorkerId, WorkerInfo, check_name, first_number
 
 SECRET = "hunter2 is the secret"
+GROUPS = {"security": Security, "liveness": Liveness, "devices": Devices, "limits": Limits}
+
+
+def make(given: dict[str, Any]) -> Options:
+    """Options of fields such as ``limits.values``."""
+    groups: dict[str, dict[str, Any]] = {}
+    plain: dict[str, Any] = {}
+    for name, value in given.items():
+        group, _, field = name.rpartition(".")
+        (groups.setdefault(group, {}) if group else plain)[field] = value
+    return Options(**plain, **{group: GROUPS[group](**fields) for group, fields in groups.items()})
 
 
 def test_the_defaults_are_allowed() -> None:
@@ -30,23 +43,23 @@ def test_the_defaults_are_allowed() -> None:
         {"transport": "tcp", "bind": "10.0.0.1"},
         {"transport": "unix"},
         {"transport": "auto", "bind": "0.0.0.0"},
-        {"secret": b"bytes"},
-        {"max_frame_bytes": 1 << 16},
-        {"max_values": 4096},
+        {"security.secret": b"bytes"},
+        {"limits.frame_bytes": 1 << 16},
+        {"limits.values": 4096},
         {"shm_bytes": 0},
-        {"device_slot_bytes": 0},
+        {"devices.slot_bytes": 0},
         {"shm_bytes": 1 << 40},
         {"init_method": "tcp://host:1234"},
-        {"heartbeat_interval": 0, "suspect_after": 0.001, "lost_after": 0.002},
-        {"heartbeat_interval": 0.1, "suspect_after": 0.2, "lost_after": 0.2},
-        {"suspect_after": 0, "lost_after": 0},
-        {"suspect_after": 5, "lost_after": 0},
-        {"lost_after": float("inf")},
+        {"liveness.heartbeat_interval": 0, "liveness.suspect_after": 0.001, "liveness.lost_after": 0.002},
+        {"liveness.heartbeat_interval": 0.1, "liveness.suspect_after": 0.2, "liveness.lost_after": 0.2},
+        {"liveness.suspect_after": 0, "liveness.lost_after": 0},
+        {"liveness.suspect_after": 5, "liveness.lost_after": 0},
+        {"liveness.lost_after": float("inf")},
     ],
 )
 def test_what_is_given_is_kept(given: dict[str, Any]) -> None:
-    options = Options(**given)
-    assert {name: getattr(options, name) for name in given} == given
+    options = make(given)
+    assert {name: operator.attrgetter(name)(options) for name in given} == given
 
 
 @pytest.mark.parametrize(
@@ -59,30 +72,30 @@ def test_what_is_given_is_kept(given: dict[str, Any]) -> None:
         ("connect_timeout", -1),
         ("rendezvous_timeout", -1),
         ("shutdown_timeout", -1),
-        ("heartbeat_interval", -1),
-        ("heartbeat_interval", float("inf")),
-        ("heartbeat_interval", 1.5),
-        ("suspect_after", 0.9),
-        ("suspect_after", 11),
-        ("lost_after", float("nan")),
-        ("lost_after", 1.9),
+        ("liveness.heartbeat_interval", -1),
+        ("liveness.heartbeat_interval", float("inf")),
+        ("liveness.heartbeat_interval", 1.5),
+        ("liveness.suspect_after", 0.9),
+        ("liveness.suspect_after", 11),
+        ("liveness.lost_after", float("nan")),
+        ("liveness.lost_after", 1.9),
         ("threads", 0),
         ("threads", -3),
         ("transport", "udp"),
         ("transport", ""),
         ("transport", None),
-        ("max_frame_bytes", 0),
+        ("limits.frame_bytes", 0),
         ("shm_bytes", -1),
-        ("device_slot_bytes", -1),
-        ("max_frame_bytes", (1 << 16) - 1),
-        ("max_values", 0),
-        ("max_values", 4095),
+        ("devices.slot_bytes", -1),
+        ("limits.frame_bytes", (1 << 16) - 1),
+        ("limits.values", 0),
+        ("limits.values", 4095),
     ],
 )
 def test_what_makes_no_sense_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError) as caught:
-        Options(**{field: value})
-    assert field in str(caught.value)
+        make({field: value})
+    assert field.rpartition(".")[2] in str(caught.value)
 
 
 def test_a_unix_socket_has_no_address_to_bind() -> None:
@@ -99,6 +112,12 @@ def test_options_are_given_by_name_and_stay() -> None:
         Options(time_out=5.0)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_is_not_a_dict(group: str) -> None:
+    with pytest.raises(TypeError, match=rf"Options\({group}={GROUPS[group].__name__}\(...\)\)"):
+        Options(**{group: {}})  # type: ignore[arg-type]
+
+
 def test_a_change_is_checked_too() -> None:
     with pytest.raises(ValueError):
         dataclasses.replace(Options(), threads=0)
@@ -106,7 +125,7 @@ def test_a_change_is_checked_too() -> None:
 
 @pytest.mark.parametrize("secret", [SECRET, SECRET.encode()])
 def test_the_secret_is_not_shown(secret: str | bytes) -> None:
-    options = Options(secret=secret, timeout=12.5)
+    options = Options(timeout=12.5, security=Security(secret=secret))
     for shown in (repr(options), str(options), f"{options}", f"{options!r}", f"{[options]}"):
         assert "hunter2" not in shown
         assert "12.5" in shown
@@ -114,15 +133,16 @@ def test_the_secret_is_not_shown(secret: str | bytes) -> None:
 
 def test_all_else_is_shown() -> None:
     shown = repr(Options())
-    for field in dataclasses.fields(Options):
-        assert (f"{field.name}=" in shown) is (field.name != "secret")
+    for kind in (Options, *GROUPS.values()):
+        for field in dataclasses.fields(kind):
+            assert (f"{field.name}=" in shown) is (field.name != "secret")
 
 
 @pytest.mark.parametrize("again", [lambda o: pickle.loads(pickle.dumps(o)), copy.copy, copy.deepcopy])
 def test_options_and_workers_survive_pickling(again: Any) -> None:
-    options = Options(secret=b"s", threads=3)
+    options = Options(threads=3, security=Security(secret=b"s"))
     assert again(options) == options
-    assert again(options).secret == b"s"
+    assert again(options).security.secret == b"s"
     info = WorkerInfo("bob", WorkerId(3))
     assert again(info) == info
     assert hash(again(info)) == hash(info)

@@ -1,0 +1,300 @@
+"""How a worker behaves: ``Options`` and its groups. Plain data that checks itself. Knows only names and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from backhaul._types import DeviceMaps, check_name, device_name
+
+G = TypeVar("G")
+
+MIN_VALUES = 4096
+"""The lowest ``Limits.values``: messages that Backhaul sends on its own account have fewer values."""
+
+UNTRUSTED_VALUES = 1 << 16
+"""The default of ``Limits.values`` where peers are not trusted."""
+
+_TIMES = ("timeout", "connect_timeout", "rendezvous_timeout", "backward_timeout", "shutdown_timeout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """The files with which a worker proves its identity over encrypted TCP, and whom it accepts. All files are PEM.
+
+    Attributes:
+        certificate: This worker's certificate, followed by the intermediate certificates up to the authority.
+        key: The private key of that certificate.
+        authority: The certificates that may have signed the certificates of other workers. Use an authority made for
+            this cluster: everyone who holds a certificate of the authority may try to join.
+        names: Whether a worker's certificate must contain the worker's name as a subject alternative name (DNS).
+            Without that, any member can claim to be any other member.
+    """
+
+    certificate: str | Path
+    key: str | Path
+    authority: str | Path
+    names: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """Whom a worker talks to, and what the others may do.
+
+    Attributes:
+        secret: The cluster secret. Every peer must prove that it knows the secret before the worker reads anything
+            else from it. Default: the environment variable ``BACKHAUL_SECRET``, else a secret that worker 0 makes and
+            shares through the store.
+        tls: Certificates. TCP is then encrypted, and both ends prove who they are. ``"auto"``: ``launch`` makes
+            certificates for this launch alone.
+        allow_plain: Whether TCP beyond loopback may run without ``tls``. Everyone on the network path can then read
+            and change the traffic.
+        trusted: Whether other workers may run any code here, as the processes of one program may. If False, they can
+            call only exposed functions (see ``expose``), with plain data and tensors; nothing they send is unpickled.
+        allow: Only with ``trusted=False``: who may call which exposed function, as patterns of worker names ->
+            patterns of function names. Default: every worker may call what ``expose`` allows it to call.
+        tracebacks: Whether callers get the traceback of an error. Default: the value of ``trusted``.
+
+    Example:
+        >>> Security(trusted=False, allow={"client*": ["lookup"]}).trusted
+        False
+    """
+
+    secret: str | bytes | None = None
+    tls: Tls | Literal["auto"] | None = None
+    allow_plain: bool = False
+    trusted: bool = True
+    allow: Mapping[str, Sequence[str]] | None = None
+    tracebacks: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.tls is not None and self.tls != "auto" and not isinstance(self.tls, Tls):
+            raise ValueError(f"tls must be a Tls, 'auto' or None, got {self.tls!r}")
+        if self.allow is not None:
+            _check_allow(self.allow, self.trusted)
+
+    def __repr__(self) -> str:
+        return _shown(self, hidden="secret")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """When a worker takes a peer for lost. Times are in seconds.
+
+    Attributes:
+        heartbeat_interval: How often this worker checks whether its peers are alive, and how often it tells them that
+            it is alive if it has nothing else to send. 0 switches the failure detector off.
+        suspect_after: A peer that has been silent this long is suspected: the worker logs it, counts it, and names it
+            in errors. 0: never.
+        lost_after: A peer that has been silent this long is lost: its channel is closed, and everything that waits
+            for it fails with ``PeerLostError``. 0: never.
+    """
+
+    heartbeat_interval: float = 0.5
+    suspect_after: float = 2.0
+    lost_after: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check_times(self, ("heartbeat_interval", "suspect_after", "lost_after"))
+        if self.heartbeat_interval == float("inf"):
+            raise ValueError("heartbeat_interval must be finite; 0 switches heartbeats off")
+        for name in ("suspect_after", "lost_after"):
+            if 0 < getattr(self, name) < 2 * self.heartbeat_interval:
+                raise ValueError(
+                    f"{name} must be at least twice heartbeat_interval ({self.heartbeat_interval}), or 0 for never; "
+                    f"got {getattr(self, name)}"
+                )
+        if 0 < self.lost_after < self.suspect_after:
+            raise ValueError(f"lost_after must not be less than suspect_after, got {self.lost_after}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """Where tensors of CUDA devices arrive.
+
+    Attributes:
+        maps: For each worker, on which of its devices a tensor from here arrives: ``{"worker1": {0: 1}}`` sends
+            tensors of ``cuda:0`` to ``cuda:1`` of worker1. Replies and gradients take the opposite way. ``"cpu"`` in
+            place of a map: all tensors arrive on the CPU, in both directions.
+        placement: What happens without a map. ``"auto"``: a tensor arrives on the device of the same index; if the
+            receiver has no such device, the call raises ``SerializationError``. ``"cpu"``: tensors arrive on the CPU.
+            ``"mapped"``: the call raises ``SerializationError``.
+        slot_bytes: The most memory of each device that this worker uses to pass tensors to other workers of its host.
+            A tensor that does not fit is copied through host memory. 0 switches this off. Default: an eighth of the
+            device's memory.
+    """
+
+    maps: DeviceMaps | None = None
+    placement: Literal["auto", "cpu", "mapped"] = "auto"
+    slot_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.placement not in ("auto", "cpu", "mapped"):
+            raise ValueError(f"placement must be 'auto', 'cpu' or 'mapped', got {self.placement!r}")
+        if self.maps is not None and not isinstance(self.maps, Mapping):
+            raise ValueError(
+                "maps must give for each worker name a map from device to device, or 'cpu'; "
+                f"got {self.maps!r}. placement='cpu' applies to all workers"
+            )
+        for to, given in (self.maps or {}).items():
+            _check_map(check_name(to), given)
+        _check_bytes(self, "slot_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much one message or one peer may ask of a worker. What exceeds a limit is refused with ``LimitError``.
+
+    Attributes:
+        frame_bytes: The largest message that this worker accepts.
+        depth: How deep the values of a message may be nested, where they are not pickled.
+        values: How many values one message may have: numbers, texts, lists, keys and entries of dicts, and the
+            numbers that describe its tensors. A pickle counts as one. Default: 65536 if peers are not trusted, else
+            no limit.
+        tensors: How many tensors a call or its result may have. Default: 16384 if peers are not trusted, else no limit.
+        calls: How many calls of one peer are served at once. Default: 1024 if peers are not trusted, else no limit.
+        bytes_in_flight: How many bytes the calls of one peer that are being served may have together; a single call
+            is limited by ``frame_bytes`` alone. Default: 1 GiB if peers are not trusted, else no limit.
+        contexts: How many autograd contexts one peer may open here at once. Default: 1024 if peers are not trusted,
+            else no limit.
+    """
+
+    frame_bytes: int = 8 << 30
+    depth: int = 64
+    values: int | None = None
+    tensors: int | None = None
+    calls: int | None = None
+    bytes_in_flight: int | None = None
+    contexts: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.frame_bytes < 1 << 16:
+            raise ValueError(f"frame_bytes must be at least 65536, got {self.frame_bytes}")
+        if not 1 <= self.depth <= 256:
+            raise ValueError(f"depth must be 1 to 256, got {self.depth}")
+        if self.values is not None and self.values < MIN_VALUES:
+            raise ValueError(f"values must be at least {MIN_VALUES}, got {self.values}")
+        for name in ("tensors", "calls", "bytes_in_flight", "contexts"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How one worker behaves. Every option has a working default; times are in seconds, sizes in bytes.
+
+    Attributes:
+        timeout: Default timeout of a call; 0 means none.
+        threads: How many handlers run at once. A handler that waits for Backhaul does not count, nor does a scripted
+            handler that waits in script, and a request that has waited long for a thread gets one anyway. A low
+            number can therefore slow calls down but never block them.
+        transport: ``"auto"`` listens on a Unix socket, and on TCP too if ``bind`` is given; ``"unix"`` and ``"tcp"``
+            listen on that alone.
+        bind: Host name or IP address on which TCP listens; loopback by default. Beyond loopback ``security.secret``
+            and ``security.tls`` are required.
+        init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
+            ``file:///path``. Not used if ``init`` gets a store.
+        shm_bytes: The most shared memory that this worker makes for large tensors which it sends to other workers of
+            its host. A tensor that does not fit goes through the socket. 0 switches shared memory off. Default: an
+            eighth of the memory, at most 2 GiB.
+        connect_timeout: How long a first call may take to reach its peer; at most ``liveness.lost_after`` if that is
+            not 0.
+        rendezvous_timeout: How long ``init`` waits for all other workers. After 5 s it logs which ranks are missing,
+            and the error at the end names them. The default is long because the processes of a large launch on few
+            cores may take minutes to import torch.
+        backward_timeout: How long a backward pass may take; 0 means no limit.
+        shutdown_timeout: How long ``shutdown`` waits for the other workers by default.
+        security: Secrets, certificates, and what other workers may do.
+        liveness: Heartbeats, and when a silent peer is lost.
+        devices: Where tensors of CUDA devices arrive.
+        limits: How much one message or one peer may ask of this worker.
+
+    Example:
+        >>> Options(timeout=5.0, liveness=Liveness(lost_after=30.0)).liveness.lost_after
+        30.0
+    """
+
+    follows_reference: ClassVar[bool] = False
+    """Whether tensors that are not recorded keep ``requires_grad``, as in the reference: those received outside a
+    context are leaves, and ``no_grad`` does not change what is sent. True in ``backhaul.compat``.
+    """
+
+    timeout: float = 60.0
+    threads: int = 16
+    transport: Literal["auto", "unix", "tcp"] = "auto"
+    bind: str | None = None
+    init_method: str | None = None
+    shm_bytes: int | None = None
+    connect_timeout: float = 20.0
+    rendezvous_timeout: float = 120.0
+    backward_timeout: float = 600.0
+    shutdown_timeout: float = 60.0
+    security: Security = field(default_factory=Security)
+    liveness: Liveness = field(default_factory=Liveness)
+    devices: Devices = field(default_factory=Devices)
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        _check_times(self, _TIMES)
+        if self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.transport not in ("auto", "unix", "tcp"):
+            raise ValueError(f"transport must be 'auto', 'unix' or 'tcp', got {self.transport!r}")
+        for name, kind in _GROUPS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(
+                    f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}; write "
+                    f"Options({name}={kind.__name__}(...))"
+                )
+        if self.transport == "unix" and (self.bind, self.security.tls) != (None, None):
+            raise ValueError("bind and security.tls are for TCP, but transport is 'unix'")
+        _check_bytes(self, "shm_bytes")
+
+    @property
+    def value_limit(self) -> int | None:
+        """``limits.values``, or its default; None: no limit."""
+        if self.limits.values is None and not self.security.trusted:
+            return UNTRUSTED_VALUES
+        return self.limits.values
+
+
+_GROUPS = {"security": Security, "liveness": Liveness, "devices": Devices, "limits": Limits}
+
+
+def _shown(options: Any, hidden: str) -> str:
+    parts = (f"{each.name}={getattr(options, each.name)!r}" for each in fields(options) if each.name != hidden)
+    return f"{type(options).__name__}({', '.join(parts)})"
+
+
+def _check_times(options: object, names: Sequence[str]) -> None:
+    for name in names:
+        if not getattr(options, name) >= 0:  # written so that NaN is refused too
+            raise ValueError(f"{name} must not be negative, got {getattr(options, name)}")
+
+
+def _check_bytes(options: object, name: str) -> None:
+    value = getattr(options, name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"{name} must be a number of bytes, 0 or more, got {value!r}")
+
+
+def _check_allow(allow: Mapping[str, Sequence[str]], trusted: bool) -> None:
+    if trusted:
+        raise ValueError("allow needs trusted=False: trusted workers can send any code, so a list would bind nobody")
+    for caller, functions in allow.items():
+        if not isinstance(caller, str) or isinstance(functions, str) or not all(isinstance(f, str) for f in functions):
+            raise ValueError(f"allow must map patterns of workers to lists of patterns of functions, got {allow!r}")
+
+
+def _check_map(to: str, given: object) -> None:
+    if given == "cpu":
+        return
+    if not isinstance(given, Mapping):
+        raise ValueError(f"maps must give for each worker a map from device to device, or 'cpu'; got {given!r}")
+    for devices in (given.keys(), given.values()):
+        names = [device_name(device) for device in devices]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the map for '{to}' must be one-to-one, so that replies can take it back: {given!r}")
