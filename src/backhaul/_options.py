@@ -182,6 +182,7 @@ class Limits:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+# Over the limit because an option is an attribute; four of them are groups.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How one worker behaves. Every option has a working default; times are in seconds, sizes in bytes.

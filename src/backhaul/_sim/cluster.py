@@ -116,6 +116,7 @@ class WorkerHistory:
         return longest
 
 
+# Over the limit because tests drive every fault and every program through this one object.
 class SimCluster:
     """The workers of one simulation. A context manager; inside, the calling thread is a task that belongs to no worker.
 

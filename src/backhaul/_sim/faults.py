@@ -36,6 +36,7 @@ SURVIVED = frozenset({"crash", "restart", "replace", "slow"})
 """Faults under which steps with replay must succeed, if crashed workers are replaced in time."""
 
 
+# Over the limit because each kind of fault has one attribute.
 class SimulatedFaults:
     """Draws faults and applies them.
 

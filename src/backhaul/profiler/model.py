@@ -92,6 +92,7 @@ class Arrow(msgspec.Struct):
     call: int = -1
 
 
+# Over the limit because it is a record: each attribute is a column of the report.
 class TimelineCall(msgspec.Struct):
     """One call, seen from both ends. A time that is not known is -1.
 

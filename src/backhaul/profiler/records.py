@@ -10,6 +10,7 @@ import msgspec
 from backhaul._runtime.observer import GradientKey
 
 
+# Over the limit because it is a record: each attribute is a field on the wire.
 class CallRecord(msgspec.Struct, array_like=True):
     """A call, at the caller. See ``observe.CallTrace`` for the times."""
 

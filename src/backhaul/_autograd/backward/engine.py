@@ -32,7 +32,7 @@ from backhaul._worker.deadlines import FOREVER
 while_workers_run(patches.install, patches.uninstall)
 
 
-# Over the limit of attributes because it puts the pieces together; it has little to do itself.
+# Over the limit because it puts the pieces together; it has little to do itself.
 class Engine:
     """Thread-safe.
 

@@ -112,7 +112,7 @@ class ReportBuffer:
         return tally
 
 
-# Over the limit of attributes because it also keeps what has to be told again after the loss of a channel.
+# Over the limit because it also keeps what has to be told again after the loss of a channel.
 class LocalPass:
     """Thread-safe. For every task: ``begin``, then ``enter`` for each source whose gradients arrived, then ``send``.
     ``run`` does the last two for one source.

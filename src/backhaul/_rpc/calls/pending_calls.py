@@ -28,6 +28,7 @@ from backhaul.errors import BackhaulError, NotInitializedError
 _MAX_CANCELS = 1024  # calls that one message cancels: a worker takes a limited number of values, see MIN_VALUES
 
 
+# Over the limit because expiry, losses and replies change one table under one lock.
 class PendingCalls:
     """The calls under way, by number. Thread-safe: the thread that removes a call gives it its outcome.
 

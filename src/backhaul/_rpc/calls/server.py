@@ -63,6 +63,7 @@ _NO_KEYWORDS: dict[str, Any] = {}
 NO_NOTES: dict[str, bytes] = {}
 
 
+# Over the limit because a request passes through its methods from top to bottom: accept, decode, run, reply.
 class CallServer:
     """The serving half of a worker. Thread-safe.
 

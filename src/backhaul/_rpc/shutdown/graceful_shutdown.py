@@ -32,6 +32,7 @@ _PARTING_SECONDS = 2.0  # that the leader gives the others to hear that all may 
 Instruction = RequestTallies | AllowExit | None
 
 
+# Over the limit because each frame and each event of the protocol has one method.
 class GracefulShutdown:
     """One worker's part in a graceful shutdown. Thread-safe.
 

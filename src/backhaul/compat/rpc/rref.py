@@ -33,6 +33,7 @@ T = TypeVar("T")
 _COUNTER_BITS = 48  # of an id; those above are its maker's
 
 
+# Over the limit because its methods are those of the reference's RRef.
 class RRef(handle.RRef[T]):
     """A reference to a value on some worker."""
 
