@@ -14,7 +14,7 @@ from backhaul.jit.installation import add
 from backhaul.jit.names import Api
 from backhaul.jit.references import NOT_SAVED, classes
 
-classes.loose.add(api.RRef)
+classes.unchecked.add(api.RRef)
 add(
     Api(
         "backhaul.compat.rpc",
