@@ -202,8 +202,8 @@ class ReferenceClasses:
     def infer_type(self, value: Any) -> Any:
         """The type of a reference, or of a list, dict or tuple of references; None for any other value.
 
-        Asks owners for the types of the values, and waits for the answers. If an owner does not answer, or if the Python
-        type does not determine the type in script, the result is None too: scripts may never use the value.
+        Asks owners for the types of the values, and waits for the answers. If an owner does not answer, or if the
+        Python type does not determine the type in script, the result is None too: scripts may never use the value.
         """
         value = unwrap(value)
         if isinstance(value, RRef):
