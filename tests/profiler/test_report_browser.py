@@ -55,8 +55,8 @@ def test_the_example_of_make_run(open_report: Open, tmp_path: Path) -> None:
     row = page.get_by_test_id("call-row").filter(has_text="forward(driver -> body-1)").first
     row.click()
     near, far = page.get_by_test_id("near"), page.get_by_test_id("far")
-    assert "At driver" in near.inner_text()
-    assert "At body-1" in far.inner_text()
+    assert "On driver" in near.inner_text()
+    assert "On body-1" in far.inner_text()
     page.get_by_test_id("show-far").click()
     call = page.evaluate("backhaul.selected().call")
     served = page.evaluate("id => backhaul.timeline.calls.find(each => each.id === id).far", call)
@@ -72,8 +72,8 @@ class TestSelecting:
         click_slice(page, call.near)
         assert page.get_by_test_id("selected").inner_text() == call.function
         near, far = page.get_by_test_id("near"), page.get_by_test_id("far")
-        assert "At trainer" in near.inner_text()
-        assert "At stage1" in far.inner_text()
+        assert "On trainer" in near.inner_text()
+        assert "On stage1" in far.inner_text()
         assert f"{(call.ran - call.decoded) / 1e6:.2f} ms" in far.inner_text()
         assert page.evaluate("backhaul.selected()") == {"call": call.id, "slice": call.near}
 
