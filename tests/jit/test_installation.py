@@ -77,7 +77,7 @@ def test_torch_with_an_unsupported_torchscript(run: Run) -> None:
 
 
 def test_uninstall_and_install_again() -> None:
-    def ours(a: torch.Tensor) -> torch.Tensor:
+    def backhaul_call(a: torch.Tensor) -> torch.Tensor:
         return bh.rpc_sync("worker1", blend, (a, a))
 
     closure, annotation = torch._jit_internal.get_closure, torch.jit.annotations.try_ann_to_type
@@ -91,7 +91,7 @@ def test_uninstall_and_install_again() -> None:
         assert torch._C._jit_get_emit_hooks() == (None, None)
         assert torch.jit._builtins._find_builtin(bh.backward) is None
         with pytest.raises(Exception, match=r"rpc_sync|source|keyword-only"):
-            script(ours)
+            script(backhaul_call)
         with bh.cluster(2):  # functions that were scripted before still work
             torch.testing.assert_close(
                 functions.sync("worker1", torch.ones(1), torch.ones(1)), blend(*[torch.ones(1)] * 2)
@@ -100,7 +100,7 @@ def test_uninstall_and_install_again() -> None:
         backhaul.jit.install()
         backhaul.jit.install()
     with bh.cluster(2):
-        torch.testing.assert_close(script(ours)(torch.ones(1)), blend(torch.ones(1), torch.ones(1)))
+        torch.testing.assert_close(script(backhaul_call)(torch.ones(1)), blend(torch.ones(1), torch.ones(1)))
 
 
 def test_hooks_of_others_are_called_too() -> None:
@@ -124,13 +124,13 @@ def test_hooks_of_others_are_called_too() -> None:
 def test_only_the_compiler_sees_replaced_names() -> None:
     reference = torch.distributed.rpc.rpc_sync
 
-    def ours(a: torch.Tensor) -> torch.Tensor:
+    def backhaul_call(a: torch.Tensor) -> torch.Tensor:
         return bh.rpc_sync("worker1", blend, (a, a))
 
-    script(ours)
+    script(backhaul_call)
     assert torch.distributed.rpc.rpc_sync is reference
     assert bh.rpc_sync is backhaul._rpc.api.rpc_sync
-    assert ours.__globals__["bh"] is bh
+    assert backhaul_call.__globals__["bh"] is bh
 
 
 def test_two_apis_in_one_function() -> None:

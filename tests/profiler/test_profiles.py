@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import pathlib
 import threading
-import time
 from collections import Counter
 
 import pytest
 import torch
 
 import backhaul as bh
-from backhaul.profiler.model import KINDS, Timeline
+from backhaul.profiler.model import Timeline
 
 from ..cluster.processes import DIED, run_processes
 from . import programs
-
-OPS = ("aten::mm", "aten::relu", "aten::threshold_backward")
+from .timelines import OPS, check, count_ops
 
 
 @pytest.fixture(scope="module")
@@ -26,51 +24,6 @@ def two_steps() -> tuple[Timeline, list[tuple[torch.Tensor, torch.Tensor]]]:
     found = bh.launch(programs.profile_steps, 3, args=(3, 2), start_method="forkserver", timeout=90)
     assert found[0] is not None
     return found[0]
-
-
-def worker_of(timeline: Timeline) -> dict[int, str]:
-    names = {row.id: row.name for row in timeline.workers}
-    return {track.id: names[track.worker] for track in timeline.tracks}
-
-
-def count_ops(timeline: Timeline) -> Counter[tuple[str, str]]:
-    where = worker_of(timeline)
-    return Counter((where[s.track], s.name) for s in timeline.slices if s.kind == "op" and s.name in OPS)
-
-
-def check(timeline: Timeline) -> None:
-    """Check the invariants of every timeline."""
-    slices = {each.id: each for each in timeline.slices}
-    workers = {row.id: row for row in timeline.workers}
-    tracks = {track.id: track for track in timeline.tracks}
-    assert len(slices) == len(timeline.slices)
-    last: dict[tuple[int, int], int] = {}
-    for each in timeline.slices:
-        assert each.kind in KINDS
-        assert tracks[each.track].worker in workers
-        assert each.start <= each.end
-        if each.parent >= 0:
-            outer = slices[each.parent]
-            assert outer.track == each.track
-            assert outer.start <= each.start
-            assert each.end <= outer.end
-        assert last.get((each.track, each.parent), each.start) <= each.start, "siblings overlap"
-        last[each.track, each.parent] = each.end
-    for call in timeline.calls:
-        near = [call.start, call.sent, call.received, call.done]
-        far = [call.arrived, call.begun, call.decoded, call.ran, call.replied]
-        for times in (near, far):
-            known = [time for time in times if time >= 0]
-            assert known == sorted(known)
-        assert slices[call.near].kind == "call"
-        assert call.far < 0 or slices[call.far].kind == "serve"
-    for arrow in timeline.arrows:
-        source, target = slices[arrow.source], slices[arrow.target]
-        ends = workers[tracks[source.track].worker], workers[tracks[target.track].worker]
-        assert arrow.end - arrow.start >= -sum(row.error for row in ends), "a message arrives after it was sent"
-    edges = [segment.start for segment in timeline.path] + [timeline.end]
-    assert edges[0] == 0
-    assert [segment.end for segment in timeline.path] == edges[1:]
 
 
 def test_a_profile_contains_every_worker_that_served_a_call(two_steps: tuple[Timeline, object]) -> None:
@@ -242,67 +195,6 @@ def count_ops_of_one_step() -> Counter[tuple[str, str]]:
     return Counter(products | {("worker2", "aten::relu"): 2, ("worker2", "aten::threshold_backward"): 2})
 
 
-def test_a_call_started_before_the_profile_and_one_that_ends_after_it() -> None:
-    with bh.cluster(2):
-        programs.released.clear()
-        before = bh.rpc_async("worker1", programs.wait_until_released)
-        with bh.profile() as prof:
-            after = bh.rpc_async("worker1", programs.wait_until_released)
-            time.sleep(0.01)
-        programs.released.set()
-        bh.wait_all([before, after])
-    check(prof.timeline)
-    (call,) = prof.timeline.calls
-    assert call.done == -1
-    near = next(each for each in prof.timeline.slices if each.id == call.near)
-    assert near.end == prof.timeline.end
-
-
-def test_backward_of_calls_made_before_the_profile() -> None:
-    with bh.cluster(3):
-        x = torch.ones(programs.SIZE, programs.SIZE, requires_grad=True)
-        with bh.context() as context:
-            loss = bh.rpc_sync("worker1", programs.outer, args=(x,)).sum()
-            with bh.profile() as prof:
-                bh.backward(context, [loss])
-    check(prof.timeline)
-    assert not prof.timeline.calls
-    assert count_ops(prof.timeline)["worker2", "aten::mm"] == 2
-
-
-def test_attach_to_a_torch_profiler() -> None:
-    with bh.cluster(3):
-        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-        with torch.profiler.profile(record_shapes=True, experimental_config=every_thread) as prof:
-            attached = bh.profiler.attach(prof)
-            programs.step(1)
-        remote = [event for event in prof.events() if event.is_remote]
-        mm = [event for event in remote if event.name == "backward(worker0 -> worker1)#remote_op: aten::mm"]
-        assert len(mm) == 2
-        assert mm[0].input_shapes == [[programs.SIZE, programs.SIZE]] * 2
-        assert any(event.name == "aten::mul" and not event.is_remote for event in prof.events())
-        check(attached.timeline)
-        local = [each for each in attached.timeline.slices if each.kind == "op" and each.name == "aten::mul"]
-        assert local
-        averages = {average.key: average.count for average in prof.key_averages()}
-        assert averages["backward(worker0 -> worker1)#remote_op: aten::mm"] == 2
-
-
-def test_attach_needs_a_running_profiler() -> None:
-    with bh.cluster(1), pytest.raises(bh.BackhaulError, match="needs a running profiler"):
-        bh.profiler.attach(torch.profiler.profile())
-
-
-def test_another_profiler_is_not_disturbed() -> None:
-    with bh.cluster(2):
-        with torch.profiler.profile() as torch_profile, bh.profile() as prof:
-            bh.rpc_sync("worker1", programs.inner, args=(torch.ones(programs.SIZE, programs.SIZE),))
-            torch.ones(2).sin()
-        assert any(event.name == "aten::sin" for event in torch_profile.events())
-    assert "another profiler" in prof.timeline.workers[0].note
-    assert len(prof.timeline.calls) == 1
-
-
 def test_results_can_be_read_when_the_profile_has_ended() -> None:
     with bh.cluster(1):
         prof = bh.profile()
@@ -375,99 +267,6 @@ def test_the_trace_has_the_format_of_viewers(tmp_path: pathlib.Path) -> None:
     assert {event["cat"] for event in slices} >= {"call", "serve", "run", "queue", "wait", "group", "encode", "op"}
 
 
-def test_operations_of_a_handler_after_it_returned_are_recorded() -> None:
-    with bh.cluster(3):
-        x = torch.eye(programs.SIZE)
-        with bh.profile() as prof:
-            bh.rpc_sync("worker1", programs.multiply_in_coroutine, args=(x,))
-            bh.rpc_sync("worker1", programs.multiply_in_callback, args=(x,))
-    check(prof.timeline)
-    assert count_ops(prof.timeline)["worker1", "aten::mm"] == 6
-    calls = {call.id: call.function for call in prof.timeline.calls}
-    owners = Counter(calls[s.call] for s in prof.timeline.slices if s.name == "aten::mm")
-    assert owners == {"multiply_in_coroutine": 5, "multiply_in_callback": 1}
-
-
-def test_operations_of_a_call_that_still_runs_are_recorded() -> None:
-    with bh.cluster(2):
-        programs.released.clear()
-        programs.multiplied.clear()
-        with bh.profile() as prof:
-            call = bh.rpc_async("worker1", programs.multiply_and_wait, args=(torch.eye(programs.SIZE),))
-            assert programs.multiplied.wait(20)
-        programs.released.set()
-        call.wait()
-    check(prof.timeline)
-    (found,) = prof.timeline.calls
-    served = next(each for each in prof.timeline.slices if each.id == found.far)
-    assert served.end == prof.timeline.end
-    assert count_ops(prof.timeline)["worker1", "aten::mm"] == 1
-    assert "multiply_and_wait" in prof.table()
-
-
-def test_operations_of_other_workers_of_the_process_are_not_recorded() -> None:
-    with bh.cluster(3) as workers:
-        x = torch.eye(programs.SIZE)
-
-        def call_as_another_worker() -> None:
-            with workers[1]:
-                for _ in range(10):
-                    bh.rpc_sync("worker2", programs.inner, args=(x,))
-
-        with bh.profile() as prof:
-            thread = threading.Thread(target=call_as_another_worker)
-            thread.start()
-            thread.join()
-            x.mm(x)
-        with workers[1], bh.profile() as other:
-            x.mm(x)
-    assert count_ops(prof.timeline) == {("worker0", "aten::mm"): 1}
-    assert count_ops(other.timeline) == {("worker1", "aten::mm"): 1}
-    assert not prof.timeline.calls
-
-
-def test_calls_of_other_threads_while_profiles_start_and_end() -> None:
-    with bh.cluster(3) as workers:
-        stopped = threading.Event()
-
-        def call_until_stopped() -> None:
-            with workers[0]:
-                while not stopped.is_set():
-                    bh.rpc_sync("worker1", torch.neg, args=(torch.ones(2),))
-
-        threads = [threading.Thread(target=call_until_stopped) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for _ in range(30):
-            with bh.profile(ops=False) as prof:
-                bh.rpc_sync("worker2", torch.neg, args=(torch.ones(2),))
-            check(prof.timeline)
-            assert any(call.callee == 2 for call in prof.timeline.calls)
-        stopped.set()
-        for thread in threads:
-            thread.join()
-
-
-def test_the_profile_notes_that_another_profiler_ended_its_recording() -> None:
-    with bh.cluster(1), bh.profile() as prof:
-        programs.use_torch_profiler()
-    assert "another profiler" in prof.timeline.workers[0].note
-    assert f"worker0: {prof.timeline.workers[0].note}" in prof.table()
-
-
-def test_a_step_inside_a_handler_is_counted_once() -> None:
-    with bh.cluster(3), bh.profile() as prof:
-        bh.rpc_sync("worker1", programs.train)
-    check(prof.timeline)
-    where = worker_of(prof.timeline)
-    serves = [s for s in prof.timeline.slices if s.kind == "serve" and where[s.track] == "worker1"]
-    groups = [s for s in prof.timeline.slices if s.kind == "group" and where[s.track] == "worker1"]
-    most = sum(s.end - s.start for s in (*serves, *groups) if s.parent < 0) / 1e6
-    (row,) = [line.split() for line in prof.table().splitlines() if line.startswith("worker1")]
-    value, unit = float(row[3]), row[4]
-    assert value * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit] <= most + 0.01
-
-
 def test_bytes_of_gradients_are_counted() -> None:
     with bh.cluster(2), bh.profile(ops=False) as prof:
         x = torch.ones(1 << 18, requires_grad=True)
@@ -475,21 +274,6 @@ def test_bytes_of_gradients_are_counted() -> None:
             bh.backward(context, [bh.rpc_sync("worker1", torch.neg, args=(x,)).pow(2).sum()])
     lines = [line for line in prof.table().splitlines() if line.startswith(("worker0", "worker1"))]
     assert [" 2.0 MiB " in line for line in lines] == [True, True], prof.table()
-
-
-def test_attached_events_use_the_clock_of_the_profiler() -> None:
-    with bh.cluster(2):
-        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-        with torch.profiler.profile(experimental_config=every_thread) as prof:
-            time.sleep(0.05)
-            first = bh.profiler.attach(prof)
-            assert bh.profiler.attach(prof) is first
-            with torch.profiler.record_function("region"):
-                bh.rpc_sync("worker1", programs.inner, args=(torch.eye(programs.SIZE),))
-        events = {event.name: event.time_range for event in prof.events()}
-        region = events["region"]
-        (mm,) = [event for event in prof.events() if event.is_remote and event.name.endswith("aten::mm")]
-        assert region.start <= mm.time_range.start <= mm.time_range.end <= region.end
 
 
 def test_an_inner_profile_records_shapes() -> None:
