@@ -383,8 +383,8 @@ def test_leaving_waits_for_what_is_under_way(endpoints: EndpointFactory, gate_na
 
 def hang(rank: int, port: int, trusted: bool) -> Any:
     """w2 hangs until it is lost. All members accept another worker in its place. Then w2 wakes and is refused."""
-    soon: dict[str, Any] = {"heartbeat_interval": 0.1, "suspect_after": 0.4, "lost_after": 3.0}
-    quick = bh.Options(timeout=PATIENCE, **soon, security=bh.Security(secret=SECRET, trusted=trusted))
+    soon = bh.Liveness(heartbeat_interval=0.1, suspect_after=0.4, lost_after=3.0)
+    quick = bh.Options(timeout=PATIENCE, liveness=soon, security=bh.Security(secret=SECRET, trusted=trusted))
     store = TCPStore("127.0.0.1", port, is_master=False)
     if rank == 3:
         store.get("lost")

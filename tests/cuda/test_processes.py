@@ -88,19 +88,19 @@ def where() -> list[str] | None:
 
 
 @pytest.mark.parametrize(
-    ("options", "there", "back"),
+    ("devices", "there", "back"),
     [
         ({}, "cuda:0", "cuda:0"),
-        ({"device_maps": {"worker1": {0: 0}}}, "cuda:0", "cuda:0"),
-        ({"device_maps": {"worker1": {0: 0}}, "devices": "mapped"}, "cuda:0", "cuda:0"),
-        ({"device_maps": {"worker1": {0: "cpu"}}}, "cpu", "cuda:0"),
-        ({"device_maps": {"worker1": "cpu"}}, "cpu", "cpu"),
-        ({"devices": "cpu"}, "cpu", "cpu"),
+        ({"maps": {"worker1": {0: 0}}}, "cuda:0", "cuda:0"),
+        ({"maps": {"worker1": {0: 0}}, "placement": "mapped"}, "cuda:0", "cuda:0"),
+        ({"maps": {"worker1": {0: "cpu"}}}, "cpu", "cuda:0"),
+        ({"maps": {"worker1": "cpu"}}, "cpu", "cpu"),
+        ({"placement": "cpu"}, "cpu", "cpu"),
     ],
     ids=str,
 )
-def test_where_tensors_arrive(options: dict[str, Any], there: str, back: str) -> None:
-    found = bh.launch(where, 2, options=bh.Options(**options))[0]
+def test_where_tensors_arrive(devices: dict[str, Any], there: str, back: str) -> None:
+    found = bh.launch(where, 2, options=bh.Options(devices=bh.Devices(**devices)))[0]
     assert found == [there, back, "cuda:0", "cuda:0"]
 
 

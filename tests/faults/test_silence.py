@@ -232,7 +232,7 @@ def test_a_cluster_that_is_stopped_as_a_whole_goes_on(store_port: int) -> None:
         pids = [int(store.get(f"pid {rank}")) for rank in range(3)]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(2 * QUICK.lost_after)  # what is tested is that this time does not count
+        time.sleep(2 * QUICK.liveness.lost_after)  # what is tested is that this time does not count
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         store.set("continued", "")
@@ -247,9 +247,9 @@ def test_a_cluster_that_is_stopped_as_a_whole_goes_on(store_port: int) -> None:
 
 def wait_long(rank: int, port: int) -> Any:
     start(rank, 2, port, QUICK)
-    value = bh.rpc_sync("w1", sleep, args=(2 * QUICK.lost_after,)) if rank == 0 else None
+    value = bh.rpc_sync("w1", sleep, args=(2 * QUICK.liveness.lost_after,)) if rank == 0 else None
     traffic = bh.get_debug_info()["bytes_sent"]
-    time.sleep(3 * QUICK.heartbeat_interval)
+    time.sleep(3 * QUICK.liveness.heartbeat_interval)
     same = bh.get_debug_info()["bytes_sent"] == traffic
     bh.shutdown(timeout=PATIENCE)
     return value, same
@@ -268,7 +268,7 @@ def test_a_worker_that_only_takes_long_is_not_suspected(store_port: int) -> None
 def be_deaf_to_heartbeats(rank: int, port: int) -> Any:
     options = bh.Options(timeout=PATIENCE, liveness=bh.Liveness(heartbeat_interval=0)) if rank else QUICK
     start(rank, 2, port, options)
-    value = bh.rpc_sync("w1", sleep, args=(2 * QUICK.lost_after,)) if rank == 0 else None
+    value = bh.rpc_sync("w1", sleep, args=(2 * QUICK.liveness.lost_after,)) if rank == 0 else None
     bh.shutdown(timeout=PATIENCE)
     return value
 

@@ -1,4 +1,7 @@
-"""Scripted functions and modules, on all workers the same. Called here, they are what calls are compared with."""
+"""Scripted functions and modules that all workers have.
+
+The tests compare the results of calls with those of the same functions called locally.
+"""
 
 import warnings
 from typing import Any, TypeVar
@@ -14,25 +17,25 @@ T = TypeVar("T")
 
 
 def script(what: T) -> Any:
-    """As ``torch.jit.script``, which warns that it is deprecated."""
+    """As ``torch.jit.script``, without the warning that it is deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit")
         return torch.jit.script(what)
 
 
 def interface(what: T) -> Any:
-    """Likewise."""
+    """As ``torch.jit.interface``, without the warning that it is deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit")
         return torch.jit.interface(what)
 
 
-# What is called.
+# Functions that the tests call on other workers.
 
 
 @script
 def blend(a: Tensor, b: Tensor, scale: float = 2.0, shift: int = 1) -> Tensor:
-    """Not symmetric in anything."""
+    """A function that is not symmetric in any two arguments, so that a mix-up changes the result."""
     return a * a * scale + torch.sin(b) * shift
 
 
@@ -54,7 +57,7 @@ def several(a: Tensor, word: str = "w") -> tuple[Tensor, str, int | None]:
 @script
 def fail(a: Tensor) -> Tensor:
     if a.numel() > 1:
-        raise ValueError("more than one, which is too many")
+        raise ValueError("fail() takes one element, got too many")
     return a
 
 
@@ -63,7 +66,7 @@ def nothing(a: Tensor) -> None:
     pass
 
 
-# Calls from script, in each way.
+# Calls from script, with each of the three functions.
 
 
 @script
@@ -72,19 +75,19 @@ def sync(to: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 @script
-def later(to: str, a: Tensor, b: Tensor) -> Tensor:
+def async_(to: str, a: Tensor, b: Tensor) -> Tensor:
     return bh.rpc_async(to, blend, (a, b)).wait() + 0.0
 
 
 @script
-def far(to: str, a: Tensor, b: Tensor) -> Tensor:
+def remote(to: str, a: Tensor, b: Tensor) -> Tensor:
     return bh.remote(to, blend, (a, b)).to_here()
 
 
 @script
 def two_hops(first: str, second: str, a: Tensor, b: Tensor) -> Tensor:
-    there = bh.rpc_sync(first, sync, (second, a, b))
-    return there * bh.rpc_sync(second, sync, (first, b, there))
+    inner = bh.rpc_sync(first, sync, (second, a, b))
+    return inner * bh.rpc_sync(second, sync, (first, b, inner))
 
 
 # Forks.
@@ -93,20 +96,20 @@ def two_hops(first: str, second: str, a: Tensor, b: Tensor) -> Tensor:
 @script
 def forked(to: str, other: str, a: Tensor, b: Tensor) -> Tensor:
     one = torch.jit.fork(sync, to, a, b)
-    two = torch.jit.fork(later, other, b, a)
+    two = torch.jit.fork(async_, other, b, a)
     return one.wait() * two.wait()
 
 
 @script
 def forked_twice(to: str, other: str, a: Tensor, b: Tensor) -> Tensor:
     outer = torch.jit.fork(forked, to, other, a, b)
-    here = sync(other, b, b)
-    return outer.wait() + here
+    unforked = sync(other, b, b)
+    return outer.wait() + unforked
 
 
 @script
 def after_wait(to: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    first = bh.rpc_async(to, blend, (a, b)).wait()  # from here on, on another thread
+    first = bh.rpc_async(to, blend, (a, b)).wait()  # the script continues on another thread
     second = bh.rpc_async(to, blend, (b, first)).wait()
     third = bh.remote(to, blend, (second, a)).to_here()
     return first, second, third
@@ -132,18 +135,18 @@ def step(context: int, to: str, a: Tensor, b: Tensor) -> dict[Tensor, Tensor]:
 
 
 @script
-def look_at(rref: bh.RRef[Tensor]) -> tuple[bool, str, bool, str, int]:
+def describe(rref: bh.RRef[Tensor]) -> tuple[bool, str, bool, str, int]:
     owner = rref.owner()
     return rref.is_owner(), rref.owner_name(), rref.confirmed_by_owner(), owner.name, owner.id
 
 
 @script
-def bring(rref: bh.RRef[Tensor], factor: Tensor) -> Tensor:
+def fetch(rref: bh.RRef[Tensor], factor: Tensor) -> Tensor:
     return rref.to_here() * factor
 
 
 @script
-def bring_within(rref: bh.RRef[Tensor], timeout: float) -> Tensor:
+def fetch_with_timeout(rref: bh.RRef[Tensor], timeout: float) -> Tensor:
     return rref.to_here(timeout)
 
 
@@ -171,19 +174,19 @@ def total(rrefs: list[bh.RRef[Tensor]]) -> Tensor:
 
 
 @script
-def made_here(to: str, a: Tensor, b: Tensor) -> tuple[bool, str, Tensor]:
+def create_and_use(to: str, a: Tensor, b: Tensor) -> tuple[bool, str, Tensor]:
     rref = bh.remote(to, blend, (a, b), {"shift": 3})
     rrefs = [rref, bh.remote(to, blend, (b, a))]
     return rref.is_owner(), rref.owner_name(), rrefs[0].to_here() + rrefs[1].to_here(5.0)
 
 
 @script
-def hand_out(to: str, a: Tensor, b: Tensor):  # type: ignore[no-untyped-def]
+def return_reference(to: str, a: Tensor, b: Tensor):  # type: ignore[no-untyped-def]
     return bh.remote(to, blend, (a, b))
 
 
 @script
-def give_future(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
+def return_future(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
     return bh.rpc_async(to, blend, (a, b))
 
 
@@ -192,7 +195,7 @@ def give_future(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
 
 @interface
 class Layer:
-    """What remote modules of these tests have."""
+    """The interface of the remote modules in these tests."""
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
         pass
@@ -202,7 +205,7 @@ class Layer:
 
 
 class Plain(torch.nn.Module):
-    """A layer."""
+    """A local layer that implements ``Layer``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +229,7 @@ def run_layer(rref: bh.RRef[Layer], x: Tensor) -> Tensor:
 
 
 class Model(torch.nn.Module):
-    """A layer, wherever it is, inside of a module."""
+    """A module that contains a layer, local or remote."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -238,7 +241,7 @@ class Model(torch.nn.Module):
 
 
 class Async(Model):
-    """The same with futures."""
+    """The same module, with futures."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.inner.forward_async(x, 0.5).wait()
@@ -246,17 +249,17 @@ class Async(Model):
 
 
 class Caller(torch.nn.Module):
-    """A module that makes calls itself, and holds references."""
+    """A module that makes calls and holds references."""
 
     rrefs: list[bh.RRef[Tensor]]
 
     def __init__(self, to: str, rrefs: list[bh.RRef[Tensor]]) -> None:
         super().__init__()
-        self.to_whom = to
+        self.callee = to
         self.rrefs = rrefs
         self.weight = torch.nn.Parameter(torch.tensor([0.5, 2.0]))
 
     def forward(self, x: Tensor) -> Tensor:
         for rref in self.rrefs:
             x = x + rref.to_here()
-        return bh.rpc_sync(self.to_whom, blend, (x, self.weight))
+        return bh.rpc_sync(self.callee, blend, (x, self.weight))

@@ -1,4 +1,4 @@
-"""Calls that scripted functions make: results, their types, what the compiler refuses and what goes wrong later."""
+"""Calls that scripted functions make: results, types, errors at run time and threads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,34 +10,34 @@ from torch.futures import Future
 
 import backhaul as bh
 from backhaul import rpc_async as start
-from backhaul._rpc import api as inner
+from backhaul._rpc import api as rpc_api
 
 from . import functions
-from .conftest import PATIENCE
+from .conftest import TIMEOUT_SECONDS
 from .functions import blend, script, three
 
 A, B = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 4.0])
-WAYS = {"sync": functions.sync, "later": functions.later, "far": functions.far}
+CALLERS = {"rpc_sync": functions.sync, "rpc_async": functions.async_, "remote": functions.remote}
 
 pytestmark = pytest.mark.usefixtures("workers")
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
-@pytest.mark.parametrize("call", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("call", CALLERS.values(), ids=CALLERS)
 def test_results(call: Callable[..., Tensor], to: str) -> None:
     assert torch.equal(call(to, A, B), blend(A, B))
 
 
-def test_calls_go_on_from_where_they_arrive() -> None:
-    there = blend(A, B)
-    assert torch.equal(functions.two_hops("worker1", "worker2", A, B), there * blend(B, there))
+def test_a_called_script_makes_calls_itself() -> None:
+    inner = blend(A, B)
+    assert torch.equal(functions.two_hops("worker1", "worker2", A, B), inner * blend(B, inner))
 
 
-def test_the_compiler_knows_the_type() -> None:
-    text = str(functions.give_future.graph)
+def test_the_compiler_knows_the_type_of_the_result() -> None:
+    text = str(functions.return_future.graph)
     assert "Future[Tensor] = backhaul::rpc_async" in text
-    assert functions.give_future.schema.returns[0].type.annotation_str == "Future[Tensor]"
-    assert torch.equal(functions.give_future("worker1", A, B).wait(), blend(A, B))
+    assert functions.return_future.schema.returns[0].type.annotation_str == "Future[Tensor]"
+    assert torch.equal(functions.return_future("worker1", A, B).wait(), blend(A, B))
 
 
 def test_keywords_and_defaults() -> None:
@@ -45,14 +45,14 @@ def test_keywords_and_defaults() -> None:
     def call(to: str, a: Tensor, b: Tensor) -> list[Tensor]:
         scaled = bh.rpc_sync(to, blend, (a, b), {"scale": 0.5})
         both = bh.rpc_async(to, blend, (a, b, 3.0), {"shift": 7}).wait()
-        kept = bh.remote(to, blend, (a, b), {"shift": 0}).to_here()
-        return [scaled, both, kept]
+        remote = bh.remote(to, blend, (a, b), {"shift": 0}).to_here()
+        return [scaled, both, remote]
 
     expected = [blend(A, B, scale=0.5), blend(A, B, 3.0, 7), blend(A, B, shift=0)]
     assert all(map(torch.equal, call("worker1", A, B), expected))
 
 
-def test_kinds_of_values() -> None:
+def test_types_of_results() -> None:
     @script
     def call(to: str, a: Tensor) -> tuple[int, dict[str, list[Tensor]], tuple[Tensor, str, int | None]]:
         bh.rpc_sync(to, functions.nothing, (a,))
@@ -71,21 +71,21 @@ def test_kinds_of_values() -> None:
     assert several[1:] == ("given!", None)
 
 
-def test_names_of_calls() -> None:
-    """However a function refers to them."""
+def test_all_ways_to_refer_to_a_function() -> None:
+    """A script may import the functions under another name, or reach them through modules."""
 
     @script
     def call(to: str, a: Tensor, b: Tensor) -> Tensor:
         return (
             start(to, blend, (a, b)).wait()
-            + inner.rpc_sync(to, blend, (a, b))
+            + rpc_api.rpc_sync(to, blend, (a, b))
             + bh._rpc.api.rpc_sync(to, blend, (a, b))
         )
 
     assert torch.equal(call("worker1", A, B), blend(A, B) * 3)
 
 
-def test_workers_by_number_and_in_python() -> None:
+def test_worker_ids_and_calls_from_python() -> None:
     @script
     def call(to: int, a: Tensor, b: Tensor) -> Tensor:
         return bh.rpc_sync(to, blend, (a, b))
@@ -94,20 +94,20 @@ def test_workers_by_number_and_in_python() -> None:
     assert torch.equal(bh.rpc_sync("worker2", functions.sync, ("worker1", A, B)), blend(A, B))
 
 
-def test_scripted_functions_that_answer_later() -> None:
-    assert torch.equal(bh.rpc_sync("worker1", functions.give_future, ("worker2", A, B)), blend(A, B))
-    assert torch.equal(bh.remote("worker1", functions.give_future, ("worker2", A, B)).to_here(), blend(A, B))
+def test_scripted_functions_that_return_futures() -> None:
+    assert torch.equal(bh.rpc_sync("worker1", functions.return_future, ("worker2", A, B)), blend(A, B))
+    assert torch.equal(bh.remote("worker1", functions.return_future, ("worker2", A, B)).to_here(), blend(A, B))
 
 
-def test_a_future_of_python_in_script() -> None:
+def test_a_future_passed_from_python_to_script() -> None:
     @script
     def double(future: Future[Tensor]) -> Future[Tensor]:
         return future
 
-    assert torch.equal(double(functions.give_future("worker1", A, B)).wait(), blend(A, B))
+    assert torch.equal(double(functions.return_future("worker1", A, B)).wait(), blend(A, B))
 
 
-def test_many_calls_at_once() -> None:
+def test_many_concurrent_calls() -> None:
     @script
     def call(to: str, a: Tensor, n: int) -> list[Tensor]:
         futures = [bh.rpc_async(to, blend, (a * i, a)) for i in range(n)]
@@ -116,84 +116,7 @@ def test_many_calls_at_once() -> None:
     assert all(map(torch.equal, call("worker1", A, 50), [blend(A * i, A) for i in range(50)]))
 
 
-# What the compiler refuses.
-
-
-def refused(function: Callable[..., Any], text: str) -> None:
-    with pytest.raises(RuntimeError, match=text):
-        script(function)
-
-
-def test_arguments_by_name_only() -> None:
-    """The compiler looks at positional arguments alone, so that those without a default have to be among them."""
-
-    def call(to: str, a: Tensor) -> Tensor:
-        return bh.rpc_sync(to, blend, (a,), {"b": a})
-
-    refused(call, "Argument b not provided")
-
-
-def test_too_few_arguments() -> None:
-    def call(to: str, a: Tensor) -> Tensor:
-        return bh.rpc_sync(to, blend, (a,))
-
-    refused(call, "Argument b not provided")
-
-
-def test_too_many_arguments() -> None:
-    def call(to: str, a: Tensor) -> Tensor:
-        return bh.rpc_async(to, blend, (a, a, 1.0, 1, a)).wait()
-
-    refused(call, "Expected at most 4 arguments but found 5 positional arguments")
-
-
-def test_wrong_type_of_argument() -> None:
-    def call(to: str, a: Tensor) -> Tensor:
-        return bh.remote(to, blend, (a, "word")).to_here()
-
-    refused(call, "Expected a value of type 'Tensor' for argument 'b'")
-
-
-def test_wrong_type_of_result() -> None:
-    def call(to: str, a: Tensor) -> str:
-        return bh.rpc_async(to, blend, (a, a)).wait()
-
-    refused(call, "Return value was annotated as having type str but is actually of type Tensor")
-
-
-def test_wrong_form() -> None:
-    def call(to: str, a: Tensor) -> Tensor:
-        return bh.rpc_sync(to, blend, (a, a), {}, 1.0, 2)
-
-    refused(call, "Possible forms of call to rpc_sync")
-
-
-def test_keywords_of_the_call_itself() -> None:
-    def call(to: str, a: Tensor) -> Tensor:
-        return bh.rpc_sync(to, blend, args=(a, a))
-
-    refused(call, "does not support kwargs")
-
-
-def test_a_function_that_cannot_be_scripted() -> None:
-    def plain(a: Any) -> Any:
-        yield a
-
-    def call(to: str, a: Tensor) -> Tensor:
-        return bh.rpc_sync(to, plain, (a,))
-
-    with pytest.raises(torch.jit.frontend.NotSupportedError, match="Yield aren't supported"):
-        script(call)
-
-
-def test_not_a_function() -> None:
-    def call(to: str, a: Tensor) -> Tensor:
-        return bh.rpc_sync(to, A, (a,))
-
-    refused(call, "rpc|Tensor")
-
-
-# What goes wrong later.
+# Errors at run time.
 
 
 def test_unknown_keyword() -> None:
@@ -205,143 +128,92 @@ def test_unknown_keyword() -> None:
         call("worker1", A)
 
 
-@pytest.mark.parametrize("way", ["rpc_sync", "rpc_async", "remote"])
-def test_the_function_raises(way: str) -> None:
-    calls = {
-        "rpc_sync": lambda: script(fail_sync)("worker1", A),
-        "rpc_async": lambda: script(fail_later)("worker1", A),
-        "remote": lambda: script(fail_far)("worker1", A),
-    }
-    with pytest.raises(RuntimeError, match="more than one, which is too many"):
-        calls[way]()
-
-
 def fail_sync(to: str, a: Tensor) -> Tensor:
     return bh.rpc_sync(to, functions.fail, (a,))
 
 
-def fail_later(to: str, a: Tensor) -> Tensor:
+def fail_async(to: str, a: Tensor) -> Tensor:
     return bh.rpc_async(to, functions.fail, (a,)).wait()
 
 
-def fail_far(to: str, a: Tensor) -> Tensor:
+def fail_remote(to: str, a: Tensor) -> Tensor:
     return bh.remote(to, functions.fail, (a,)).to_here()
 
 
-def test_an_error_in_a_future_given_to_python() -> None:
+@pytest.mark.parametrize("caller", [fail_sync, fail_async, fail_remote])
+def test_the_function_raises(caller: Callable[..., Tensor]) -> None:
+    with pytest.raises(RuntimeError, match="takes one element, got too many"):
+        script(caller)("worker1", A)
+
+
+def test_an_error_in_a_future_returned_to_python() -> None:
     @script
     def call(to: str, a: Tensor) -> Future[Tensor]:
         return bh.rpc_async(to, functions.fail, (a,))
 
     future = call("worker1", A)
-    with pytest.raises(RuntimeError, match="more than one, which is too many"):
+    with pytest.raises(RuntimeError, match="takes one element, got too many"):
         future.wait()
 
 
-def test_no_such_worker() -> None:
-    with pytest.raises(RuntimeError, match="nobody"):
-        functions.sync("nobody", A, B)
+def test_unknown_worker() -> None:
+    with pytest.raises(RuntimeError, match="absent_worker"):
+        functions.sync("absent_worker", A, B)
 
 
-def slow() -> int:
-    """Not scripted itself: called by name from the function below."""
-    hold.wait()
+class _Blocker:
+    """Blocks a Python function until the test lets it return."""
+
+    def __init__(self) -> None:
+        self.released: Future[None] = Future()
+
+    def wait(self) -> None:
+        self.released.wait()
+
+
+blocker = _Blocker()
+
+
+def block_until_released() -> int:
+    """A Python function that the scripted function below calls."""
+    blocker.wait()
     return 1
 
 
-class _Hold:
-    def __init__(self) -> None:
-        self.one_shot: Future[None] = Future()
-
-    def wait(self) -> None:
-        self.one_shot.wait()
-
-
-hold = _Hold()
-ignored_slow = torch.jit.ignore(slow)
+ignored_block_until_released = torch.jit.ignore(block_until_released)
 
 
 @script
-def wait_there() -> int:
-    return ignored_slow()
+def blocked() -> int:
+    return ignored_block_until_released()
 
 
 def test_timeouts() -> None:
     @script
     def call(to: str, timeout: float) -> int:
-        return bh.rpc_sync(to, wait_there, (), {}, timeout)
+        return bh.rpc_sync(to, blocked, (), {}, timeout)
 
     @script
-    def call_far(to: str, timeout: float) -> int:
-        return bh.remote(to, wait_there).to_here(timeout)
+    def call_remote(to: str, timeout: float) -> int:
+        return bh.remote(to, blocked).to_here(timeout)
 
-    hold.one_shot = Future()
+    blocker.released = Future()
     try:
-        for slow_call in (call, call_far):
+        for timed_call in (call, call_remote):
             with pytest.raises(RuntimeError, match=r"0\.05 s"):
-                slow_call("worker1", 0.05)
+                timed_call("worker1", 0.05)
         waiting = bh.rpc_async("worker1", call, ("worker2", 0.0))
     finally:
-        hold.one_shot.set_result(None)
+        blocker.released.set_result(None)
     assert waiting.wait() == 1
     assert call("worker1", 30.0) == 1
-
-
-# What the compiler is not to be asked for.
-
-
-class Holder:
-    """A script class, if it is compiled."""
-
-    def __init__(self, a: Tensor) -> None:
-        self.a = a
-
-    def call(self) -> Tensor:
-        return bh.rpc_sync("worker1", blend, (self.a, self.a))
-
-
-def use_holder(a: Tensor) -> Tensor:
-    return Holder(a).call()
-
-
-@pytest.mark.parametrize("what", [Holder, use_holder])
-def test_calls_in_script_classes(what: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"rpc_sync cannot be called here: .* not in methods of script classes"):
-        script(what)
-
-
-def test_contexts_in_script() -> None:
-    def enters(a: Tensor) -> Tensor:
-        with bh.context():
-            return bh.rpc_sync("worker1", blend, (a, a))
-
-    with pytest.raises(RuntimeError, match=r"a context cannot be entered in script: .* pass its id in"):
-        script(enters)
-
-
-def test_contexts_beside_script() -> None:
-    def enters(a: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            with bh.context():
-                return a
-        return bh.rpc_sync("worker1", blend, (a, a))
-
-    assert torch.equal(script(enters)(A), blend(A, A))
-
-
-def test_references_to_nobody_knows_what() -> None:
-    def bring(rref: bh.RRef) -> Tensor:  # type: ignore[type-arg]
-        return rref.to_here()
-
-    with pytest.raises(Exception, match=r"write RRef\[T\](.|\n)*rref: bh.RRef"):
-        script(bring)
 
 
 # Threads.
 
 
 def counts_here(_: int) -> bool:
-    """Whether what runs here counts against the limit of its worker's threads."""
+    """Whether this thread counts against its worker's limit of threads."""
     return bh.current_worker().thread_pool.inside
 
 
@@ -361,7 +233,7 @@ def counts_with_wait(to: str) -> bool:
 
 
 class Waits(torch.nn.Module):
-    """Likewise, as a method."""
+    """A method that waits for a fork."""
 
     def forward(self, a: Tensor) -> bool:
         found = ignored_counts(0)
@@ -374,7 +246,7 @@ def make_waits() -> Any:
 
 
 def test_handlers_that_wait_in_script_do_not_count() -> None:
-    """The interpreter waits without a word to the worker."""
+    """The worker does not count a thread that waits, although the interpreter does not tell it about the wait."""
     assert bh.rpc_sync("worker1", counts, (0,))
     assert not bh.rpc_sync("worker1", counts_with_wait, ("worker2",))
     assert not bh.remote("worker1", make_waits).rpc_sync().forward(torch.ones(1))
@@ -382,10 +254,10 @@ def test_handlers_that_wait_in_script_do_not_count() -> None:
 
 
 def block(a: Tensor) -> Tensor:
-    """Python on a thread of the interpreter's, which it holds until there is an answer."""
+    """Python code that blocks a thread of the interpreter until other workers have answered."""
     rref = bh.remote("worker2", blend, (a, a))
-    brought = bh.rpc_sync("worker1", functions.bring, (rref, a), timeout=PATIENCE)
-    return brought + bh.rpc_sync("worker1", functions.far, ("worker2", a, a), timeout=PATIENCE)
+    fetched = bh.rpc_sync("worker1", functions.fetch, (rref, a), timeout=TIMEOUT_SECONDS)
+    return fetched + bh.rpc_sync("worker1", functions.remote, ("worker2", a, a), timeout=TIMEOUT_SECONDS)
 
 
 ignored_block = torch.jit.ignore(block)
@@ -402,8 +274,8 @@ def fork_blocks(a: Tensor, n: int) -> list[Tensor]:
     return [future.wait() for future in futures]
 
 
-def test_scripts_called_while_python_holds_all_threads_of_the_interpreter() -> None:
-    """Those that wait for one thing after the other need none of them."""
+def test_scripts_called_while_python_blocks_all_threads_of_the_interpreter() -> None:
+    """A script that waits for one result at a time needs no thread of the interpreter."""
     wanted = blend(A, A) * A + blend(A, A)
     for made in fork_blocks(A, torch.get_num_interop_threads() + 1):
         torch.testing.assert_close(made, wanted)

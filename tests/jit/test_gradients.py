@@ -1,4 +1,4 @@
-"""Gradients through calls that scripts make, against the same functions in one process with plain autograd."""
+"""Gradients through calls that scripts make, compared with the same functions under local autograd."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("workers")
 
 
 def check(remote: Callable[..., Tensor], plain: Callable[..., Tensor], leaves: Leaves) -> None:
-    """Both have the same value and the same gradients."""
+    """Check that both functions have the same value and the same gradients."""
     expected = plain(*leaves)
     wanted = torch.autograd.grad(expected.sum(), leaves)
     with bh.context() as ctx:
@@ -35,7 +35,7 @@ def check(remote: Callable[..., Tensor], plain: Callable[..., Tensor], leaves: L
 
 
 def recorded() -> int:
-    """How many messages with gradients the context that is current here has seen, on all workers."""
+    """How many messages were recorded for gradients, in all contexts of all workers."""
     contexts = [context for worker in bh._worker.worker.running_workers() for context in contexts_of(worker)]
     return sum(len(context.sends) for context in contexts)
 
@@ -46,15 +46,15 @@ def contexts_of(worker: bh.Worker) -> list[Any]:
     return worker.part(Engine).container.select(lambda _: True)
 
 
-@pytest.mark.parametrize("way", ["sync", "later", "far"])
-def test_each_way(way: str, leaves: Leaves) -> None:
-    check(lambda a, b: getattr(functions, way)("worker1", a, b), blend, leaves)
+@pytest.mark.parametrize("caller", ["sync", "async_", "remote"])
+def test_each_kind_of_call(caller: str, leaves: Leaves) -> None:
+    check(lambda a, b: getattr(functions, caller)("worker1", a, b), blend, leaves)
 
 
-def test_hops(leaves: Leaves) -> None:
+def test_two_hops(leaves: Leaves) -> None:
     def plain(a: Tensor, b: Tensor) -> Tensor:
-        there = blend(a, b)
-        return there * blend(b, there)
+        inner = blend(a, b)
+        return inner * blend(b, inner)
 
     check(lambda a, b: functions.two_hops("worker1", "worker2", a, b), plain, leaves)
 
@@ -74,7 +74,7 @@ def test_forks_of_forks(leaves: Leaves) -> None:
 def test_many_forks(leaves: Leaves) -> None:
     @script
     def remote(a: Tensor, b: Tensor, n: int) -> Tensor:
-        futures = [torch.jit.fork(functions.later, "worker1" if i % 2 == 0 else "worker2", a * i, b) for i in range(n)]
+        futures = [torch.jit.fork(functions.async_, "worker1" if i % 2 == 0 else "worker2", a * i, b) for i in range(n)]
         made = a * 0
         for future in futures:
             made = made + future.wait()
@@ -84,7 +84,7 @@ def test_many_forks(leaves: Leaves) -> None:
 
 
 def test_after_a_wait(leaves: Leaves) -> None:
-    """The context is still current, so later calls are recorded too."""
+    """The context is still current after a wait, so later calls are recorded too."""
 
     def plain(a: Tensor, b: Tensor) -> Tensor:
         first = blend(a, b)
@@ -98,7 +98,7 @@ def test_after_a_wait(leaves: Leaves) -> None:
 
 
 def test_forked_in_a_handler(leaves: Leaves) -> None:
-    """On a worker that the context reached by a call."""
+    """A script forks on a worker that the context reached by a call."""
     check(
         lambda a, b: bh.rpc_sync("worker1", functions.forked_twice, ("worker2", "worker0", a, b)),
         lambda a, b: blend(a, b) * blend(b, a) + blend(b, b),
@@ -139,7 +139,7 @@ def test_no_grad(leaves: Leaves) -> None:
 
 
 def test_one_context_after_the_other(leaves: Leaves) -> None:
-    """What a script left behind on its thread does not last."""
+    """A script leaves nothing in the state of its thread."""
     for _ in range(3):
         check(lambda a, b: functions.forked("worker1", "worker2", a, b), lambda a, b: blend(a, b) * blend(b, a), leaves)
 
@@ -168,7 +168,7 @@ def test_contexts_of_threads(leaves: Leaves) -> None:
 
 
 def test_contexts_of_tasks(leaves: Leaves) -> None:
-    """Two tasks of one thread, of which one has no context."""
+    """Of two tasks on one thread, only one has a context."""
 
     async def without() -> None:
         functions.forked("worker1", "worker2", *leaves)
@@ -186,37 +186,37 @@ def test_contexts_of_tasks(leaves: Leaves) -> None:
 
 
 def test_workers_of_one_process(workers: list[bh.Worker], leaves: Leaves) -> None:
-    """Forked code acts for the worker that forked it."""
+    """The current worker of forked code is the worker that forked it."""
     for worker in workers:
         with worker:
-            assert script(who)("worker1") == worker.name
+            assert script(names_on_all_threads)("worker1") == worker.name
 
 
-def whoami(_: int) -> str:
+def current_name(_: int) -> str:
     return bh.get_worker_info().name
 
 
-ignored_whoami = torch.jit.ignore(whoami)
+ignored_current_name = torch.jit.ignore(current_name)
 
 
 @script
-def ask(_: int) -> str:
-    return ignored_whoami(_)
+def name(_: int) -> str:
+    return ignored_current_name(_)
 
 
-def who(to: str) -> str:
-    first = torch.jit.fork(ask, 0).wait()
-    there = bh.rpc_sync(to, ask, (0,))
-    second = ask(0)  # after a wait
-    assert first == second
-    assert there == to
-    return second
+def names_on_all_threads(to: str) -> str:
+    forked = torch.jit.fork(name, 0).wait()
+    callee = bh.rpc_sync(to, name, (0,))
+    after_wait = name(0)
+    assert forked == after_wait
+    assert callee == to
+    return after_wait
 
 
-# What becomes current on a thread that a script has forked to.
+# Python code that a forked script calls changes what is current on its thread.
 
 
-def own_context(a: Tensor, b: Tensor) -> list[Tensor]:
+def enter_context(a: Tensor, b: Tensor) -> list[Tensor]:
     with bh.context() as ctx:
         loss = sum(functions.after_wait("worker1", a, b), a * 0).sum()
         bh.backward(ctx, [loss])
@@ -224,14 +224,14 @@ def own_context(a: Tensor, b: Tensor) -> list[Tensor]:
         return [grads[a], grads[b]]
 
 
-def own_worker(name: str) -> list[str]:
+def enter_worker(name: str) -> list[str]:
     (worker,) = [worker for worker in bh._worker.worker.running_workers() if worker.name == name]
     with worker:
-        return [script(who)("worker1"), whoami(0)]
+        return [script(names_on_all_threads)("worker1"), current_name(0)]
 
 
-def own_nothing(a: Tensor) -> list[int]:
-    """How many messages are recorded at each point."""
+def enter_no_context(a: Tensor) -> list[int]:
+    """How many messages are recorded with no current context, and afterwards."""
     counts = []
     token = enter(None)
     functions.forked("worker1", "worker2", a, a)
@@ -241,9 +241,9 @@ def own_nothing(a: Tensor) -> list[int]:
     return [*counts, recorded()]
 
 
-ignored_context = torch.jit.ignore(own_context)
-ignored_worker = torch.jit.ignore(own_worker)
-ignored_nothing = torch.jit.ignore(own_nothing)
+ignored_context = torch.jit.ignore(enter_context)
+ignored_worker = torch.jit.ignore(enter_worker)
+ignored_no_context = torch.jit.ignore(enter_no_context)
 
 
 @script
@@ -257,8 +257,8 @@ def call_worker(name: str) -> list[str]:
 
 
 @script
-def call_nothing(a: Tensor) -> list[int]:
-    return ignored_nothing(a)
+def call_no_context(a: Tensor) -> list[int]:
+    return ignored_no_context(a)
 
 
 @script
@@ -272,17 +272,17 @@ def fork_worker(name: str) -> list[str]:
 
 
 @script
-def fork_nothing(a: Tensor) -> list[int]:
-    return torch.jit.fork(call_nothing, a).wait()
+def fork_no_context(a: Tensor) -> list[int]:
+    return torch.jit.fork(call_no_context, a).wait()
 
 
 @script
-def fork_ask(_: int) -> str:
-    return torch.jit.fork(ask, 0).wait()
+def fork_name(_: int) -> str:
+    return torch.jit.fork(name, 0).wait()
 
 
 def test_a_context_entered_on_a_forked_thread(leaves: Leaves) -> None:
-    """It is current there, and where a script that is called in it goes on."""
+    """The context is current on that thread, and on threads where a script continues that is called inside it."""
     first = blend(*leaves)
     second = blend(leaves[1], first)
     wanted = torch.autograd.grad((first + second + blend(second, leaves[0])).sum(), leaves)
@@ -294,23 +294,23 @@ def test_a_context_entered_on_a_forked_thread(leaves: Leaves) -> None:
 def test_a_worker_entered_on_a_forked_thread(name: str) -> None:
     for _ in range(10):
         assert fork_worker(name) == [name, name]
-        assert fork_ask(0) == "worker0"
+        assert fork_name(0) == "worker0"
 
 
 def test_no_context_on_a_forked_thread(leaves: Leaves) -> None:
-    """As for calls that Backhaul makes for itself."""
+    """A thread may have no current context, as for the calls that Backhaul itself makes."""
     with bh.context():
-        assert fork_nothing(leaves[0]) == [0, 2]
+        assert fork_no_context(leaves[0]) == [0, 2]
 
 
-def test_a_script_without_calls_in_turns_with_another_task(workers: list[bh.Worker]) -> None:
-    """What is current is that of the task that calls, not what was last made current on the thread."""
+def test_scripts_of_several_tasks_in_turns(workers: list[bh.Worker]) -> None:
+    """The current worker of a script is that of the task that calls it, not the last one entered on the thread."""
 
     async def act_as(worker: bh.Worker) -> None:
         with worker:
             for _ in range(3):
                 await asyncio.sleep(0)
-                assert fork_ask(0) == worker.name
+                assert fork_name(0) == worker.name
 
     async def run() -> None:
         await asyncio.gather(*map(act_as, workers))
@@ -347,7 +347,7 @@ def test_a_whole_step_in_script(leaves: Leaves) -> None:
         torch.testing.assert_close((grads[a], grads[b]), wanted)
 
 
-def test_a_context_that_is_over(leaves: Leaves) -> None:
+def test_a_released_context(leaves: Leaves) -> None:
     with bh.context() as ctx:
         pass
     with pytest.raises(RuntimeError, match="was released"):

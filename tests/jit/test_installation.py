@@ -1,4 +1,4 @@
-"""What is done to torch's compiler, and undone."""
+"""Changes to torch's compiler, and their removal."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Run = Callable[[str], str]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs a program in a process of its own; returns what it printed."""
+    """Runs a program in its own process; returns what it printed."""
 
     def start(program: str) -> str:
-        file = tmp_path / "program.py"  # the compiler wants a source
+        file = tmp_path / "program.py"  # the compiler needs source code
         file.write_text(textwrap.dedent(program))
         command = [sys.executable, "-W", "error", "-W", "ignore:`torch.jit", str(file)]
         path = os.pathsep.join([str(ROOT), *sys.path])
@@ -44,11 +44,11 @@ def run(tmp_path: Path) -> Run:
     return start
 
 
-def test_backhaul_does_without_it(run: Run) -> None:
+def test_backhaul_does_not_import_it(run: Run) -> None:
     assert run("import sys, backhaul; print('backhaul.jit' in sys.modules)") == "False\n"
 
 
-def test_where_there_is_no_torchscript(run: Run) -> None:
+def test_torch_without_torchscript(run: Run) -> None:
     program = """
         import torch, backhaul
         del torch.jit.script
@@ -58,10 +58,10 @@ def test_where_there_is_no_torchscript(run: Run) -> None:
         except ImportError as error:
             print(error)
     """
-    assert "has no TorchScript (torch.jit.script) here" in run(program)
+    assert "has no TorchScript (torch.jit.script)" in run(program)
 
 
-def test_where_torchscript_is_another(run: Run) -> None:
+def test_torch_with_an_unsupported_torchscript(run: Run) -> None:
     program = """
         import torch, torch._jit_internal, backhaul
         del torch._C._jit_set_emit_hooks
@@ -70,20 +70,20 @@ def test_where_torchscript_is_another(run: Run) -> None:
         except ImportError as error:
             print(type(error).__name__, error, *error.__notes__)
     """
-    said = run(program)
-    assert said.startswith("UnsupportedTorchError ")
-    assert "torch._C._jit_set_emit_hooks" in said
-    assert "the rest of backhaul works without it" in said
+    printed = run(program)
+    assert printed.startswith("UnsupportedTorchError ")
+    assert "torch._C._jit_set_emit_hooks" in printed
+    assert "the rest of backhaul works without it" in printed
 
 
-def test_it_can_be_removed_and_put_back() -> None:
-    def ours(a: torch.Tensor) -> torch.Tensor:
+def test_uninstall_and_install_again() -> None:
+    def backhaul_call(a: torch.Tensor) -> torch.Tensor:
         return bh.rpc_sync("worker1", blend, (a, a))
 
     closure, annotation = torch._jit_internal.get_closure, torch.jit.annotations.try_ann_to_type
     backhaul.jit.uninstall()
     try:
-        backhaul.jit.uninstall()  # for the second time, nothing
+        backhaul.jit.uninstall()  # the second call does nothing
         assert torch._jit_internal.get_closure is not closure
         assert torch._jit_internal.get_closure.__module__ == "torch._jit_internal"
         assert torch.jit.annotations.try_ann_to_type is not annotation
@@ -91,8 +91,8 @@ def test_it_can_be_removed_and_put_back() -> None:
         assert torch._C._jit_get_emit_hooks() == (None, None)
         assert torch.jit._builtins._find_builtin(bh.backward) is None
         with pytest.raises(Exception, match=r"rpc_sync|source|keyword-only"):
-            script(ours)
-        with bh.cluster(2):  # what was scripted before goes on working
+            script(backhaul_call)
+        with bh.cluster(2):  # functions that were scripted before still work
             torch.testing.assert_close(
                 functions.sync("worker1", torch.ones(1), torch.ones(1)), blend(*[torch.ones(1)] * 2)
             )
@@ -100,7 +100,7 @@ def test_it_can_be_removed_and_put_back() -> None:
         backhaul.jit.install()
         backhaul.jit.install()
     with bh.cluster(2):
-        torch.testing.assert_close(script(ours)(torch.ones(1)), blend(torch.ones(1), torch.ones(1)))
+        torch.testing.assert_close(script(backhaul_call)(torch.ones(1)), blend(torch.ones(1), torch.ones(1)))
 
 
 def test_hooks_of_others_are_called_too() -> None:
@@ -121,19 +121,19 @@ def test_hooks_of_others_are_called_too() -> None:
         backhaul.jit.install()
 
 
-def test_names_are_shown_to_the_compiler_alone() -> None:
+def test_only_the_compiler_sees_replaced_names() -> None:
     reference = torch.distributed.rpc.rpc_sync
 
-    def ours(a: torch.Tensor) -> torch.Tensor:
+    def backhaul_call(a: torch.Tensor) -> torch.Tensor:
         return bh.rpc_sync("worker1", blend, (a, a))
 
-    script(ours)
+    script(backhaul_call)
     assert torch.distributed.rpc.rpc_sync is reference
     assert bh.rpc_sync is backhaul._rpc.api.rpc_sync
-    assert ours.__globals__["bh"] is bh
+    assert backhaul_call.__globals__["bh"] is bh
 
 
-def test_both_packages_in_one_function() -> None:
+def test_two_apis_in_one_function() -> None:
     from backhaul.compat import rpc as compat
 
     def mixed(a: torch.Tensor) -> torch.Tensor:
@@ -143,13 +143,13 @@ def test_both_packages_in_one_function() -> None:
         script(mixed)
 
 
-def test_the_reference_stays_the_reference(run: Run) -> None:
-    """A program that uses torch.distributed.rpc itself, in the same process."""
+def test_torch_distributed_rpc_still_works(run: Run) -> None:
+    """A program may use torch.distributed.rpc itself in the same process."""
 
-    def theirs(a: torch.Tensor) -> torch.Tensor:
+    def torch_call(a: torch.Tensor) -> torch.Tensor:
         return torch.distributed.rpc.rpc_sync("worker1", blend, (a, a))
 
-    text = str(script(theirs).graph)
+    text = str(script(torch_call).graph)
     assert "prim::rpc_sync" in text
     assert "backhaul" not in text
     program = """
@@ -158,29 +158,29 @@ def test_the_reference_stays_the_reference(run: Run) -> None:
         from tests.jit.functions import blend, script, sync
 
         @script
-        def theirs(a: torch.Tensor) -> torch.Tensor:
-            return rpc.rpc_sync("alone", blend, (a, a)) + rpc.remote("alone", blend, (a, a)).to_here()
+        def torch_calls(a: torch.Tensor) -> torch.Tensor:
+            return rpc.rpc_sync("single", blend, (a, a)) + rpc.remote("single", blend, (a, a)).to_here()
 
         @script
-        def bring(rref: rpc.RRef[torch.Tensor]) -> torch.Tensor:
+        def fetch(rref: rpc.RRef[torch.Tensor]) -> torch.Tensor:
             return rref.to_here()
 
         with tempfile.NamedTemporaryFile() as file:
             options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{file.name}")
-            warnings.simplefilter("ignore")  # torch warns of itself
-            rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+            warnings.simplefilter("ignore")  # torch warns that its RPC is deprecated
+            rpc.init_rpc("single", rank=0, world_size=1, rpc_backend_options=options)
             ones = torch.ones(1)
             with bh.cluster(2):
-                assert torch.equal(theirs(ones), 2 * sync("worker1", ones, ones))
-                assert torch.equal(bring(rpc.RRef(ones)), ones)
+                assert torch.equal(torch_calls(ones), 2 * sync("worker1", ones, ones))
+                assert torch.equal(fetch(rpc.RRef(ones)), ones)
             rpc.shutdown()
         print("done")
     """
     assert run(program) == "done\n"
 
 
-def test_nothing_hangs_on_threads_when_all_is_over() -> None:
-    """What is current for a script is not for what follows it on the same thread."""
+def test_a_script_leaves_no_thread_state() -> None:
+    """The worker and context that a script carries along are removed from the thread when the script ends."""
     with bh.cluster(2), bh.context():
         functions.after_wait("worker1", torch.ones(1), torch.ones(1, requires_grad=True))
         assert saved("backhaul") is None
@@ -189,8 +189,8 @@ def test_nothing_hangs_on_threads_when_all_is_over() -> None:
         assert saved("backhaul") is None
 
 
-def test_other_scripts_are_what_they_are_without_it(run: Run, tmp_path: Path) -> None:
-    """They can be saved here and loaded where there is no Backhaul."""
+def test_scripts_without_calls_are_not_changed(run: Run, tmp_path: Path) -> None:
+    """They can be saved, and loaded by a program that does not import Backhaul."""
 
     def double(a: torch.Tensor) -> torch.Tensor:
         return a * 2
@@ -202,7 +202,7 @@ def test_other_scripts_are_what_they_are_without_it(run: Run, tmp_path: Path) ->
     made = script(Forks())
     assert "backhaul" not in str(made.graph)
     made.save(str(tmp_path / "forks.pt"))
-    # Ends at once: torch's threads for forks may abort an interpreter that is being finalized ("terminate called ...").
+    # Exits at once: torch's threads for forks may abort Python while it is finalized ("terminate called ...").
     load = f"torch.jit.load({str(tmp_path / 'forks.pt')!r})(torch.ones(1)).item()"
     assert run(f"import os, torch; print({load}, flush=True); os._exit(0)") == "2.0\n"
 

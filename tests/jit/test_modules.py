@@ -1,4 +1,4 @@
-"""Scripted modules that live on other workers."""
+"""Scripted modules on other workers."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("workers")
 
 
 def weight_of(rref: bh.RRef[torch.nn.Module], context: int) -> Tensor:
-    """The gradient of the layer's weight, on the worker that has it."""
+    """The gradient of the layer's weight. Runs on the worker that owns the layer."""
     return bh.get_gradients(context)[rref.local_value().weight]
 
 
@@ -52,24 +52,24 @@ def test_part_of_a_scripted_module(outer: type[functions.Model]) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_it_does_not_travel_or_get_saved() -> None:
+def test_a_scripted_remote_module_cannot_be_sent() -> None:
     model = script(backhaul.jit.remote_module(bh.remote("worker1", functions.make_layer), Layer))
     with pytest.raises(bh.errors.SerializationError, match="Passing a script RemoteModule over RPC is not supported"):
         bh.rpc_sync("worker1", type, (model,))
 
 
-def test_one_that_has_not_the_interface() -> None:
-    model = script(backhaul.jit.remote_module(bh.remote("worker1", make_other), Layer))
+def test_a_module_that_does_not_implement_the_interface() -> None:
+    model = script(backhaul.jit.remote_module(bh.remote("worker1", make_flatten), Layer))
     with pytest.raises(RuntimeError, match="Layer"):
         model(X)
 
 
-def make_other() -> torch.jit.ScriptModule:
+def make_flatten() -> torch.jit.ScriptModule:
     return script(torch.nn.Flatten())
 
 
 @pytest.mark.parametrize("other", [Plain, int, Plain.forward])
-def test_what_is_no_interface(other: Any) -> None:
+def test_an_argument_that_is_not_an_interface(other: Any) -> None:
     rref = bh.remote("worker1", functions.make_layer)
     with pytest.raises(TypeError, match=r"is not a torch\.jit\.interface"):
         backhaul.jit.remote_module(rref, other)

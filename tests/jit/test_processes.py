@@ -1,4 +1,4 @@
-"""The same between processes: what is called there is what was scripted there."""
+"""Calls and modules between processes, where each process scripts its own functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import backhaul as bh
 import backhaul.jit
 
 from . import functions
-from .conftest import PATIENCE, await_nothing
+from .conftest import TIMEOUT_SECONDS, await_cleanup
 from .functions import Layer, Plain, blend, script
 
 X = torch.tensor([[0.1, 0.2], [0.3, -0.4]])
@@ -22,11 +22,11 @@ def weight_of(rref: bh.RRef[torch.nn.Module], context: int) -> torch.Tensor:
 
 
 def program() -> Outcome | None:
-    """Everything once, from the first worker."""
+    """Use every feature once, from the first worker."""
     if bh.get_worker_info().id != 0:
         return None
     found = {"calls": calls(), "module": module()}
-    await_nothing()
+    await_cleanup()
     return found
 
 
@@ -40,8 +40,8 @@ def calls() -> Outcome:
         forked = functions.forked_twice("worker1", "worker2", a, b)
         first, second, third = functions.after_wait("worker1", a, b)
         rref = bh.remote("worker2", blend, (a, b))
-        brought = bh.rpc_sync("worker1", functions.bring, (rref, b))
-        loss = (forked + first + second + third + brought).sum()
+        fetched = bh.rpc_sync("worker1", functions.fetch, (rref, b))
+        loss = (forked + first + second + third + fetched).sum()
         grads = functions.differentiate(ctx, loss)
         return {"loss": loss.item(), "grads": [grads[a], grads[b]]}
 
@@ -72,5 +72,5 @@ def plain_module() -> Outcome:
 
 
 def test_a_program_in_three_processes() -> None:
-    found = bh.launch(program, 3, timeout=PATIENCE, start_method="forkserver")[0]
+    found = bh.launch(program, 3, timeout=TIMEOUT_SECONDS, start_method="forkserver")[0]
     torch.testing.assert_close(found, {"calls": plain_calls(), "module": plain_module()})

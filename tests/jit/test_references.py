@@ -1,4 +1,4 @@
-"""References in script: annotations, methods, travelling, gradients through them."""
+"""References in script: annotations, methods, passing them between workers, gradients through them."""
 
 import pytest
 import torch
@@ -15,22 +15,22 @@ A, B = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 4.0])
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-def test_where_it_is() -> None:
-    there, here = bh.remote("worker1", torch.mul, (A, 2)), bh.RRef(A)
-    there.to_here()  # so that it is confirmed
-    assert functions.look_at(there) == (False, "worker1", True, "worker1", 1)
-    assert functions.look_at(here) == (True, "worker0", True, "worker0", 0)
-    assert bh.rpc_sync("worker1", functions.look_at, (there,)) == (True, "worker1", True, "worker1", 1)
+def test_owner() -> None:
+    remote, local = bh.remote("worker1", torch.mul, (A, 2)), bh.RRef(A)
+    remote.to_here()  # so that the owner has confirmed it
+    assert functions.describe(remote) == (False, "worker1", True, "worker1", 1)
+    assert functions.describe(local) == (True, "worker0", True, "worker0", 0)
+    assert bh.rpc_sync("worker1", functions.describe, (remote,)) == (True, "worker1", True, "worker1", 1)
 
 
 def test_values() -> None:
-    there, here = bh.remote("worker1", torch.mul, (A, 2)), bh.RRef(A)
-    assert torch.equal(functions.bring(there, B), A * 2 * B)
-    assert torch.equal(functions.bring(here, B), A * B)
-    assert torch.equal(functions.bring_within(there, 20.0), A * 2)
-    assert torch.equal(functions.local(here, B), A * B)
-    assert torch.equal(bh.rpc_sync("worker1", functions.local, (there, B)), A * 2 * B)
-    assert torch.equal(functions.at_owner(there, B), 2 * A * 2 * B)
+    remote, local = bh.remote("worker1", torch.mul, (A, 2)), bh.RRef(A)
+    assert torch.equal(functions.fetch(remote, B), A * 2 * B)
+    assert torch.equal(functions.fetch(local, B), A * B)
+    assert torch.equal(functions.fetch_with_timeout(remote, 20.0), A * 2)
+    assert torch.equal(functions.local(local, B), A * B)
+    assert torch.equal(bh.rpc_sync("worker1", functions.local, (remote, B)), A * 2 * B)
+    assert torch.equal(functions.at_owner(remote, B), 2 * A * 2 * B)
 
 
 def test_local_value_is_for_the_owner() -> None:
@@ -38,29 +38,29 @@ def test_local_value_is_for_the_owner() -> None:
         functions.local(bh.remote("worker1", torch.mul, (A, 2)), B)
 
 
-def test_lists_of_them() -> None:
+def test_lists_of_references() -> None:
     rrefs = [bh.remote(f"worker{n}", torch.mul, (A, n)) for n in range(3)]
     assert torch.equal(functions.total(rrefs), A * 3)
     assert torch.equal(bh.rpc_sync("worker2", functions.total, (rrefs,)), A * 3)
 
 
-def test_out_of_script() -> None:
-    there = bh.remote("worker1", torch.mul, (A, 2))
-    for back in (functions.pass_on(there), bh.rpc_sync("worker2", functions.pass_on, (there,))):
-        assert isinstance(back, bh.RRef)
-        assert back.owner_name() == "worker1"
-        assert torch.equal(back.to_here(), A * 2)
-        assert torch.equal(bh.rpc_sync("worker2", functions.bring, (back, B)), A * 2 * B)
-        assert torch.equal(functions.pass_on(back).rpc_sync().sum(), (A * 2).sum())
-        assert repr(back).startswith("UserRRef")
+def test_references_returned_from_script() -> None:
+    remote = bh.remote("worker1", torch.mul, (A, 2))
+    for returned in (functions.pass_on(remote), bh.rpc_sync("worker2", functions.pass_on, (remote,))):
+        assert isinstance(returned, bh.RRef)
+        assert returned.owner_name() == "worker1"
+        assert torch.equal(returned.to_here(), A * 2)
+        assert torch.equal(bh.rpc_sync("worker2", functions.fetch, (returned, B)), A * 2 * B)
+        assert torch.equal(functions.pass_on(returned).rpc_sync().sum(), (A * 2).sum())
+        assert repr(returned).startswith("UserRRef")
 
 
 def test_made_in_script() -> None:
-    is_owner, owner, value = functions.made_here("worker1", A, B)
+    is_owner, owner, value = functions.create_and_use("worker1", A, B)
     assert not is_owner
     assert owner == "worker1"
     assert torch.equal(value, blend(A, B, shift=3) + blend(B, A))
-    assert torch.equal(functions.hand_out("worker1", A, B).to_here(), blend(A, B))
+    assert torch.equal(functions.return_reference("worker1", A, B).to_here(), blend(A, B))
 
 
 def test_made_in_script_on_this_worker() -> None:
@@ -72,23 +72,23 @@ def test_made_in_script_on_this_worker() -> None:
     torch.testing.assert_close(call(A, B), (blend(A, B), blend(B, A)))
 
 
-def test_a_value_that_is_not_of_the_type() -> None:
+def test_a_value_of_another_type() -> None:
     with pytest.raises(RuntimeError, match="str"):
-        functions.bring(bh.remote("worker1", str, ("word",)), B)
+        functions.fetch(bh.remote("worker1", str, ("word",)), B)
 
 
-def test_a_value_that_could_not_be_made() -> None:
-    there = bh.remote("worker1", functions.fail, (A,))
+def test_the_function_that_makes_the_value_raises() -> None:
+    remote = bh.remote("worker1", functions.fail, (A,))
     with pytest.raises(RuntimeError, match="too many"):
-        functions.bring(there, B)
+        functions.fetch(remote, B)
 
 
-def test_gradients_through_them(leaves: tuple[Tensor, Tensor]) -> None:
+def test_gradients_through_references(leaves: tuple[Tensor, Tensor]) -> None:
     a, b = leaves
     wanted = torch.autograd.grad((blend(a, b) * b).sum(), leaves)
     with bh.context() as ctx:
         rref = bh.remote("worker1", blend, (a, b))
-        value = bh.rpc_sync("worker2", functions.bring, (rref, b))
+        value = bh.rpc_sync("worker2", functions.fetch, (rref, b))
         grads = functions.differentiate(ctx, value.sum())
         torch.testing.assert_close((grads[a], grads[b]), wanted)
 
@@ -107,7 +107,7 @@ def test_attributes_of_modules(leaves: tuple[Tensor, Tensor]) -> None:
 
 
 class Holder(torch.nn.Module):
-    """Holds references without saying to what."""
+    """Holds references without annotations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_attributes_of_modules_without_annotations() -> None:
 
 
 class Bystander(torch.nn.Module):
-    """Holds references that are of no use in script, and a list that it does use."""
+    """Holds references that script cannot use, and a list that it uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,12 +142,12 @@ class Bystander(torch.nn.Module):
         return x * self.sizes[1]
 
 
-def test_attributes_that_scripts_have_nothing_to_do_with() -> None:
+def test_attributes_that_the_script_does_not_use() -> None:
     assert torch.equal(script(Bystander())(A), A * 3)
 
 
-class Careless(Bystander):
-    """Uses one of them."""
+class MixedTypes(Bystander):
+    """Uses a list of references to values of two types."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.listed[0].to_here()
@@ -155,10 +155,10 @@ class Careless(Bystander):
 
 def test_references_to_values_of_several_types_need_an_annotation() -> None:
     with pytest.raises(RuntimeError, match="try adding a type annotation"):
-        script(Careless())
+        script(MixedTypes())
 
 
-def test_they_are_not_saved() -> None:
+def test_references_cannot_be_saved() -> None:
     @script
     def save(rref: bh.RRef[Tensor], file: str) -> None:
         torch.save(rref, file)
@@ -167,9 +167,9 @@ def test_they_are_not_saved() -> None:
         save(bh.RRef(A), "/dev/null")
 
 
-def test_those_of_the_other_package() -> None:
+def test_a_reference_annotated_with_the_class_of_compat() -> None:
     @script
-    def bring(rref: compat.RRef[Tensor]) -> Tensor:
+    def fetch(rref: compat.RRef[Tensor]) -> Tensor:
         return rref.to_here()
 
-    assert torch.equal(bring(bh.remote("worker1", torch.mul, (A, 2))), A * 2)
+    assert torch.equal(fetch(bh.remote("worker1", torch.mul, (A, 2))), A * 2)

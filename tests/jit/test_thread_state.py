@@ -1,4 +1,4 @@
-"""Values in the state of a thread."""
+"""Values in the state that ATen carries along with a thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from backhaul.jit.thread_state import save, saved
 
 
-def test_what_is_stashed_is_kept_and_let_go() -> None:
+def test_a_saved_value_is_kept_alive_and_then_released() -> None:
     value = object()
     before = sys.getrefcount(value)
     for _ in range(10):

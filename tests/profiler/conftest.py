@@ -1,4 +1,4 @@
-"""A browser that the tests of a module share, and a page of it for each test."""
+"""A browser for all tests of a module, and a page for each test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Open = Callable[..., "Page"]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Of the module, so that its process and its loop are there before a test is watched, and gone after the last."""
+    """Lives as long as the module, so that the leak checks of single tests do not see its process and event loop."""
     playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
@@ -44,8 +44,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_report(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    """Opens the report of a timeline. In the end no page may have had an error, or asked for anything but itself."""
-    contexts, troubles = [], []
+    """Opens the report of a timeline. Checks at the end that no page had an error or requested another resource."""
+    contexts, problems = [], []
 
     def open_report(shown: Timeline | Path, *, title: str = "A step", scheme: str = "light") -> Page:
         file = shown if isinstance(shown, Path) else tmp_path / f"report{len(contexts)}.html"
@@ -55,14 +55,14 @@ def open_report(browser: Browser, tmp_path: Path) -> Iterator[Open]:
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(20_000)
-        page.on("console", lambda message: troubles.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
-        page.on("request", lambda request: request.url == file.as_uri() or troubles.append(f"asked for {request.url}"))
-        page.on("dialog", lambda dialog: troubles.append(f"dialog: {dialog.message}"))
+        page.on("console", lambda message: problems.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("request", lambda request: request.url == file.as_uri() or problems.append(f"requested {request.url}"))
+        page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
         page.goto(file.as_uri())
         return page
 
     yield open_report
     for context in contexts:
         context.close()
-    assert troubles == []
+    assert problems == []

@@ -1,4 +1,4 @@
-"""What workers run in the tests of profiles."""
+"""The functions that workers run in the tests of profiles."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def step(calls: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         return loss.detach(), bh.get_gradients(context)[x]
 
 
-def alone(calls: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in one process, with plain autograd."""
+def local_step(calls: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same loss and gradient in one process, with local autograd."""
     x = torch.full((SIZE, SIZE), 0.5, requires_grad=True)
-    made = [inner((x * n).mm(weight())) * 2 for n in range(1, calls + 1)]
-    loss = sum((each.sum() for each in made), torch.zeros(())) + inner(x).sum()
+    results = [inner((x * n).mm(weight())) * 2 for n in range(1, calls + 1)]
+    loss = sum((each.sum() for each in results), torch.zeros(())) + inner(x).sum()
     loss.backward()
     assert x.grad is not None
     return loss.detach(), x.grad
 
 
 def profile_steps(calls: int, steps: int) -> tuple[Any, Any] | None:
-    """On worker 0: profile some steps after the first."""
+    """Profile steps after the first one. Only worker 0 does this."""
     if bh.get_worker_info().id:
         return None
     step(calls)
@@ -61,17 +61,17 @@ def profile_steps(calls: int, steps: int) -> tuple[Any, Any] | None:
 
 
 @bh.async_execution
-def later(x: torch.Tensor) -> bh.Future[torch.Tensor]:
+def return_future(x: torch.Tensor) -> bh.Future[torch.Tensor]:
     return bh.rpc_async("worker2", inner, args=(x,)).then(lambda done: done.value() + 1)
 
 
-async def slowly(x: torch.Tensor) -> torch.Tensor:
+async def coroutine(x: torch.Tensor) -> torch.Tensor:
     await asyncio.sleep(0.01)
     return x.mm(x)
 
 
 def fail(x: torch.Tensor) -> torch.Tensor:
-    raise KeyError("as asked")
+    raise KeyError("raised by the test")
 
 
 def die() -> None:
@@ -83,26 +83,27 @@ def profiles_open() -> int:
 
 
 def lose_a_worker(rank: int, folder: str) -> Any:
-    """On worker 0: a worker that took part is killed before the profile ends. Returns the timeline."""
-    begin(rank, folder)
+    """Worker 0 profiles. A worker that takes part is killed before the profile ends. Returns the timeline."""
+    start_worker(rank, folder)
     if rank:
-        gate.wait(20)
+        released.wait(20)
     else:
         with bh.profile() as prof:
             step()
             with contextlib.suppress(bh.PeerLostError):
                 bh.rpc_sync("worker2", die)
-        with contextlib.suppress(bh.PeerLostError):  # it may be faster to end than to reply
-            bh.rpc_sync("worker1", open_gate)
+        with contextlib.suppress(bh.PeerLostError):  # the worker may end before it has sent its reply
+            bh.rpc_sync("worker1", release)
     bh.shutdown(graceful=False)
     return None if rank else prof.timeline
 
 
 def outlive_a_profile(rank: int, folder: str) -> int:
-    """Worker 0 opens a profile, lets two others join, one of them at second hand, and dies. Those return how many
-    profiles are open once they have none any more.
+    """Worker 0 opens a profile and dies. Before, worker 1 joins by a call of worker 0, and worker 2 by one of worker 1.
+
+    Workers 1 and 2 wait until they have no open profile, and return how many they have.
     """
-    begin(rank, folder)
+    start_worker(rank, folder)
     if rank == 0:
         with bh.profile():
             bh.rpc_sync("worker1", outer, args=(torch.ones(SIZE, SIZE),))
@@ -110,9 +111,9 @@ def outlive_a_profile(rank: int, folder: str) -> int:
                 with open(f"{folder}/open{number}", "w") as file:
                     file.write(str(bh.rpc_sync(number, profiles_open)))
             for number in (1, 2):
-                bh.rpc_sync(number, open_gate)
+                bh.rpc_sync(number, release)
             die()
-    gate.wait(20)
+    released.wait(20)
     until = time.monotonic() + 20
     while time.monotonic() < until and profiles_open():
         time.sleep(0.01)
@@ -121,24 +122,24 @@ def outlive_a_profile(rank: int, folder: str) -> int:
     return found
 
 
-def begin(rank: int, folder: str) -> None:
-    """Become one of three workers, of which nobody ends the others if one dies."""
+def start_worker(rank: int, folder: str) -> None:
+    """Start one of three workers. If one of them dies, the others continue."""
     bh.init(f"worker{rank}", rank=rank, world_size=3, options=bh.Options(init_method=f"file://{folder}/store"))
 
 
-gate = threading.Event()
-reached = threading.Event()
+released = threading.Event()
+multiplied = threading.Event()
 
 
-def open_gate() -> None:
-    gate.set()
+def release() -> None:
+    released.set()
 
 
-def wait_at_gate() -> None:
-    gate.wait(20)
+def wait_until_released() -> None:
+    released.wait(20)
 
 
-async def multiply_slowly(x: torch.Tensor) -> torch.Tensor:
+async def multiply_in_coroutine(x: torch.Tensor) -> torch.Tensor:
     for _ in range(5):
         await asyncio.sleep(0.001)
         x = x.mm(x)
@@ -146,25 +147,25 @@ async def multiply_slowly(x: torch.Tensor) -> torch.Tensor:
 
 
 @bh.async_execution
-def multiply_later(x: torch.Tensor) -> bh.Future[torch.Tensor]:
+def multiply_in_callback(x: torch.Tensor) -> bh.Future[torch.Tensor]:
     return bh.rpc_async("worker2", torch.neg, args=(x,)).then(lambda done: done.value().mm(x))
 
 
-def multiply_at_gate(x: torch.Tensor) -> torch.Tensor:
+def multiply_and_wait(x: torch.Tensor) -> torch.Tensor:
     y = x.mm(x)
-    reached.set()
-    gate.wait(20)
+    multiplied.set()
+    released.wait(20)
     return y
 
 
-def train_there() -> None:
-    """A whole step on another worker."""
+def train() -> None:
+    """A complete training step with a call to worker 2."""
     x = torch.ones(SIZE, SIZE, requires_grad=True)
     with bh.context() as context:
         bh.backward(context, [bh.rpc_sync("worker2", inner, args=(x,)).mm(x).sum()])
 
 
-def profile_here() -> list[str]:
+def use_torch_profiler() -> list[str]:
     with torch.profiler.profile():
         torch.ones(2).sin()
     return []

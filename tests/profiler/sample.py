@@ -1,6 +1,6 @@
-"""Timelines made up by a small simulation, the same every time: what a report looks like, without a cluster.
+"""Timelines that a small deterministic simulation makes, to test reports without a cluster.
 
-Times are in nanoseconds. A function that does something returns when it was done and the segments it was made of.
+Times are in nanoseconds. A function that simulates an activity returns when it ended and its path segments.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MS = 1_000_000
 HOSTILE = "</script><img src=x onerror=\"window.hacked=1\"><!-- {{script}} \u2028 & 'quoted'"
 
 Done = tuple[int, list[PathSegment]]
-Body = Callable[["Step", int, int, int], Done]  # simulation, worker, call, time it begins
+Body = Callable[["Step", int, int, int], Done]  # simulation, worker, call, when it begins
 
 
 class Step:
-    """One training step of a trainer, two stages of a model, and a worker that says nothing."""
+    """One training step of a trainer, two stages of a model, and a worker whose share is missing."""
 
     def __init__(self, seed: int = 5) -> None:
         self.draw = random.Random(seed)
@@ -40,7 +40,7 @@ class Step:
         for worker in (1, 2):
             self.receiver[worker] = self.track(worker, "receiver")
             self.lanes[worker] = [self.track(worker, "calls", lane=True)]
-        self.busy: dict[int, int] = {}  # per track, until when
+        self.busy: dict[int, int] = {}  # track -> when it becomes free
 
     def track(self, worker: int, name: str, *, lane: bool = False) -> int:
         self.timeline.tracks.append(Track(len(self.timeline.tracks), worker, name, lane))
@@ -66,7 +66,7 @@ class Step:
         return max(1, int(mean * self.draw.uniform(0.6, 1.5)))
 
     def compute(self, track: int, name: str, start: int, took: int, *, parent: int = -1, call: int = -1) -> Done:
-        """Operations, one after the other, some of them with others inside."""
+        """A sequence of operations, some of which contain others."""
         worker = self.timeline.tracks[track].worker
         time, segments = start, []
         for op in ("aten::linear", "aten::gelu", "aten::layer_norm", "aten::add_"):
@@ -84,7 +84,7 @@ class Step:
         return (free or [min(threads, key=lambda thread: self.busy[thread])])[0]
 
     def lane_of(self, worker: int, time: int) -> int:
-        """A lane of calls with nothing on it: slices of a track nest."""
+        """A lane of calls that is free, because the slices of a track must not overlap."""
         lanes = self.lanes[worker]
         for lane in lanes:
             if self.busy.get(lane, 0) <= time:
@@ -96,7 +96,7 @@ class Step:
         self, mode: str, function: str, near: int, thread: int, far: int, start: int, body: Body,
         *, parent: int = -1, within: int = -1, out: int = 65_536, back: int = 65_536, failed: str = "",
     ) -> Done:  # fmt: skip
-        """A call, all of it; the thread of the caller is free again once the call is sent."""
+        """A complete call. The thread of the caller is free again once the call is sent."""
         names = [row.name for row in self.timeline.workers]
         call = TimelineCall(
             len(self.timeline.calls),
@@ -161,7 +161,7 @@ class Step:
         self.slice(self.main, "wait", name, start, end, call=call)
 
     def backward(self, start: int, micro: int) -> Done:
-        """A pass from the trainer through the stages, the last one first."""
+        """A backward pass from the trainer through the stages, the last stage first."""
         time, segments, sender = start, [], -1
         for worker in (0, 2, 1, 0):
             track = self.engines[worker]
@@ -186,7 +186,7 @@ class Step:
 
 
 def forward1(step: Step, worker: int, call: int, start: int) -> Done:
-    """The first stage computes, then calls the second itself."""
+    """The first stage computes, then calls the second stage."""
     server, run = step.running
     time, before = step.compute(server, "stage1.forward", start, 700 * US, parent=run, call=call)
     done, inside = step.call("rpc_sync", "stage2.forward", worker, server, 2, time, forward2, parent=call, within=run)
@@ -207,7 +207,7 @@ def brief(step: Step, worker: int, call: int, start: int) -> Done:
 
 
 def clipped(segments: list[PathSegment], start: int) -> list[PathSegment]:
-    """What is after a time."""
+    """The part of the segments after a time."""
     kept = [segment for segment in segments if segment.end > start]
     if kept:
         kept[0].start = start
@@ -215,7 +215,7 @@ def clipped(segments: list[PathSegment], start: int) -> list[PathSegment]:
 
 
 def sample(*, hostile: str = "") -> Timeline:
-    """About forty calls in five micro-batches: nested ones, one that failed, one to a worker that is missing.
+    """About forty calls in five micro-batches: nested calls, a failed call, and a call to a missing worker.
 
     Args:
         hostile: A name for a worker, a track, calls and slices.
@@ -249,8 +249,8 @@ def sample(*, hostile: str = "") -> Timeline:
 
 
 def fan_out(step: Step, time: int, micro: int) -> int:
-    """Several calls at once; the step waits for the one that is done last."""
-    wanted = [
+    """Several concurrent calls. The step waits for the one that ends last."""
+    planned = [
         ("optimizer.step", 1, ""),
         ("optimizer.step", 2, ""),
         ("scheduler.step", 1, ""),
@@ -259,7 +259,7 @@ def fan_out(step: Step, time: int, micro: int) -> int:
         *([("log", 3, "")] if micro == 1 else []),
     ]
     dones, first = [], len(step.timeline.calls)
-    for function, far, failed in wanted:
+    for function, far, failed in planned:
         done, did = step.call("rpc_async", function, 0, step.main, far, time, brief, out=2_048, back=184, failed=failed)
         dones.append((done, did))
         sent = step.timeline.calls[-1].sent
@@ -272,7 +272,7 @@ def fan_out(step: Step, time: int, micro: int) -> int:
 
 
 def big(slices: int = 50_000) -> Timeline:
-    """Many slices on a few threads, thousands of calls, most of them thinner than a pixel."""
+    """Many slices on a few threads, and thousands of calls. Most slices are thinner than a pixel."""
     draw = random.Random(1)
     made = Timeline(owner=0, end=0, workers=[WorkerRow(n, f"worker{n}", host="node", pid=100 + n) for n in range(4)])
     made.tracks = [Track(n, n, "MainThread") for n in range(4)]

@@ -1,4 +1,4 @@
-"""Shares of workers whose clocks differ come together on one clock; what the time of timelines made by hand went to."""
+"""Merging shares of workers whose clocks differ, and the critical path of timelines that are made by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import time
 
 from backhaul.profiler.critical_path import find_path
-from backhaul.profiler.merge import Clock, Raw, merge
+from backhaul.profiler.merge import Clock, CollectedShares, merge
 from backhaul.profiler.model import Arrow, Slice, Timeline, Track, WorkerRow
 from backhaul.profiler.records import (
     CallRecord,
@@ -24,15 +24,15 @@ from backhaul.profiler.session import compare_clocks
 from backhaul.profiler.tracks import nest
 
 BEGIN = 1_000_000
-AHEAD = 5_000_000_000  # of worker 1's clock
+AHEAD = 5_000_000_000  # how far the clock of worker 1 is ahead, in nanoseconds
 
 
 def share(worker: int, records: Records, ops: list[OpRecord] | None = None) -> Share:
-    return Share(worker, f"worker{worker}", "here", 1, [], {7: "MainThread", 9: "crew"}, records, ops or [])
+    return Share(worker, f"worker{worker}", "host", 1, [], {7: "MainThread", 9: "pool"}, records, ops or [])
 
 
-def one_call() -> Raw:
-    """Worker 0 calls, waits from 30 to 95, and is done at 100; worker 1 serves from 50 to 80, on a clock of its own."""
+def one_call() -> CollectedShares:
+    """Worker 0 calls, waits from 30 to 95, and is done at 100. Worker 1 serves from 50 to 80, on another clock."""
     t, u = BEGIN, BEGIN + AHEAD
     near = Records(
         calls=[CallRecord(1, 0, "rpc_sync", "f", 1, 7, t + 10, t + 20, t + 30, t + 90, t + 95, t + 100, 7, 64, 32)],
@@ -41,7 +41,8 @@ def one_call() -> Raw:
     far = Records(serves=[ServeRecord(1, 0, 9, u + 40, u + 50, "f", u + 55, u + 70, u + 70, u + 80, 9, 32)])
     ops = [OpRecord("aten::mm", 9, u + 56, u + 69)]
     clocks = {0: Clock(), 1: Clock(AHEAD, 3)}
-    return Raw(0, 7, t, t + 110, [share(0, near), share(1, far, ops)], clocks, {}, {0: "worker0", 1: "worker1"})
+    shares = [share(0, near), share(1, far, ops)]
+    return CollectedShares(0, 7, t, t + 110, shares, clocks, {}, {0: "worker0", 1: "worker1"})
 
 
 def test_clocks_are_aligned() -> None:
@@ -70,16 +71,16 @@ def test_clocks_are_aligned() -> None:
     ]
 
 
-def test_a_clock_is_compared_by_the_fastest_round_trip() -> None:
-    """Answers take their time on the way there, on the way back, or both; the truth is within the error every time."""
+def test_clocks_are_compared_by_the_fastest_round_trip() -> None:
+    """Requests, replies, or both are slow. The true offset is always within the error."""
     ahead = 7_000_000_000
     delays = itertools.cycle([(0.002, 0.0), (0.0, 0.002), (0.0, 0.0), (0.001, 0.003)])
 
     def ask() -> int:
-        there, back = next(delays)
-        time.sleep(there)
+        request, reply = next(delays)
+        time.sleep(request)
         answer = time.time_ns() + ahead
-        time.sleep(back)
+        time.sleep(reply)
         return answer
 
     for _ in range(5):
@@ -88,7 +89,7 @@ def test_a_clock_is_compared_by_the_fastest_round_trip() -> None:
         assert found.error < 1_000_000
 
 
-def test_the_time_of_one_call() -> None:
+def test_the_path_of_one_call() -> None:
     path = [(s.kind, s.worker, s.start, s.end) for s in merge(one_call()).path]
     assert path == [
         ("compute", 0, 0, 10),
@@ -107,8 +108,8 @@ def test_the_time_of_one_call() -> None:
     ]
 
 
-def test_the_time_of_a_pass() -> None:
-    """Worker 0 sends a gradient, worker 1 works on it and reports; the driver waits for that."""
+def test_the_path_of_a_pass() -> None:
+    """Worker 0 sends a gradient and waits. Worker 1 runs the group and reports to worker 0, the driver."""
     t, u = BEGIN, BEGIN + AHEAD
     key, roots = (1, 0, 1, 5), (1, 0, 1, 0)
     near = Records(
@@ -123,8 +124,9 @@ def test_the_time_of_a_pass() -> None:
         reports=[ReportRecord(0, 9, u + 74, True)],
     )
     clocks = {0: Clock(), 1: Clock(AHEAD, 3)}
-    raw = Raw(0, 7, t, t + 90, [share(0, near), share(1, far)], clocks, {2: "gone"}, {0: "a", 1: "b", 2: "c"})
-    timeline = merge(raw)
+    names = {0: "a", 1: "b", 2: "c"}
+    shares = [share(0, near), share(1, far)]
+    timeline = merge(CollectedShares(0, 7, t, t + 90, shares, clocks, {2: "lost"}, names))
     assert [(s.kind, s.worker, s.start, s.end) for s in timeline.path] == [
         ("compute", 0, 0, 5),
         ("compute", 0, 5, 15),
@@ -135,10 +137,10 @@ def test_the_time_of_a_pass() -> None:
         ("wire", 1, 74, 85),
         ("queue", 0, 85, 90),
     ]
-    assert [(row.name, row.missing) for row in timeline.workers] == [("worker0", ""), ("worker1", ""), ("c", "gone")]
+    assert [(row.name, row.missing) for row in timeline.workers] == [("worker0", ""), ("worker1", ""), ("c", "lost")]
 
 
-def test_a_wait_that_nothing_explains_is_idle() -> None:
+def test_a_wait_that_no_message_ended_is_idle() -> None:
     timeline = Timeline(0, 100, [WorkerRow(0, "a")], [Track(0, 0, "main")], [Slice(0, 0, "wait", "waits", 20, 80)])
     assert [(s.kind, s.start, s.end) for s in find_path(timeline, 0)] == [
         ("compute", 0, 20),
@@ -147,9 +149,9 @@ def test_a_wait_that_nothing_explains_is_idle() -> None:
     ]
 
 
-def test_clocks_that_disagree_do_not_trap_the_walk() -> None:
-    """A reply that seems to have left after it came, as may be within the error of the clocks."""
-    tracks = [Track(0, 0, "main"), Track(1, 1, "crew")]
+def test_the_walk_ends_when_clocks_disagree() -> None:
+    """A reply seems to be sent after it arrived, which the error of the clocks makes possible."""
+    tracks = [Track(0, 0, "main"), Track(1, 1, "pool")]
     slices = [
         Slice(0, 0, "wait", "waits", 20, 80),
         Slice(1, 0, "decode", "result", 80, 85),
@@ -162,7 +164,7 @@ def test_clocks_that_disagree_do_not_trap_the_walk() -> None:
     assert path[-1].end == 100
 
 
-def test_what_sticks_out_is_cut() -> None:
+def test_a_slice_ends_no_later_than_its_parent() -> None:
     slices = [
         Slice(-1, 0, "op", "b", 12, 35),
         Slice(-1, 0, "serve", "a", 10, 30, call=4),

@@ -1,80 +1,33 @@
-"""Profiles of real programs, over real processes and inside of one, against the same program under plain autograd."""
+"""Profiles of real programs, in several processes and in one, compared with the same program under local autograd."""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import threading
-import time
 from collections import Counter
 
 import pytest
 import torch
 
 import backhaul as bh
-from backhaul.profiler.model import KINDS, Timeline
+from backhaul.profiler.model import Timeline
 
 from ..cluster.processes import DIED, run_processes
 from . import programs
-
-OPS = ("aten::mm", "aten::relu", "aten::threshold_backward")
+from .timelines import OPS, check, count_ops
 
 
 @pytest.fixture(scope="module")
-def three() -> tuple[Timeline, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Two steps over three processes."""
+def two_steps() -> tuple[Timeline, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The timeline and the results of two steps in three processes."""
     found = bh.launch(programs.profile_steps, 3, args=(3, 2), start_method="forkserver", timeout=90)
     assert found[0] is not None
     return found[0]
 
 
-def worker_of(timeline: Timeline) -> dict[int, str]:
-    names = {row.id: row.name for row in timeline.workers}
-    return {track.id: names[track.worker] for track in timeline.tracks}
-
-
-def count_ops(timeline: Timeline) -> Counter[tuple[str, str]]:
-    where = worker_of(timeline)
-    return Counter((where[s.track], s.name) for s in timeline.slices if s.kind == "op" and s.name in OPS)
-
-
-def check(timeline: Timeline) -> None:
-    """What holds of every timeline."""
-    slices = {each.id: each for each in timeline.slices}
-    workers = {row.id: row for row in timeline.workers}
-    tracks = {track.id: track for track in timeline.tracks}
-    assert len(slices) == len(timeline.slices)
-    last: dict[tuple[int, int], int] = {}
-    for each in timeline.slices:
-        assert each.kind in KINDS
-        assert tracks[each.track].worker in workers
-        assert each.start <= each.end
-        if each.parent >= 0:
-            around = slices[each.parent]
-            assert around.track == each.track
-            assert around.start <= each.start
-            assert each.end <= around.end
-        assert last.get((each.track, each.parent), each.start) <= each.start, "siblings overlap"
-        last[each.track, each.parent] = each.end
-    for call in timeline.calls:
-        near = [call.start, call.sent, call.received, call.done]
-        far = [call.arrived, call.begun, call.decoded, call.ran, call.replied]
-        for times in (near, far):
-            known = [time for time in times if time >= 0]
-            assert known == sorted(known)
-        assert slices[call.near].kind == "call"
-        assert call.far < 0 or slices[call.far].kind == "serve"
-    for arrow in timeline.arrows:
-        source, target = slices[arrow.source], slices[arrow.target]
-        ends = workers[tracks[source.track].worker], workers[tracks[target.track].worker]
-        assert arrow.end - arrow.start >= -sum(row.error for row in ends), "a message arrives after it left"
-    edges = [segment.start for segment in timeline.path] + [timeline.end]
-    assert edges[0] == 0
-    assert [segment.end for segment in timeline.path] == edges[1:]
-
-
-def test_a_profile_sees_every_worker_that_served(three: tuple[Timeline, object]) -> None:
-    timeline, _ = three
+def test_a_profile_contains_every_worker_that_served_a_call(two_steps: tuple[Timeline, object]) -> None:
+    timeline, _ = two_steps
     check(timeline)
     assert [row.name for row in timeline.workers] == ["worker0", "worker1", "worker2"]
     assert len({row.pid for row in timeline.workers}) == 3
@@ -86,15 +39,15 @@ def test_a_profile_sees_every_worker_that_served(three: tuple[Timeline, object])
     }
     kinds = Counter(arrow.kind for arrow in timeline.arrows)
     assert kinds["request"] == kinds["reply"] == 14
-    # A gradient comes back for every request and every reply, but for those of ``worker2``'s own leaves.
+    # One gradient for every request and every reply, except for the leaves of ``worker2`` itself.
     assert kinds["gradient"] == 28
 
 
-def test_operations_are_those_of_plain_autograd(three: tuple[Timeline, object]) -> None:
-    timeline, _ = three
+def test_operations_are_those_of_local_autograd(two_steps: tuple[Timeline, object]) -> None:
+    timeline, _ = two_steps
     with torch.profiler.profile(acc_events=True) as plain:
         for _ in range(2):
-            programs.alone(3)
+            programs.local_step(3)
     expected = Counter(event.name for event in plain.events() if event.name in OPS)
     found = count_ops(timeline)
     assert sum(found.values()) == sum(expected.values())
@@ -103,20 +56,22 @@ def test_operations_are_those_of_plain_autograd(three: tuple[Timeline, object]) 
         total[name] += count
     assert total == expected
     assert found["worker0", "aten::mm"] == 0
-    assert found["worker1", "aten::mm"] == 2 * 3 * 3  # one forward and two backward, of three calls, twice
+    assert found["worker1", "aten::mm"] == 2 * 3 * 3  # two steps, three calls, one forward and two backward
     assert found["worker2", "aten::mm"] == 2 * 4 * 3
 
 
-def test_a_profiled_step_is_right(three: tuple[Timeline, list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
-    _, results = three
-    loss, grad = programs.alone(3)
+def test_a_profiled_step_has_correct_results(
+    two_steps: tuple[Timeline, list[tuple[torch.Tensor, torch.Tensor]]],
+) -> None:
+    _, results = two_steps
+    loss, grad = programs.local_step(3)
     for found_loss, found_grad in results:
         torch.testing.assert_close(found_loss, loss)
         torch.testing.assert_close(found_grad, grad)
 
 
-def test_calls_nest(three: tuple[Timeline, object]) -> None:
-    timeline, _ = three
+def test_calls_nest(two_steps: tuple[Timeline, object]) -> None:
+    timeline, _ = two_steps
     calls = {call.id: call for call in timeline.calls}
     for call in timeline.calls:
         parent = calls.get(call.parent)
@@ -128,8 +83,8 @@ def test_calls_nest(three: tuple[Timeline, object]) -> None:
             assert parent is None
 
 
-def test_the_path_explains_the_time(three: tuple[Timeline, object]) -> None:
-    timeline, _ = three
+def test_the_path_accounts_for_most_of_the_time(two_steps: tuple[Timeline, object]) -> None:
+    timeline, _ = two_steps
     spent: Counter[str] = Counter()
     for segment in timeline.path:
         spent[segment.kind] += segment.end - segment.start
@@ -138,10 +93,10 @@ def test_the_path_explains_the_time(three: tuple[Timeline, object]) -> None:
     assert {segment.worker for segment in timeline.path} == {0, 1, 2}
 
 
-def test_clocks_of_one_host_agree(three: tuple[Timeline, object]) -> None:
-    timeline, _ = three
+def test_clocks_of_one_host_agree(two_steps: tuple[Timeline, object]) -> None:
+    timeline, _ = two_steps
     for row in timeline.workers[1:]:
-        assert (row.offset, row.error) == (0, 0), "there is one clock"
+        assert (row.offset, row.error) == (0, 0), "the processes of one host share a clock"
 
 
 def test_events_are_named_by_call() -> None:
@@ -166,15 +121,15 @@ def test_events_are_named_by_call() -> None:
     assert averages["backward(worker0 -> worker2)#remote_op: aten::mm"] == 4
 
 
-def test_kinds_of_handlers_and_calls() -> None:
+def test_all_kinds_of_handlers_and_calls() -> None:
     with bh.cluster(3):
         ones = torch.ones(programs.SIZE, programs.SIZE)
         with bh.profile() as prof:
-            bh.rpc_sync("worker1", programs.later, args=(ones,))
-            bh.rpc_sync("worker1", programs.slowly, args=(ones,))
-            made = bh.remote("worker1", programs.inner, args=(ones,))
-            made.to_here()
-            made.rpc_sync().sum()
+            bh.rpc_sync("worker1", programs.return_future, args=(ones,))
+            bh.rpc_sync("worker1", programs.coroutine, args=(ones,))
+            rref = bh.remote("worker1", programs.inner, args=(ones,))
+            rref.to_here()
+            rref.rpc_sync().sum()
             with pytest.raises(KeyError):
                 bh.rpc_sync("worker1", programs.fail, args=(ones,))
             with pytest.raises(bh.errors.SerializationError):
@@ -184,9 +139,9 @@ def test_kinds_of_handlers_and_calls() -> None:
     check(timeline)
     found = {call.name: call for call in timeline.calls}
     assert set(found) == {
-        "rpc_sync#later(worker0 -> worker1)",
+        "rpc_sync#return_future(worker0 -> worker1)",
         "rpc_async#inner(worker1 -> worker2)",
-        "rpc_sync#slowly(worker0 -> worker1)",
+        "rpc_sync#coroutine(worker0 -> worker1)",
         "remote#inner(worker0 -> worker1)",
         "rpc_sync#to_here(worker0 -> worker1)",
         "rpc_sync#sum(worker0 -> worker1)",
@@ -196,12 +151,13 @@ def test_kinds_of_handlers_and_calls() -> None:
     failed = [call.failed for call in timeline.calls if call.function == "fail"]
     assert failed == ["KeyError", "SerializationError"]
     assert all(call.failed or call.done > 0 for call in timeline.calls)
-    assert found["rpc_async#inner(worker1 -> worker2)"].parent == found["rpc_sync#later(worker0 -> worker1)"].id
-    slow = found["rpc_sync#slowly(worker0 -> worker1)"]
-    assert slow.ran < slow.replied, "the coroutine ran after its function had returned"
+    parent = found["rpc_sync#return_future(worker0 -> worker1)"]
+    assert found["rpc_async#inner(worker1 -> worker2)"].parent == parent.id
+    coroutine = found["rpc_sync#coroutine(worker0 -> worker1)"]
+    assert coroutine.ran < coroutine.replied, "the coroutine ran after its function had returned"
 
 
-def test_nothing_is_left_when_a_profile_is_over() -> None:
+def test_workers_stop_recording_when_a_profile_ends() -> None:
     with bh.cluster(3) as workers:
         with bh.profile():
             programs.step()
@@ -211,96 +167,35 @@ def test_nothing_is_left_when_a_profile_is_over() -> None:
         assert not torch._C._autograd._profiler_enabled()
 
 
-def test_profiles_overlap_and_follow_each_other() -> None:
+def test_profiles_at_the_same_time_and_one_after_another() -> None:
     with bh.cluster(3) as workers:
         outer = bh.profile()
         outer.start()
         programs.step(1)
-        with bh.profile(ops=False) as lean:
+        with bh.profile(ops=False) as without_ops:
             programs.step(1)
         with workers[1], bh.profile() as other:
             programs.outer(torch.ones(programs.SIZE, programs.SIZE))
         outer.stop()
         with bh.profile() as again:
             programs.step(1)
-    for prof in (outer, lean, other, again):
+    for prof in (outer, without_ops, other, again):
         check(prof.timeline)
-    assert len(outer.timeline.calls) == 6  # what worker1's program did by itself is not worker0's
-    assert len(lean.timeline.calls) == 3
-    assert not count_ops(lean.timeline)
+    assert len(outer.timeline.calls) == 6  # without the call that the program of worker1 made
+    assert len(without_ops.timeline.calls) == 3
+    assert not count_ops(without_ops.timeline)
     assert [call.name for call in other.timeline.calls] == ["rpc_sync#inner(worker1 -> worker2)"]
     assert other.timeline.owner == 1
     assert count_ops(again.timeline) == count_ops_of_one_step()
 
 
 def count_ops_of_one_step() -> Counter[tuple[str, str]]:
-    """One call to worker1 and two to worker2, a product each; two more of each in the backward pass."""
-    made = {("worker1", "aten::mm"): 3, ("worker2", "aten::mm"): 6}
-    return Counter(made | {("worker2", "aten::relu"): 2, ("worker2", "aten::threshold_backward"): 2})
+    """One call to worker1 and two to worker2, with one product each, and two products each in the backward pass."""
+    products = {("worker1", "aten::mm"): 3, ("worker2", "aten::mm"): 6}
+    return Counter(products | {("worker2", "aten::relu"): 2, ("worker2", "aten::threshold_backward"): 2})
 
 
-def test_a_call_that_was_under_way_before_and_one_that_outlives_the_profile() -> None:
-    with bh.cluster(2):
-        programs.gate.clear()
-        before = bh.rpc_async("worker1", programs.wait_at_gate)
-        with bh.profile() as prof:
-            after = bh.rpc_async("worker1", programs.wait_at_gate)
-            time.sleep(0.01)
-        programs.gate.set()
-        bh.wait_all([before, after])
-    check(prof.timeline)
-    (call,) = prof.timeline.calls
-    assert call.done == -1
-    near = next(each for each in prof.timeline.slices if each.id == call.near)
-    assert near.end == prof.timeline.end
-
-
-def test_backward_of_calls_made_before_the_profile() -> None:
-    with bh.cluster(3):
-        x = torch.ones(programs.SIZE, programs.SIZE, requires_grad=True)
-        with bh.context() as context:
-            loss = bh.rpc_sync("worker1", programs.outer, args=(x,)).sum()
-            with bh.profile() as prof:
-                bh.backward(context, [loss])
-    check(prof.timeline)
-    assert not prof.timeline.calls
-    assert count_ops(prof.timeline)["worker2", "aten::mm"] == 2
-
-
-def test_attach_to_a_torch_profiler() -> None:
-    with bh.cluster(3):
-        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-        with torch.profiler.profile(record_shapes=True, experimental_config=every_thread) as prof:
-            everywhere = bh.profiler.attach(prof)
-            programs.step(1)
-        remote = [event for event in prof.events() if event.is_remote]
-        mm = [event for event in remote if event.name == "backward(worker0 -> worker1)#remote_op: aten::mm"]
-        assert len(mm) == 2
-        assert mm[0].input_shapes == [[programs.SIZE, programs.SIZE]] * 2
-        assert any(event.name == "aten::mul" and not event.is_remote for event in prof.events())
-        check(everywhere.timeline)
-        local = [each for each in everywhere.timeline.slices if each.kind == "op" and each.name == "aten::mul"]
-        assert local
-        averages = {average.key: average.count for average in prof.key_averages()}
-        assert averages["backward(worker0 -> worker1)#remote_op: aten::mm"] == 2
-
-
-def test_attach_needs_a_running_profiler() -> None:
-    with bh.cluster(1), pytest.raises(bh.BackhaulError, match="needs a running profiler"):
-        bh.profiler.attach(torch.profiler.profile())
-
-
-def test_another_profiler_is_left_alone() -> None:
-    with bh.cluster(2):
-        with torch.profiler.profile() as theirs, bh.profile() as prof:
-            bh.rpc_sync("worker1", programs.inner, args=(torch.ones(programs.SIZE, programs.SIZE),))
-            torch.ones(2).sin()
-        assert any(event.name == "aten::sin" for event in theirs.events())
-    assert "another profiler" in prof.timeline.workers[0].note
-    assert len(prof.timeline.calls) == 1
-
-
-def test_results_are_there_when_it_is_over() -> None:
+def test_results_can_be_read_when_the_profile_has_ended() -> None:
     with bh.cluster(1):
         prof = bh.profile()
         with pytest.raises(bh.BackhaulError, match="not started"):
@@ -312,7 +207,7 @@ def test_results_are_there_when_it_is_over() -> None:
             prof.start()
 
 
-def test_a_profile_survives_an_exception() -> None:
+def test_a_profile_has_results_after_an_exception() -> None:
     with bh.cluster(2):
         prof = bh.profile()
         with pytest.raises(KeyError), prof:
@@ -320,7 +215,7 @@ def test_a_profile_survives_an_exception() -> None:
     assert [call.failed for call in prof.timeline.calls] == ["KeyError"]
 
 
-def test_a_lost_worker_is_named(tmp_path: pathlib.Path) -> None:
+def test_a_lost_worker_is_reported_as_missing(tmp_path: pathlib.Path) -> None:
     timeline, *others = run_processes(programs.lose_a_worker, 3, str(tmp_path))
     assert others == [None, DIED]
     check(timeline)
@@ -337,7 +232,7 @@ def test_a_profile_whose_owner_died_is_dropped(tmp_path: pathlib.Path) -> None:
     assert [(tmp_path / f"open{number}").read_text() for number in (1, 2)] == ["1", "1"]
 
 
-def test_the_table_counts() -> None:
+def test_the_table_counts_calls() -> None:
     with bh.cluster(3), bh.profile() as prof:
         programs.step(2)
     lines = {line.split()[0]: line for line in prof.table().splitlines() if line.strip()}
@@ -346,7 +241,7 @@ def test_the_table_counts() -> None:
     assert "the time went to" in prof.table()
 
 
-def test_the_trace_is_one_that_viewers_read(tmp_path: pathlib.Path) -> None:
+def test_the_trace_has_the_format_of_viewers(tmp_path: pathlib.Path) -> None:
     with bh.cluster(3), bh.profile() as prof:
         programs.step(2)
     prof.export(tmp_path / "trace.json")
@@ -372,100 +267,7 @@ def test_the_trace_is_one_that_viewers_read(tmp_path: pathlib.Path) -> None:
     assert {event["cat"] for event in slices} >= {"call", "serve", "run", "queue", "wait", "group", "encode", "op"}
 
 
-def test_what_a_handler_does_after_it_returned_counts_too() -> None:
-    with bh.cluster(3):
-        x = torch.eye(programs.SIZE)
-        with bh.profile() as prof:
-            bh.rpc_sync("worker1", programs.multiply_slowly, args=(x,))
-            bh.rpc_sync("worker1", programs.multiply_later, args=(x,))
-    check(prof.timeline)
-    assert count_ops(prof.timeline)["worker1", "aten::mm"] == 6
-    calls = {call.id: call.function for call in prof.timeline.calls}
-    owners = Counter(calls[s.call] for s in prof.timeline.slices if s.name == "aten::mm")
-    assert owners == {"multiply_slowly": 5, "multiply_later": 1}
-
-
-def test_a_call_that_still_runs_has_what_it_did() -> None:
-    with bh.cluster(2):
-        programs.gate.clear()
-        programs.reached.clear()
-        with bh.profile() as prof:
-            call = bh.rpc_async("worker1", programs.multiply_at_gate, args=(torch.eye(programs.SIZE),))
-            assert programs.reached.wait(20)
-        programs.gate.set()
-        call.wait()
-    check(prof.timeline)
-    (found,) = prof.timeline.calls
-    served = next(each for each in prof.timeline.slices if each.id == found.far)
-    assert served.end == prof.timeline.end
-    assert count_ops(prof.timeline)["worker1", "aten::mm"] == 1
-    assert "multiply_at_gate" in prof.table()
-
-
-def test_others_of_the_process_are_not_this_workers() -> None:
-    with bh.cluster(3) as workers:
-        x = torch.eye(programs.SIZE)
-
-        def call_elsewhere() -> None:
-            with workers[1]:
-                for _ in range(10):
-                    bh.rpc_sync("worker2", programs.inner, args=(x,))
-
-        with bh.profile() as prof:
-            thread = threading.Thread(target=call_elsewhere)
-            thread.start()
-            thread.join()
-            x.mm(x)
-        with workers[1], bh.profile() as other:
-            x.mm(x)
-    assert count_ops(prof.timeline) == {("worker0", "aten::mm"): 1}
-    assert count_ops(other.timeline) == {("worker1", "aten::mm"): 1}
-    assert not prof.timeline.calls
-
-
-def test_calls_of_other_threads_while_profiles_come_and_go() -> None:
-    with bh.cluster(3) as workers:
-        over = threading.Event()
-
-        def call_on() -> None:
-            with workers[0]:
-                while not over.is_set():
-                    bh.rpc_sync("worker1", torch.neg, args=(torch.ones(2),))
-
-        threads = [threading.Thread(target=call_on) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for _ in range(30):
-            with bh.profile(ops=False) as prof:
-                bh.rpc_sync("worker2", torch.neg, args=(torch.ones(2),))
-            check(prof.timeline)
-            assert any(call.callee == 2 for call in prof.timeline.calls)
-        over.set()
-        for thread in threads:
-            thread.join()
-
-
-def test_a_profiler_that_starts_inside_is_said_to_have_ended_the_recording() -> None:
-    with bh.cluster(1), bh.profile() as prof:
-        programs.profile_here()
-    assert "another profiler" in prof.timeline.workers[0].note
-    assert f"worker0: {prof.timeline.workers[0].note}" in prof.table()
-
-
-def test_a_step_inside_of_a_handler_is_counted_once() -> None:
-    with bh.cluster(3), bh.profile() as prof:
-        bh.rpc_sync("worker1", programs.train_there)
-    check(prof.timeline)
-    where = worker_of(prof.timeline)
-    serves = [s for s in prof.timeline.slices if s.kind == "serve" and where[s.track] == "worker1"]
-    groups = [s for s in prof.timeline.slices if s.kind == "group" and where[s.track] == "worker1"]
-    most = sum(s.end - s.start for s in (*serves, *groups) if s.parent < 0) / 1e6
-    (row,) = [line.split() for line in prof.table().splitlines() if line.startswith("worker1")]
-    value, unit = float(row[3]), row[4]
-    assert value * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit] <= most + 0.01
-
-
-def test_bytes_of_gradients_count() -> None:
+def test_bytes_of_gradients_are_counted() -> None:
     with bh.cluster(2), bh.profile(ops=False) as prof:
         x = torch.ones(1 << 18, requires_grad=True)
         with bh.context() as context:
@@ -474,22 +276,7 @@ def test_bytes_of_gradients_count() -> None:
     assert [" 2.0 MiB " in line for line in lines] == [True, True], prof.table()
 
 
-def test_attached_events_are_on_the_clock_of_the_profiler() -> None:
-    with bh.cluster(2):
-        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-        with torch.profiler.profile(experimental_config=every_thread) as prof:
-            time.sleep(0.05)
-            first = bh.profiler.attach(prof)
-            assert bh.profiler.attach(prof) is first
-            with torch.profiler.record_function("region"):
-                bh.rpc_sync("worker1", programs.inner, args=(torch.eye(programs.SIZE),))
-        events = {event.name: event.time_range for event in prof.events()}
-        region = events["region"]
-        (mm,) = [event for event in prof.events() if event.is_remote and event.name.endswith("aten::mm")]
-        assert region.start <= mm.time_range.start <= mm.time_range.end <= region.end
-
-
-def test_shapes_asked_for_later_are_there() -> None:
+def test_an_inner_profile_records_shapes() -> None:
     with bh.cluster(2), bh.profile() as outer:
         x = torch.eye(programs.SIZE)
         x.mm(x)

@@ -1,4 +1,4 @@
-"""The page of a profile: one file that loads nothing, in which names stay names."""
+"""The page of a profile: one file that loads nothing, in which no name acts as markup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMELINES = {
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements, attributes, and the text of scripts."""
+    """The elements, attributes and texts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ def test_the_data_is_the_timeline(timeline: Timeline) -> None:
     assert json.loads(texts["kinds-data"]) == KINDS
 
 
-def test_names_stay_names() -> None:
+def test_names_do_not_act_as_markup() -> None:
     plain, hostile = Page(render(sample(), title="t")), Page(render(sample(hostile=HOSTILE), title=HOSTILE))
     assert [tag for tag, _ in plain.elements] == [tag for tag, _ in hostile.elements]
     assert hostile.texts["title"].rstrip() == HOSTILE
     assert not set("<>&\u2028\u2029") & set(hostile.texts["timeline-data"])
 
 
-def test_arguments_of_any_type_are_told() -> None:
+def test_arguments_may_have_any_type() -> None:
     timeline = sample()
     timeline.slices[0] = Slice(0, 0, "op", "x", 0, 1, args={"device": object, "nan": float("nan"), "shape": (2, 3)})
     embedded = json.loads(Page(render(timeline)).texts["timeline-data"])
@@ -104,7 +104,7 @@ def test_the_timeline_is_not_changed() -> None:
     assert timeline == sample()
 
 
-def test_every_kind_has_a_colour_in_both_themes() -> None:
+def test_every_kind_has_a_color_in_both_themes() -> None:
     style = Page(render(sample())).texts["style"]
     light, dark = style.split("@media (prefers-color-scheme: dark)")
     for kind in [*KINDS, "compute", "wire", "idle", "request", "reply", "gradient"]:
@@ -112,8 +112,8 @@ def test_every_kind_has_a_colour_in_both_themes() -> None:
     assert set(re.findall(r"--[\w-]+(?=:)", dark.split("}")[0])) <= set(re.findall(r"--[\w-]+(?=:)", light))
 
 
-def test_the_parts_are_in_the_package() -> None:
-    """A part that is not package data is missing once the package is installed."""
+def test_the_files_of_the_page_are_package_data() -> None:
+    """A file that is not package data is missing when the package is installed."""
     root = Path(__file__).parent.parent.parent
     assert '"profiler/page/*"' in (root / "pyproject.toml").read_text()
 
@@ -122,7 +122,7 @@ class TestSample:
     def test_it_is_the_same_every_time(self) -> None:
         assert sample() == sample()
 
-    def test_it_keeps_what_the_model_promises(self) -> None:
+    def test_it_has_the_invariants_of_a_timeline(self) -> None:
         timeline = sample()
         assert [row.id for row in timeline.slices] == list(range(len(timeline.slices)))
         assert all(one.end == other.start for one, other in zip(timeline.path, timeline.path[1:], strict=False))
@@ -134,11 +134,11 @@ class TestSample:
                 assert parent.track == row.track
                 assert parent.start <= row.start <= row.end <= parent.end
         for call in timeline.calls:
-            there = [call.arrived, call.begun, call.decoded, call.ran, call.replied]
-            assert there == sorted(there)
+            on_callee = [call.arrived, call.begun, call.decoded, call.ran, call.replied]
+            assert on_callee == sorted(on_callee)
             assert call.start <= call.sent <= call.received <= call.done
 
-    def test_it_has_something_of_everything(self) -> None:
+    def test_it_contains_everything_that_a_timeline_can(self) -> None:
         timeline = sample()
         assert {row.kind for row in timeline.slices} == set(KINDS)
         assert {arrow.kind for arrow in timeline.arrows} == {"request", "reply", "gradient"}
@@ -148,5 +148,5 @@ class TestSample:
         assert any(worker.missing for worker in timeline.workers)
         assert 30 <= len(timeline.calls) <= 50
 
-    def test_the_big_one_is_big(self) -> None:
+    def test_the_size_of_the_big_sample(self) -> None:
         assert len(big().slices) >= 50_000

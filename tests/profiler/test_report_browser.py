@@ -1,4 +1,4 @@
-"""The report in a real browser: what a person clicks, and what they see then."""
+"""The report in a real browser: what the page shows after clicks and keys."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def click_slice(page: Page, number: int) -> None:
-    """With the mouse, where it is drawn."""
+    """Click a slice where it is drawn."""
     place = page.evaluate("id => backhaul.pixelOf(id)", number)
-    assert place is not None, "it is not visible"
+    assert place is not None, "the slice is not visible"
     page.mouse.click(place["x"], place["y"])
 
 
@@ -36,15 +36,15 @@ def visible(page: Page) -> tuple[float, float]:
     return found["start"], found["end"]
 
 
-def look(page: Page) -> str:
-    """What the tracks look like now."""
+def screenshot(page: Page) -> str:
+    """An image of the tracks."""
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     found: str = page.evaluate("document.getElementById('canvas').toDataURL()")
     return found
 
 
 def test_the_example_of_make_run(open_report: Open, tmp_path: Path) -> None:
-    """Real workers, real messages: a call that is clicked shows what the other process did for it."""
+    """With real workers and messages: a selected call shows what the other process did for it."""
     command = [sys.executable, "train_transformer.py", "--steps", "2", "--profile", str(tmp_path)]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -55,8 +55,8 @@ def test_the_example_of_make_run(open_report: Open, tmp_path: Path) -> None:
     row = page.get_by_test_id("call-row").filter(has_text="forward(driver -> body-1)").first
     row.click()
     near, far = page.get_by_test_id("near"), page.get_by_test_id("far")
-    assert "At driver" in near.inner_text()
-    assert "At body-1" in far.inner_text()
+    assert "On driver" in near.inner_text()
+    assert "On body-1" in far.inner_text()
     page.get_by_test_id("show-far").click()
     call = page.evaluate("backhaul.selected().call")
     served = page.evaluate("id => backhaul.timeline.calls.find(each => each.id === id).far", call)
@@ -72,8 +72,8 @@ class TestSelecting:
         click_slice(page, call.near)
         assert page.get_by_test_id("selected").inner_text() == call.function
         near, far = page.get_by_test_id("near"), page.get_by_test_id("far")
-        assert "At trainer" in near.inner_text()
-        assert "At stage1" in far.inner_text()
+        assert "On trainer" in near.inner_text()
+        assert "On stage1" in far.inner_text()
         assert f"{(call.ran - call.decoded) / 1e6:.2f} ms" in far.inner_text()
         assert page.evaluate("backhaul.selected()") == {"call": call.id, "slice": call.near}
 
@@ -86,7 +86,7 @@ class TestSelecting:
         assert page.evaluate("backhaul.selected()") == {"call": call.id, "slice": call.far}
         assert page.get_by_test_id("near").is_visible()
 
-    def test_show_remote_half_goes_there(self, open_report: Open) -> None:
+    def test_the_button_shows_the_remote_half(self, open_report: Open) -> None:
         timeline = sample()
         call = next(call for call in timeline.calls if call.callee == 2 and call.parent < 0)
         page = open_report(timeline)
@@ -127,31 +127,31 @@ class TestSelecting:
         page.get_by_test_id("child").first.click()
         assert page.evaluate("backhaul.selected().call") == inner.id
 
-    def test_a_failed_call_says_what_was_raised(self, open_report: Open) -> None:
+    def test_a_failed_call_shows_the_exception(self, open_report: Open) -> None:
         timeline = sample()
         page = open_report(timeline)
         page.evaluate("id => backhaul.select(id)", next(call.id for call in timeline.calls if call.failed))
         assert page.get_by_test_id("failed").inner_text() == "Failed: ValueError"
 
-    def test_a_call_to_a_missing_worker_says_why_there_is_no_other_half(self, open_report: Open) -> None:
+    def test_a_call_to_a_missing_worker_shows_why_it_is_missing(self, open_report: Open) -> None:
         timeline = sample()
         page = open_report(timeline)
         page.evaluate("id => backhaul.select(id)", next(call.id for call in timeline.calls if call.callee == 3))
         assert "it did not answer within 5 s" in page.get_by_test_id("far").inner_text()
         assert page.get_by_test_id("show-far").is_disabled()
 
-    def test_a_slice_without_a_call_tells_about_itself(self, open_report: Open) -> None:
+    def test_a_slice_without_a_call_has_details(self, open_report: Open) -> None:
         timeline = sample()
         one = next(row for row in timeline.slices if row.kind == "pass")
         page = open_report(timeline)
-        before = look(page)
+        before = screenshot(page)
         click_slice(page, one.id)
         assert page.get_by_test_id("selected").inner_text() == one.name
         assert "a backward pass" in page.get_by_test_id("details").inner_text()
         assert "3, 197 kB" in page.get_by_test_id("details").inner_text()
-        assert look(page) != before  # its gradients stand out
+        assert screenshot(page) != before  # the gradients of the pass are highlighted
 
-    def test_a_click_on_nothing_clears_the_selection(self, open_report: Open) -> None:
+    def test_a_click_on_an_empty_place_clears_the_selection(self, open_report: Open) -> None:
         timeline = sample()
         page = open_report(timeline)
         click_slice(page, timeline.calls[0].near)
@@ -206,7 +206,7 @@ class TestMoving:
         assert visible(page)[0] > start
         assert page.evaluate("backhaul.selected().call") == -1
 
-    def test_a_tooltip_names_what_is_under_the_mouse(self, open_report: Open) -> None:
+    def test_a_tooltip_names_the_slice_under_the_mouse(self, open_report: Open) -> None:
         timeline = sample()
         call = timeline.calls[0]
         page = open_report(timeline)
@@ -216,7 +216,7 @@ class TestMoving:
         page.mouse.move(5, 5)
         assert page.get_by_test_id("tooltip").is_hidden()
 
-    def test_a_worker_can_be_closed_and_opens_for_what_is_shown(self, open_report: Open) -> None:
+    def test_a_collapsed_worker_expands_when_its_slice_is_shown(self, open_report: Open) -> None:
         timeline = sample()
         call = timeline.calls[0]
         page = open_report(timeline)
@@ -247,16 +247,16 @@ class TestFinding:
     def test_a_name_filters_the_calls(self, open_report: Open) -> None:
         timeline = sample()
         page = open_report(timeline)
-        before = look(page)
+        before = screenshot(page)
         row = page.get_by_test_id("name-row").first
         name = row.get_attribute("data-id")
         row.click()
         count = sum(call.name == name for call in timeline.calls)
         assert page.get_by_test_id("call-row").count() == count < len(timeline.calls)
-        assert look(page) != before
+        assert screenshot(page) != before
         page.get_by_test_id("filter").click()
         assert page.get_by_test_id("call-row").count() == len(timeline.calls)
-        assert look(page) == before
+        assert screenshot(page) == before
 
     def test_the_names_can_be_sorted(self, open_report: Open) -> None:
         page = open_report(sample())
@@ -280,7 +280,7 @@ class TestShowing:
         assert f"{kind} on {timeline.workers[worker].name}" in rows.first.inner_text()
         assert f"{round(100 * most / timeline.end)}%" in rows.first.inner_text()
 
-    def test_the_strip_is_over_the_time_it_tells_of(self, open_report: Open) -> None:
+    def test_the_strip_of_the_path_is_aligned_with_the_time(self, open_report: Open) -> None:
         timeline = sample()
         one = next(segment for segment in timeline.path if segment.kind == "compute" and segment.worker == 1)
         page = open_report(timeline)
@@ -295,19 +295,19 @@ class TestShowing:
 
     def test_arrows_can_be_turned_off(self, open_report: Open) -> None:
         page = open_report(sample())
-        with_arrows = look(page)
+        with_arrows = screenshot(page)
         page.get_by_test_id("arrows").click()
         assert page.get_by_test_id("arrows").get_attribute("aria-pressed") == "false"
-        without = look(page)
+        without = screenshot(page)
         assert without != with_arrows
         page.get_by_test_id("arrows").click()
-        assert look(page) == with_arrows
+        assert screenshot(page) == with_arrows
 
     def test_a_kind_can_be_hidden(self, open_report: Open) -> None:
         page = open_report(sample())
-        before = look(page)
+        before = screenshot(page)
         page.get_by_test_id("kind-op").click()
-        assert look(page) != before
+        assert screenshot(page) != before
 
     def test_workers_with_their_clocks_and_the_missing_one_with_its_reason(self, open_report: Open) -> None:
         page = open_report(sample())
@@ -317,15 +317,15 @@ class TestShowing:
         assert "clock +3.41 ms ± 41 µs" in workers.nth(2).inner_text()
         assert "it did not answer within 5 s" in page.get_by_test_id("missing").inner_text()
 
-    def test_the_head_says_how_much_there_is(self, open_report: Open) -> None:
+    def test_the_head_shows_totals(self, open_report: Open) -> None:
         timeline = sample()
         page = open_report(timeline, title="Step 3")
         assert page.get_by_test_id("title").inner_text() == page.title() == "Step 3"
         assert f"{len(timeline.calls)} (1 failed)" in page.get_by_test_id("facts").inner_text()
         assert "4 (1 missing)" in page.get_by_test_id("facts").inner_text()
 
-    def test_dark_looks_different(self, open_report: Open) -> None:
-        assert look(open_report(sample())) != look(open_report(sample(), scheme="dark"))
+    def test_the_dark_theme_differs(self, open_report: Open) -> None:
+        assert screenshot(open_report(sample())) != screenshot(open_report(sample(), scheme="dark"))
 
 
 class TestOddProfiles:
@@ -340,7 +340,7 @@ class TestOddProfiles:
         assert page.locator("img").count() == 0
         assert page.evaluate("window.hacked") is None
 
-    def test_nothing_at_all(self, open_report: Open) -> None:
+    def test_an_empty_profile(self, open_report: Open) -> None:
         page = open_report(Timeline(owner=0, end=0))
         assert "There are no calls" in page.get_by_test_id("details").inner_text()
         assert "No calls were made" in page.get_by_test_id("names").inner_text()
@@ -365,14 +365,14 @@ class TestOddProfiles:
             click_slice(page, number)
             assert page.get_by_test_id("selected").inner_text() == name
 
-    def test_of_two_that_take_the_same_time_the_inner_is_below(self, open_report: Open) -> None:
+    def test_an_inner_slice_is_below_an_outer_one_with_the_same_times(self, open_report: Open) -> None:
         timeline = Timeline(owner=0, end=100, workers=[WorkerRow(0, "w")], tracks=[Track(0, 0, "MainThread")])
         timeline.slices = [Slice(0, 0, "op", "inner", 0, 60, parent=1), Slice(1, 0, "op", "outer", 0, 60)]
         page = open_report(timeline)
         inner, outer = (page.evaluate("id => backhaul.pixelOf(id)", number) for number in (0, 1))
         assert inner["y"] > outer["y"]
 
-    def test_a_big_one_opens_and_a_thin_slice_can_be_found(self, open_report: Open) -> None:
+    def test_a_thin_slice_can_be_found_in_a_big_profile(self, open_report: Open) -> None:
         timeline = big()
         page = open_report(timeline)
         assert "arrows" in page.get_by_test_id("arrows-note").inner_text()

@@ -1,8 +1,9 @@
-"""The reference's names over Backhaul: ``backhaul.compat.rpc`` stands where ``torch.distributed.rpc`` stood, and
-``backhaul.compat.autograd`` where ``torch.distributed.autograd`` did.
+"""Torch's API on top of Backhaul: ``backhaul.compat.rpc`` replaces ``torch.distributed.rpc``, and
+``backhaul.compat.autograd`` replaces ``torch.distributed.autograd``.
 
-For programs that move over, and for the reference's own test suites. New programs have no use for it: whatever is
-here is said better by ``backhaul`` itself, and nothing in the rest of the package knows of it.
+In this package, "the reference" means ``torch.distributed``'s RPC, distributed autograd, ``RemoteModule`` and
+distributed optimizer. The package is for programs that move to Backhaul step by step, and for the reference's own test
+suites. New programs should use ``backhaul`` itself. The rest of Backhaul must not know this package.
 """
 
 from backhaul._torch_support import require

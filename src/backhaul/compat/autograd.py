@@ -1,4 +1,4 @@
-"""Distributed autograd, under the names of ``torch.distributed.autograd``."""
+"""Replaces ``torch.distributed.autograd``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from backhaul._worker.worker import Worker, current_worker
 from backhaul.compat import errors
 from backhaul.errors import BackhaulError, ContextError, RemoteTraceback
 
-_COUNTER_BITS = 48
+_COUNTER_BITS = 48  # the low bits of a context id; the bits above are the id of the worker that made it
 
 
 def is_available() -> bool:
-    """Whether there is distributed autograd at all."""
+    """Whether distributed autograd is available: always."""
     return True
 
 
 class context:
-    """A context for one step; gives its id."""
+    """A context for one training step. ``with`` returns its id."""
 
     @graph_break
     def __init__(self) -> None:
@@ -51,21 +51,21 @@ class context:
 
 @graph_break
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Compute the gradients of ``roots`` into the context, on every worker that took part."""
+    """Compute the gradients of ``roots`` and add them to the context, on every worker that took part."""
     if not isinstance(context_id, int) or not isinstance(roots, (list, tuple)):
         raise TypeError("backward(): incompatible function arguments: takes a context id and a list of tensors")
-    _check(roots)
+    _check_roots(roots)
     try:
         with errors.rewording():
             api.backward(context_id, roots, retain_graph=retain_graph)
     except Exception as error:
         if isinstance(error.__cause__ or error, BackhaulError):
             raise
-        where = error.__cause__.worker if isinstance(error.__cause__, RemoteTraceback) else None
-        raise RuntimeError(f"Error on Node {get_worker_info(where).id}: {error}") from error
+        worker = error.__cause__.worker if isinstance(error.__cause__, RemoteTraceback) else None
+        raise RuntimeError(f"Error on Node {get_worker_info(worker).id}: {error}") from error
 
 
-def _check(roots: Sequence[Any]) -> None:
+def _check_roots(roots: Sequence[Any]) -> None:
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
     for root in roots:
@@ -84,11 +84,11 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         return api.get_gradients(context_id)
 
 
-# What the reference's tests look at.
+# Internals that the reference's tests inspect.
 
 
 class _Function:
-    """A node of the graph, with the two ends of messages told by the reference's names."""
+    """A node of the autograd graph. The nodes at the two ends of a message have the reference's names."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -108,7 +108,7 @@ class _Function:
 
 
 class _RecvFunction:
-    """Where a message came in."""
+    """The node at which a message was received."""
 
     def __init__(self, recv: Recv) -> None:
         self._recv = recv
@@ -127,7 +127,7 @@ class _RecvFunction:
 
 
 class _SendFunction:
-    """Where a message went out."""
+    """The node at which a message was sent."""
 
     def __init__(self, record: SendRecord) -> None:
         self._record = record
@@ -147,22 +147,22 @@ def _edge(node: Any, number: int) -> tuple[Any, int]:
 
 
 class _ContextView:
-    """One worker's share of a context."""
+    """A context on one worker, with the methods of the reference."""
 
-    def __init__(self, shown: Context) -> None:
-        self._shown = shown
+    def __init__(self, inner: Context) -> None:
+        self._inner = inner
 
     def _context_id(self) -> int:
-        return int(self._shown.id)
+        return int(self._inner.id)
 
     def _send_functions(self) -> dict[int, _SendFunction]:
-        return {int(message): _SendFunction(record) for message, record in self._shown.sends.items()}
+        return {int(message): _SendFunction(record) for message, record in self._inner.sends.items()}
 
     def _recv_functions(self) -> dict[int, _RecvFunction]:
-        return {int(message): _RecvFunction(recv) for message, recv in self._shown.recvs.items()}
+        return {int(message): _RecvFunction(recv) for message, recv in self._inner.recvs.items()}
 
     def _known_worker_ids(self) -> set[int]:
-        return self._shown.known - {int(current_worker().info.id)}
+        return self._inner.known - {int(current_worker().info.id)}
 
 
 def _engine(worker: Worker | None = None) -> Engine:
@@ -171,15 +171,15 @@ def _engine(worker: Worker | None = None) -> Engine:
 
 
 def _init(worker_id: int) -> None:
-    """Nothing: Backhaul's autograd starts with the worker."""
+    """Do nothing: Backhaul's autograd starts with the worker."""
 
 
 def _new_context() -> _ContextView:
-    """A context that is current from now on, until ``_release_context``."""
+    """Make a context and make it the current one until ``_release_context``."""
     worker = current_worker()
-    view = _ContextView(_engine(worker).container.new())
-    enter(Scope(worker, view._shown))
-    return view
+    made = _engine(worker).container.new()
+    enter(Scope(worker, made))
+    return _ContextView(made)
 
 
 def _release_context(context_id: int) -> None:

@@ -1,6 +1,7 @@
-"""Backhaul's errors in the reference's words, for programs that look at the text.
+"""Converts Backhaul's errors to errors with the reference's texts, for programs that compare the text.
 
-The reference raises ``RuntimeError`` for nearly everything; the error with fields is kept as the cause.
+The reference raises ``RuntimeError`` for nearly everything. The cause of each converted error is Backhaul's own error,
+with its fields.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NO_MAP = (
 
 
 def reworded(error: BaseException) -> BaseException:
-    """The error to raise in the place of ``error``; itself if the reference has no words of its own for it."""
+    """The error to raise in place of ``error``: ``error`` itself if the reference has no text for this case."""
     text = _text(error) if isinstance(error, BackhaulError) else None
     if isinstance(error, torch.jit.Error):
         text = str(error)
@@ -47,8 +48,8 @@ def reworded(error: BaseException) -> BaseException:
 
 def _text(error: BackhaulError) -> str | None:
     if isinstance(error, CallTimeoutError):
-        limit = round((error.timeout or 0) * 1000)
-        return f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error: {error}"
+        timeout_ms = round((error.timeout or 0) * 1000)
+        return f"RPC ran for more than set timeout ({timeout_ms} ms) and will now be marked with an error: {error}"
     if isinstance(error, UnknownWorkerError):
         return f"could not find destination: {error}"
     if isinstance(error, UnknownContextError):
@@ -75,7 +76,7 @@ def _text(error: BackhaulError) -> str | None:
 
 @contextlib.contextmanager
 def rewording() -> Iterator[None]:
-    """Reword what is raised inside."""
+    """Convert the errors that are raised inside the ``with`` block."""
     try:
         yield
     except (BackhaulError, torch.jit.Error) as error:

@@ -1,4 +1,4 @@
-"""Modules on other workers, under the name of ``torch.distributed.nn``'s and with its refusals."""
+"""Replaces ``RemoteModule`` of ``torch.distributed.nn``. It raises the same errors for unsupported methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "module_rref",
 )
 
-_REFUSED = (
+_UNSUPPORTED_METHODS = (
     *("add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "extra_repr", "float"),
     *("load_state_dict", "modules", "named_buffers", "named_children", "named_modules", "named_parameters"),
     *("register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook"),
@@ -36,7 +36,11 @@ _interfaces: weakref.WeakKeyDictionary[RemoteModule, type] = weakref.WeakKeyDict
 
 
 class RemoteModule(nn.RemoteModule):
-    """A module on another worker. It refuses what the reference's does, though Backhaul's own can do most of it."""
+    """A module on another worker.
+
+    It does not support the methods that the reference does not support, although ``backhaul.nn.RemoteModule`` supports
+    most of them.
+    """
 
     def __init__(
         self,
@@ -47,10 +51,10 @@ class RemoteModule(nn.RemoteModule):
         *,
         _module_interface_cls: type | None = None,
     ) -> None:
-        _check_place(remote_device)
-        given = positional(args)
+        _check_remote_device(remote_device)
+        arguments = positional(args)
         try:
-            super().__init__(remote_device, module_cls, given, kwargs, _module_interface_cls=_module_interface_cls)
+            super().__init__(remote_device, module_cls, arguments, kwargs, _module_interface_cls=_module_interface_cls)
         except ValueError as error:
             raise ValueError(
                 f"Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but: {error}"
@@ -60,7 +64,7 @@ class RemoteModule(nn.RemoteModule):
 
     @property
     def is_device_map_set(self) -> bool:
-        """Whether this worker has a device map for the module's: then results come back on a device."""
+        """Whether this worker has a device map for the module's worker. If so, results stay on their device."""
         current = agent.current()
         return bool(current._get_device_map(current.get_worker_info(self.on)))
 
@@ -68,27 +72,27 @@ class RemoteModule(nn.RemoteModule):
         return owner.run_in_place if self.is_device_map_set else owner.run
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
-        """What ``torch.jit.script`` compiles in its place: that which has the methods of the interface."""
-        from backhaul.jit import remote_module  # only here: it is gone with TorchScript
+        """The module that ``torch.jit.script`` compiles in place of this one. It has the methods of the interface."""
+        from backhaul.jit import remote_module  # imported here because not every torch has TorchScript
 
         if self not in _interfaces:
-            raise RuntimeError("a RemoteModule can be scripted where it was made with _module_interface_cls")
+            raise RuntimeError("cannot script this RemoteModule: pass _module_interface_cls when you make it")
         return remote_module(self.module_rref, _interfaces[self])
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the module where it is; returns a future."""
+        """Run the module on its worker; returns a future of the result."""
         return follow(super().forward_async(*args, **kwargs))
 
     def get_module_rref(self) -> RRef[torch.nn.Module]:
-        """A reference to the module."""
+        """An RRef to the module."""
         return adopt(super().get_module_rref())
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:  # type: ignore[override]
-        """References to its parameters."""
+        """RRefs to the parameters of the module."""
         return [adopt(parameter) for parameter in super().remote_parameters(recurse)]
 
     def parameters(self, recurse: bool = True) -> NoReturn:
-        """Not supported."""
+        """Not supported: use ``remote_parameters``."""
         raise ValueError(
             "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead."
         )
@@ -102,8 +106,8 @@ class RemoteModule(nn.RemoteModule):
         )
 
 
-def _check_place(text: str) -> None:
-    """Raise what the reference raises for a text that names no device of a worker."""
+def _check_remote_device(text: str) -> None:
+    """Raise the reference's errors for a text that does not name a device of a worker."""
     if not isinstance(text, str):
         return
     worker, *device = text.split("/")
@@ -116,15 +120,15 @@ def _check_place(text: str) -> None:
         torch.device(name)
 
 
-def _refuse(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+def _unsupported_method(name: str) -> Callable[..., NoReturn]:
+    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
 
-    refuse.__name__ = name
-    return refuse
+    method.__name__ = name
+    return method
 
 
-for _name in _REFUSED:
-    setattr(RemoteModule, _name, _refuse(_name))
+for _name in _UNSUPPORTED_METHODS:
+    setattr(RemoteModule, _name, _unsupported_method(_name))
 
 _RemoteModule = RemoteModule

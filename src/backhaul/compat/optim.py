@@ -1,4 +1,4 @@
-"""The optimizer over many workers, under the name of ``torch.distributed.optim``'s."""
+"""Replaces ``DistributedOptimizer`` of ``torch.distributed.optim``."""
 
 from backhaul.optim import DistributedOptimizer
 

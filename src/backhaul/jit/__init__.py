@@ -1,7 +1,7 @@
 """Calls, gradients and references inside TorchScript.
 
-With this imported once, before functions are scripted, ``rpc_sync``, ``rpc_async``, ``remote``, ``backward``,
-``get_gradients`` and ``RRef[T]`` mean in script what they mean in Python. See ``docs/torchscript.md``.
+Import this module once, before functions are scripted. Then ``rpc_sync``, ``rpc_async``, ``remote``, ``backward``,
+``get_gradients`` and ``RRef[T]`` mean the same in script as in Python. See ``docs/torchscript.md``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 from backhaul._torch_support import require
 from backhaul.errors import UnsupportedTorchError
 
-_ADVICE = "backhaul.jit is for calls inside TorchScript; the rest of backhaul works without it"
+_ADVICE = "only calls inside TorchScript need backhaul.jit; the rest of backhaul works without it"
 
 if not hasattr(torch.jit, "script"):
-    raise ImportError(f"torch {torch.__version__} has no TorchScript (torch.jit.script) here: {_ADVICE}")
+    raise ImportError(f"torch {torch.__version__} has no TorchScript (torch.jit.script): {_ADVICE}")
 
 try:
     require("backhaul.jit")
@@ -27,7 +27,7 @@ except UnsupportedTorchError as error:
     raise
 except (AttributeError, ImportError) as error:
     raise ImportError(
-        f"the TorchScript of torch {torch.__version__} is not one known here ({error}): {_ADVICE}"
+        f"backhaul.jit does not support the TorchScript of torch {torch.__version__} ({error}): {_ADVICE}"
     ) from error
 
 __all__ = ["install", "remote_module", "uninstall"]

@@ -1,4 +1,4 @@
-"""Puts Backhaul into torch's compiler, and takes it out."""
+"""Adds Backhaul to torch's compiler, and removes it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._rref.remote import remote
 from backhaul.jit import current_worker, torch_compiler
 from backhaul.jit.names import Api
-from backhaul.jit.operators import names
+from backhaul.jit.operators import api_names
 from backhaul.jit.references import classes
 from backhaul.jit.rewriting import rewrite
 
-_lock = threading.Lock()  # guards _patches and _apis
+_lock = threading.Lock()  # guards _patches and api_names
 _patches: torch_compiler.Patches | None = None
 
 NATIVE = Api(
@@ -34,31 +34,35 @@ def install() -> None:
     global _patches
     with _lock:
         if _patches is None:
-            rewritten = functools.partial(rewrite, names=names)
-            _patches = torch_compiler.Patches(names.captured, classes.annotated, classes.inferred, rewritten)
+            _patches = torch_compiler.Patches(
+                replace_names=api_names.replace,
+                type_of_annotation=classes.type_of_annotation,
+                infer_type=classes.infer_type,
+                on_compiled=functools.partial(rewrite, api_names=api_names),
+            )
             current_worker.install()
-            for api in names.apis.values():
+            for api in api_names.apis.values():
                 _set_operators(api, True)
 
 
 def uninstall() -> None:
-    """Leave torch's compiler as it was found. Functions that were scripted before still work."""
+    """Restore torch's compiler. Functions that were scripted before still work."""
     global _patches
     with _lock:
         if _patches is not None:
             _patches.remove()
             _patches = None
-            for api in names.apis.values():
+            for api in api_names.apis.values():
                 _set_operators(api, False)
 
 
-atexit.register(uninstall)  # torch would let go of its hooks when there is no interpreter any more
+atexit.register(uninstall)  # torch releases its hooks only after Python's interpreter has ended
 
 
 def add(api: Api) -> None:
-    """Know the functions of another API, too."""
+    """Recognize the functions of another API, too."""
     with _lock:
-        names.add(api)
+        api_names.add(api)
         if _patches is not None:
             _set_operators(api, True)
 
@@ -68,4 +72,4 @@ def _set_operators(api: Api, present: bool) -> None:
         torch_compiler.set_operator(function, operator if present else None)
 
 
-names.add(NATIVE)
+api_names.add(NATIVE)

@@ -1,7 +1,7 @@
 """Modules of other workers, for use in script.
 
-The compiler wants functions with a source, and the same ones on both workers. So each interface gets functions of its
-own, written here, and the worker that has the module is asked to write them too.
+The compiler requires functions that have source code and that are the same on both workers. So this module generates
+functions for each interface, and asks the worker that owns the remote module to generate them too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from backhaul.jit import torch_compiler
 
 _CALLER = """
 def {name}_async(self, {parameters}) -> Future_{name}:
-    return rpc_async(self.module_rref.owner_name(), {name}_there, (self.module_rref, {names}))
+    return rpc_async(self.module_rref.owner_name(), {name}_on_owner, (self.module_rref, {names}))
 
 def {name}(self, {parameters}) -> Result_{name}:
-    return rpc_async(self.module_rref.owner_name(), {name}_there, (self.module_rref, {names})).wait()
+    return rpc_async(self.module_rref.owner_name(), {name}_on_owner, (self.module_rref, {names})).wait()
 """
 _CALLEE = """
-def {name}_there(module_rref: Reference, {parameters}) -> Result_{name}:
+def {name}_on_owner(module_rref: Reference, {parameters}) -> Result_{name}:
     return module_rref.local_value().{name}({names})
 """
-_REFUSAL = """
+_PICKLE_METHODS = """
 def __getstate__(self) -> str:
     raise RuntimeError(
         "Passing a script RemoteModule over RPC is not supported. A RemoteModule can only be pickled when using RPC, "
@@ -38,37 +38,38 @@ def __getstate__(self) -> str:
     )
 
 def __setstate__(self, state: str) -> None:
-    raise RuntimeError("a script RemoteModule cannot be loaded")
+    raise RuntimeError("Loading a script RemoteModule is not supported. Make and script it on the worker that uses it")
 """
 
-_lock = threading.RLock()  # guards _classes and _files
+_lock = threading.RLock()  # guards _classes and _file_numbers
 _classes: dict[type, type[torch.nn.Module]] = {}
-_files = itertools.count()
+_file_numbers = itertools.count()
 
 
 def remote_module(module: RRef[Any], interface: type) -> torch.nn.Module:
-    """A module for ``torch.jit.script``, whose methods run on a scripted module of another worker.
+    """Make a module for ``torch.jit.script`` whose methods run a scripted module of another worker.
 
-    It has the methods of the interface, and each in a form with ``_async`` behind its name that gives a future. The
-    result is a module like any other: script it, or make it part of one that is scripted.
+    It has each method of the interface twice: under its name, and with the suffix ``_async``, which returns a future.
+    The result is an ordinary module: script it, or make it part of a module that is scripted.
 
     Args:
-        module: Refers to a scripted module.
-        interface: A ``torch.jit.interface`` that the module has; it has to be importable on that module's worker.
+        module: A reference to a scripted module.
+        interface: A ``torch.jit.interface`` that the module implements. The worker of the module must be able to
+            import it.
 
     Raises:
-        TypeError: That is none.
+        TypeError: ``interface`` is not a ``torch.jit.interface``.
     """
     if not torch_compiler.is_interface(interface):
-        raise TypeError(f"{interface!r} is not a torch.jit.interface")
+        raise TypeError(f"{interface!r} is not a torch.jit.interface: decorate the class with @torch.jit.interface")
     made = _class_for(interface)()
-    rpc_sync(module.owner(), prepare, (interface,))
+    rpc_sync(module.owner(), generate_functions, (interface,))
     vars(made)["module_rref"] = module
     return made
 
 
-def prepare(interface: type) -> None:
-    """Runs on the worker that has the module: there have to be the functions that are going to be called."""
+def generate_functions(interface: type) -> None:
+    """Generate the functions that the caller's methods call. Runs on the worker that owns the module."""
     _class_for(interface)
 
 
@@ -76,62 +77,70 @@ def _class_for(interface: type) -> type[torch.nn.Module]:
     with _lock:
         found = _classes.get(interface)
         if found is None:
-            found = _classes[interface] = _write(interface)
+            found = _classes[interface] = _generate(interface)
         return found
 
 
-def _write(interface: type) -> type[torch.nn.Module]:
+def _generate(interface: type) -> type[torch.nn.Module]:
     names = [name for name, value in vars(interface).items() if inspect.isfunction(value) and name[0] != "_"]
-    space: dict[str, Any] = {
+    namespace: dict[str, Any] = {
         "rpc_async": rpc_async,
         "Reference": RRef[interface],  # type: ignore[valid-type]
-        "__name__": _home_of(interface),
+        "__name__": _module_name_for(interface),
     }
-    callers, callees = [_REFUSAL], []
+    callers, callees = [_PICKLE_METHODS], []
     for name in names:
         function = vars(interface)[name]
-        parts = _describe(name, function, space)
+        parts = _template_values(name, function, namespace)
         callers.append(_CALLER.format(**parts))
         callees.append(_CALLEE.format(**parts))
-    _run("".join(callees), space)
+    _run("".join(callees), namespace)
     for name in names:
-        space[f"{name}_there"] = torch_compiler.script(space[f"{name}_there"])
-    _run("".join(callers), space)
-    methods = {made: space[made] for name in names for made in (name, f"{name}_async")}
-    methods |= {name: space[name] for name in ("__getstate__", "__setstate__")}
+        namespace[f"{name}_on_owner"] = torch_compiler.script(namespace[f"{name}_on_owner"])
+    _run("".join(callers), namespace)
+    methods = {method: namespace[method] for name in names for method in (name, f"{name}_async")}
+    methods |= {name: namespace[name] for name in ("__getstate__", "__setstate__")}
     for method in methods.values():
         torch.jit.export(method)
     return type(
         f"Remote{interface.__name__}",
         (torch.nn.Module,),
-        {**methods, "__annotations__": {"module_rref": space["Reference"]}, "__module__": _home_of(interface)},
+        {
+            **methods,
+            "__annotations__": {"module_rref": namespace["Reference"]},
+            "__module__": _module_name_for(interface),
+        },
     )
 
 
-def _home_of(interface: type) -> str:
-    """The module that the functions are in, as it were: names of scripted functions are the same on all workers."""
+def _module_name_for(interface: type) -> str:
+    """The ``__name__`` of a module for the generated functions, which does not exist.
+
+    It depends on the interface only, so that the scripted functions have the same qualified name on all workers.
+    """
     return f"{__name__}.{interface.__module__}.{interface.__qualname__}".replace("<locals>", "locals")
 
 
-def _describe(name: str, function: Any, space: dict[str, Any]) -> dict[str, str]:
-    """The parts of the templates, for one method. What they refer to is put into ``space``."""
+def _template_values(name: str, function: Any, namespace: dict[str, Any]) -> dict[str, str]:
+    """The values to fill the templates with, for one method. Adds what they refer to to ``namespace``."""
     hints = typing.get_type_hints(function)
     result = hints.get("return", torch.Tensor)
-    space[f"Result_{name}"] = result
-    space[f"Future_{name}"] = torch.futures.Future[result]  # type: ignore[valid-type]
+    namespace[f"Result_{name}"] = result
+    namespace[f"Future_{name}"] = torch.futures.Future[result]  # type: ignore[valid-type]
     parameters, names = [], []
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
-        space[f"{name}_{parameter.name}"] = hints.get(parameter.name, torch.Tensor)
+        namespace[f"{name}_{parameter.name}"] = hints.get(parameter.name, torch.Tensor)
         text = f"{parameter.name}: {name}_{parameter.name}"
         if parameter.default is not parameter.empty:
-            space[f"default_{name}_{parameter.name}"] = parameter.default
+            namespace[f"default_{name}_{parameter.name}"] = parameter.default
             text += f" = default_{name}_{parameter.name}"
         parameters.append(text)
         names.append(parameter.name)
     return {"name": name, "parameters": ", ".join(parameters), "names": "".join(f"{each}, " for each in names)}
 
 
-def _run(source: str, space: dict[str, Any]) -> None:
-    file = f"<backhaul.jit.modules {next(_files)}>"
+def _run(source: str, namespace: dict[str, Any]) -> None:
+    """Execute generated code. The compiler finds its source in ``linecache``."""
+    file = f"<backhaul.jit.modules {next(_file_numbers)}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    exec(compile(source, file, "exec"), space)
+    exec(compile(source, file, "exec"), namespace)

@@ -1,9 +1,10 @@
-"""Which calls in a function that is compiled are Backhaul's.
+"""Finds the calls in a compiled function that are Backhaul's.
 
-The compiler knows ``rpc_sync``, ``rpc_async`` and ``remote`` by identity with those of ``torch.distributed.rpc``, since
-only they take functions as arguments. So where a function that is compiled refers to Backhaul's, the compiler is shown
-those, and where in which file that was is remembered. Nothing else sees this: what is shown is a copy of the names that
-the function refers to, and functions that refer to ``torch.distributed.rpc`` itself are left alone.
+The compiler recognizes ``rpc_sync``, ``rpc_async`` and ``remote`` by identity with those of ``torch.distributed.rpc``,
+since only they take functions as arguments. So where a compiled function refers to Backhaul's functions, the compiler
+gets torch's functions in their place, and this module remembers the file and lines of the compiled function. Nothing
+else sees the replacement: it is made in a copy of the names that the function refers to. Functions that refer to
+``torch.distributed.rpc`` itself are not changed.
 """
 
 from __future__ import annotations
@@ -17,32 +18,33 @@ from typing import Any
 
 from backhaul.jit import torch_compiler
 
-FORMS = ("rpc_sync", "rpc_async", "remote")
+CALL_FORMS = ("rpc_sync", "rpc_async", "remote")
 
-NOT_HERE = (
-    "{} cannot be called here: calls are found in functions and in modules made with torch.jit.script, not in methods "
-    "of script classes and of the old torch.jit.ScriptModule; make the call in a scripted function and call that"
+CALL_NOT_SUPPORTED_HERE = (
+    "{} cannot be called here: calls are supported in functions and in modules made with torch.jit.script, but not in "
+    "methods of script classes or of the old torch.jit.ScriptModule; move the call into a scripted function and call "
+    "that function"
 )
-NO_CONTEXTS = (
-    "a context cannot be entered in script: enter it in Python, around the call of the script, and pass its id in "
-    "where it is needed"
+CONTEXT_NOT_SUPPORTED = (
+    "a context cannot be entered in script: enter it in Python, around the call of the script, and pass its id in as "
+    "an argument where the script needs it"
 )
 
-_PLACE = re.compile(r'File "(.+?)", line (\d+)')
+_SOURCE_LINE = re.compile(r'File "(.+?)", line (\d+)')
 
 
 @dataclass(frozen=True)
 class Api:
-    """Functions to make calls with.
+    """A set of functions that make calls.
 
     Attributes:
-        name: What to call it in graphs.
-        rpc_sync: As users know it.
-        rpc_async: Likewise.
-        remote: Likewise; what script runs, too.
-        start: What script runs for the other two, with the arguments of ``rpc_async``.
-        operators: Functions that are operators in script, each with its name.
-        contexts: What makes a context, which cannot be done in script.
+        name: The name of the API in graphs.
+        rpc_sync: The function that users call.
+        rpc_async: The function that users call.
+        remote: The function that users call. Scripts run it as well.
+        start: What a script runs for ``rpc_sync`` and ``rpc_async``. It takes the arguments of ``rpc_async``.
+        operators: Functions that are operators in script, each with the operator's name.
+        contexts: The callables that make a context, which is not possible in script.
     """
 
     name: str
@@ -54,81 +56,89 @@ class Api:
     contexts: tuple[Any, ...] = ()
 
 
-class Names:
-    """What names mean in functions that are compiled. Thread-safe."""
+class ApiNames:
+    """The functions of all known APIs, and the source lines of the functions that call them. Thread-safe."""
 
     def __init__(self) -> None:
         self.apis: dict[str, Api] = {}
-        self._forms: dict[int, tuple[Api, str]] = {}
+        self._forms: dict[int, tuple[Api, str]] = {}  # by the id of the function
         self._contexts: set[int] = set()
-        self._lock = threading.Lock()  # guards _places
-        self._places: dict[str, dict[tuple[int, int], Api]] = {}  # file -> first and last line of a function
+        self._lock = threading.Lock()  # guards _callers
+        self._callers: dict[str, dict[tuple[int, int], Api]] = {}  # file -> first and last line of a function
 
     def add(self, api: Api) -> None:
-        """Know the functions of an API from now on."""
+        """Recognize the functions of an API from now on."""
         self.apis[api.name] = api
-        for form in FORMS:
+        for form in CALL_FORMS:
             self._forms[id(getattr(api, form))] = api, form
         self._contexts.update(map(id, api.contexts))
 
-    def captured(self, function: Any, found: dict[str, Any]) -> dict[str, Any]:
-        """The names that a function refers to, as the compiler is to see them."""
-        if function is _context:
-            raise RuntimeError(NO_CONTEXTS)
-        if id(function) in self._forms:  # the compiler met it where it was not shown another
-            raise RuntimeError(NOT_HERE.format(function.__name__))
+    def replace(self, function: Any, names: dict[str, Any]) -> dict[str, Any]:
+        """The names that a function refers to, with the functions of an API replaced by those the compiler knows.
+
+        Raises:
+            RuntimeError: The function enters a context, uses two APIs, or makes a call where none is supported.
+        """
+        if function is _context_placeholder:
+            raise RuntimeError(CONTEXT_NOT_SUPPORTED)
+        if id(function) in self._forms:  # the compiler found it in a place where this method could not replace it
+            raise RuntimeError(CALL_NOT_SUPPORTED_HERE.format(function.__name__))
         code = function.__code__
-        names = _names_in(code)
+        referenced = _names_in(code)
         used: set[str] = set()
-        shown = {name: self._show(found[name], names, used) for name in names & found.keys()}
+        replaced = {name: self._replacement(names[name], referenced, used) for name in referenced & names.keys()}
         if len(used) > 1:
             raise RuntimeError(
-                f"{function.__qualname__} makes calls with {' and '.join(sorted(used))}: use one of them"
+                f"{function.__qualname__} makes calls with {' and '.join(sorted(used))}: use only one of them in a "
+                "function"
             )
-        place = code.co_firstlineno, _last_line(code)
+        lines = code.co_firstlineno, _last_line(code)
         with self._lock:
-            places = self._places.setdefault(code.co_filename, {})
-            places.pop(place, None)
+            callers = self._callers.setdefault(code.co_filename, {})
+            callers.pop(lines, None)
             if used:
-                places[place] = self.apis[used.pop()]
-        return {**found, **shown}
+                callers[lines] = self.apis[used.pop()]
+        return {**names, **replaced}
 
-    def _show(self, value: Any, names: Collection[str], used: set[str]) -> Any:
+    def _replacement(self, value: Any, referenced: Collection[str], used: set[str]) -> Any:
         found = self._forms.get(id(value))
         if found is not None:
             used.add(found[0].name)
             return torch_compiler.special_form(found[1])
         if id(value) in self._contexts:
-            return _context  # not refused yet: it may be in a branch that is not compiled
+            return _context_placeholder  # no error yet: it may be in a branch that is not compiled
         if not isinstance(value, types.ModuleType):
             return value
         inner: set[str] = set()
-        # Names of modules that lead to a call are left out on the way down, so that this ends.
-        shown = {
-            name: self._show(vars(value)[name], set(names) - {name}, inner) for name in names if name in vars(value)
+        # The recursion ends because the name of each module on the way is left out below it.
+        replaced = {
+            name: self._replacement(vars(value)[name], set(referenced) - {name}, inner)
+            for name in referenced
+            if name in vars(value)
         }
-        if not any(shown[name] is not vars(value)[name] for name in shown):
+        if not any(replaced[name] is not vars(value)[name] for name in replaced):
             return value
         used |= inner
         copy = types.ModuleType(value.__name__)
-        vars(copy).update(vars(value), **shown)
+        vars(copy).update(vars(value), **replaced)
         return copy
 
-    def api_at(self, place: str) -> Api | None:
-        """Whose call it is that was compiled from there, as the compiler says it; None: not one of ours."""
-        match = _PLACE.search(place)
+    def api_at(self, source_range: str) -> Api | None:
+        """The API of the call at a source range, as the compiler prints it. None if no known API makes the call."""
+        match = _SOURCE_LINE.search(source_range)
         if match is not None:
             line = int(match[2])
             with self._lock:
-                around = [item for item in self._places.get(match[1], {}).items() if item[0][0] <= line <= item[0][1]]
+                callers = self._callers.get(match[1], {}).items()
+                around = [(lines, api) for lines, api in callers if lines[0] <= line <= lines[1]]
             if around:
                 return max(around, key=lambda item: item[0][0])[1]
-        stands_in = self._forms.get(id(torch_compiler.special_form("rpc_async")))
-        return None if stands_in is None else stands_in[0]
+        substitute = self._forms.get(id(torch_compiler.special_form("rpc_async")))
+        return None if substitute is None else substitute[0]
 
 
-def _context() -> int:
-    """Shown in the place of what makes a context."""
+def _context_placeholder() -> int:
+    """The compiler gets this function in place of one that makes a context."""
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The operators that stand in graphs, and what they do."""
+"""The operators that rewritten graphs call, and their implementations."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from backhaul._autograd import api as autograd
 from backhaul._rpc.futures import Future
 from backhaul._worker.worker import current_worker
 from backhaul.jit import references, torch_compiler
-from backhaul.jit.names import Names
-from backhaul.jit.references import itself
-from backhaul.jit.results import key_of, settled, take_as, typed
+from backhaul.jit.names import ApiNames
+from backhaul.jit.references import unwrap
+from backhaul.jit.results import outcome_to_await, register_type, take_as, typed_future
 
-names = Names()
+api_names = ApiNames()
 
 _library = torch.library.Library("backhaul", "DEF")
 
 
 def _define(schema: str, kernel: Any) -> None:
-    # Conservative: these act on more than their arguments, so none may be left out, moved or merged.
+    # Conservative: the operators act on more than their arguments, so the compiler must not drop, move or merge them.
     name = _library.define(schema, alias_analysis="CONSERVATIVE")
     _library.impl(name.partition("::")[2] or name, kernel, "CompositeImplicitAutograd")
 
 
-def _call(  # noqa: PLR0917 (in the order of the operators)
+def _call(  # noqa: PLR0917 (same order as the arguments of the operators)
     make: Callable[..., Any], to: Any, function: str, args: Any, kwargs: Any, timeout: float
 ) -> tuple[Any, torch_compiler.Type]:
-    """Make a call; returns what came of it and the type of its result."""
+    """Make a call; returns what ``make`` returned and the type of the call's result."""
     found = torch_compiler.find_function(function)
     if found is None:
-        raise RuntimeError(f"there is no scripted function {function} here any more")
+        raise RuntimeError(
+            f"worker '{current_worker().name}' has no scripted function {function} any more: keep the functions that "
+            "scripts call alive"
+        )
     schema = found.schema
     _check_keywords(schema, kwargs)
     target = to.name if hasattr(to, "_fields") else to
-    limit = {} if timeout < 0 else {"timeout": timeout}
-    given = tuple(itself(value) for value in args)
-    named = {name: itself(value) for name, value in kwargs.items()}
-    made = make(target, found, given, named, **limit)
-    current_worker().endpoint.flush()  # whoever waits for this in script does not tell the worker
+    options = {} if timeout < 0 else {"timeout": timeout}
+    positional = tuple(unwrap(value) for value in args)
+    keywords = {name: unwrap(value) for name, value in kwargs.items()}
+    made = make(target, found, positional, keywords, **options)
+    current_worker().endpoint.flush()  # a script that waits for the result does not tell the worker
     return made, schema.returns[0].type
 
 
@@ -52,24 +55,24 @@ def _check_keywords(schema: Any, kwargs: Mapping[str, Any]) -> None:
             raise RuntimeError(f"Unknown keyword argument '{name}' for {schema.name}. Schema: {schema}")
 
 
-def rpc_sync(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (likewise)
-    """Calls; a future for ``results.converter``."""
-    future, _ = _call(names.apis[api].start, to, function, args, kwargs, timeout)
-    return settled(future)
+def rpc_sync(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (see _call)
+    """Make a call; returns a future of its outcome, for ``results.converter``."""
+    future, _ = _call(api_names.apis[api].start, to, function, args, kwargs, timeout)
+    return outcome_to_await(future)
 
 
-def rpc_async(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (likewise)
-    """Calls; a future."""
-    future, kind = _call(names.apis[api].start, to, function, args, kwargs, timeout)
-    return typed(future, key_of(kind))
+def rpc_async(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (see _call)
+    """Make a call; returns a future of its result."""
+    future, result_type = _call(api_names.apis[api].start, to, function, args, kwargs, timeout)
+    return typed_future(future, register_type(result_type))
 
 
-def remote(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (likewise)
-    """Calls; a future, done already, of a reference to the result, which stays there."""
-    made, _ = _call(names.apis[api].remote, to, function, args, kwargs, timeout)
+def remote(api: str, to: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:  # noqa: PLR0917 (see _call)
+    """Make a call whose result stays on the callee; returns a completed future of a reference to the result."""
+    reference, _ = _call(api_names.apis[api].remote, to, function, args, kwargs, timeout)
     future: Future[Any] = Future()
-    future.set_result(made)
-    return settled(future)
+    future.set_result(reference)
+    return outcome_to_await(future)
 
 
 def backward(context: int, roots: list[torch.Tensor], retain_graph: bool = False) -> None:
@@ -82,10 +85,10 @@ def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
     return autograd.get_gradients(context)
 
 
-_CALL = "(str api, Any to, str function, Any args, Any kwargs, float timeout)"
-_define(f"rpc_sync{_CALL} -> Future(Any)", rpc_sync)
-_define(f"rpc_async{_CALL} -> Future(Any)", rpc_async)
-_define(f"remote{_CALL} -> Future(Any)", remote)
+_CALL_ARGUMENTS = "(str api, Any to, str function, Any args, Any kwargs, float timeout)"
+_define(f"rpc_sync{_CALL_ARGUMENTS} -> Future(Any)", rpc_sync)
+_define(f"rpc_async{_CALL_ARGUMENTS} -> Future(Any)", rpc_async)
+_define(f"remote{_CALL_ARGUMENTS} -> Future(Any)", remote)
 _define("to_here(Any reference, float timeout) -> Future(Any)", references.to_here)
 _define("local_value(Any reference) -> Future(Any)", references.local_value)
 _define("is_owner(Any reference) -> bool", references.is_owner)

@@ -1,4 +1,4 @@
-"""Values that go with a strand of execution, whatever thread it is on: in the state that ATen carries along."""
+"""Values that follow one flow of execution across threads, in the thread-local state that ATen carries along."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ import torch
 
 
 def save(key: str, value: Any) -> None:
-    """Keep a value with this strand of execution: the engine and the interpreter of scripts carry it along.
+    """Store a value in this thread's state. Torch's autograd engine and script interpreter carry it along.
 
-    Sparingly, for a key can be set to None but not taken away, and the state of a thread that has one is costly to
-    others: whoever takes a copy of it, as Gloo does with each operation, needs the interpreter's lock to let go of it.
-    That may be on a thread that somebody joins who holds this lock: torch ends process groups so.
+    Use few keys. A key can be set to None but not removed, and a thread state with a key is costly for others: Gloo
+    copies the state with each operation, and needs Python's global interpreter lock to free the copy. It may free the
+    copy on a thread that is being joined by a thread that holds that lock: this is how torch ends process groups.
     """
-    if not _does_stash_count():
+    if not _does_torch_count_references():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
 
 
 @functools.cache
-def _does_stash_count() -> bool:
-    """Whether torch counts the reference that it keeps there. Up to 2.11 it did not, and gave one back all the same."""
+def _does_torch_count_references() -> bool:
+    """Whether torch takes a reference to the value it stores.
+
+    Up to 2.11 torch takes none, but releases one all the same.
+    """
     counts = []
 
-    def probe() -> None:  # on a thread of its own, which leaves nothing behind
-        kept = object()
-        before = sys.getrefcount(kept)
-        torch._C._stash_obj_in_tls("backhaul_probe", kept)
-        counts.append(sys.getrefcount(kept) > before)
+    def probe() -> None:  # runs on its own thread, whose state ends with it
+        value = object()
+        before = sys.getrefcount(value)
+        torch._C._stash_obj_in_tls("backhaul_probe", value)
+        counts.append(sys.getrefcount(value) > before)
         if not counts[0]:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
     thread = threading.Thread(target=probe)
     thread.start()
@@ -43,5 +46,5 @@ def _does_stash_count() -> bool:
 
 
 def saved(key: str) -> Any:
-    """What ``save`` has kept; None if there is nothing."""
+    """The value that ``save`` stored; None if there is none."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None

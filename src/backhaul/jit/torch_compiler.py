@@ -1,10 +1,10 @@
-"""All that this package uses of torch's compiler and is not public. Knows nothing of calls.
+"""Everything private in torch's compiler that this package uses. Must not know about calls or references.
 
-The compiler lets a package take part in five places: what names mean in a function that is
-compiled (``get_closure``), what annotations mean (``try_ann_to_type``), which type a value has that has no annotation
-(``_jit_try_infer_type``), which Python functions are operators (the table of builtins), and what is called with
-everything it has compiled (emit hooks). All can be left again. The interpreter offers one: the method that calls a
-script from Python.
+The compiler can be extended in five places: the meaning of names in a function that is compiled (``get_closure``), the
+meaning of annotations (``try_ann_to_type``), the type of a value without an annotation (``_jit_try_infer_type``), the
+Python functions that are operators (the table of builtins), and the hooks that get everything the compiler has compiled
+(emit hooks). All five can be undone. The interpreter can be extended in one place: the method that calls a script from
+Python. This cannot be undone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch._sources import fake_range
 Closure = Callable[[Any], dict[str, Any]]
 Annotation = Callable[..., Any]
 Inference = Callable[[Any], Any]
-Emitted = Callable[[Any], None]
+EmitHook = Callable[[Any], None]
 
-# torch describes these to type checkers in part only.
+# torch has incomplete type hints for these.
 Graph: TypeAlias = Any
 Node: TypeAlias = Any
 Value: TypeAlias = Any
@@ -42,88 +42,91 @@ _frontend: Any = torch.jit.frontend
 
 
 class Patches:
-    """What is ours in torch's compiler, while it is installed.
+    """The changes to torch's compiler. Making an instance installs them.
 
     Args:
-        captured: Makes of the names that a function refers to those that the compiler is to see.
-        annotated: The type that an annotation means, or None if that is not ours to say.
-        inferred: The type of a value that the compiler knows none for, or None likewise.
-        emitted: Called with the graph of everything that has been compiled.
+        replace_names: Gets a function and the names that it refers to; returns the names that the compiler uses.
+        type_of_annotation: Returns the type that an annotation means, or None to let the compiler decide.
+        infer_type: Returns the type of a value whose type the compiler cannot infer, or None.
+        on_compiled: Called with the graph of everything that has been compiled.
     """
 
     def __init__(
         self,
-        captured: Callable[[Any, dict[str, Any]], dict[str, Any]],
-        annotated: Callable[[Any, Any], Any],
-        inferred: Callable[[Any], Any],
-        emitted: Callable[[Graph], None],
+        *,
+        replace_names: Callable[[Any, dict[str, Any]], dict[str, Any]],
+        type_of_annotation: Callable[[Any, Any], Any],
+        infer_type: Callable[[Any], Any],
+        on_compiled: Callable[[Graph], None],
     ) -> None:
         self._active = True
-        self._closure: Closure = _jit_internal.get_closure
-        self._annotation: Annotation = torch.jit.annotations.try_ann_to_type
-        self._inference: Inference = types_of._jit_try_infer_type
-        self._hooks: tuple[Emitted | None, Emitted | None] = torch._C._jit_get_emit_hooks()
+        self._old_closure: Closure = _jit_internal.get_closure
+        self._old_annotation: Annotation = torch.jit.annotations.try_ann_to_type
+        self._old_inference: Inference = types_of._jit_try_infer_type
+        self._old_hooks: tuple[EmitHook | None, EmitHook | None] = torch._C._jit_get_emit_hooks()
 
         def get_closure(function: Any) -> dict[str, Any]:
-            found = self._closure(function)
-            # The hooks do not see the methods of script classes, so calls there have to be met as what they are.
+            names = self._old_closure(function)
+            # The emit hooks do not get the methods of script classes, so names must not be replaced there.
             in_class = sys._getframe(1).f_code is _jit_internal.createResolutionCallbackForClassMethods.__code__
-            return captured(function, found) if self._active and not in_class else found
+            return replace_names(function, names) if self._active and not in_class else names
 
         def try_ann_to_type(annotation: Any, loc: Any, rcb: Any = None) -> Any:
             if isinstance(annotation, types_of.Type):
                 return annotation
-            found = annotated(annotation, loc) if self._active else None
-            return self._annotation(annotation, loc, rcb) if found is None else found
+            found = type_of_annotation(annotation, loc) if self._active else None
+            return self._old_annotation(annotation, loc, rcb) if found is None else found
 
         def try_infer_type(value: Any) -> Any:
-            found = self._inference(value)
-            kind = inferred(value) if self._active and not found.success() else None
-            return found if kind is None else types_of.InferredType(kind)
+            found = self._old_inference(value)
+            inferred = infer_type(value) if self._active and not found.success() else None
+            return found if inferred is None else types_of.InferredType(inferred)
 
         def on_module(module: Any) -> None:
             if self._active:
                 for name in module._method_names():
-                    emitted(module._get_method(name).graph)
-            if self._hooks[0] is not None:
-                self._hooks[0](module)
+                    on_compiled(module._get_method(name).graph)
+            if self._old_hooks[0] is not None:
+                self._old_hooks[0](module)
 
         def on_function(function: Any) -> None:
             if self._active:
-                emitted(function.graph)
-            if self._hooks[1] is not None:
-                self._hooks[1](function)
+                on_compiled(function.graph)
+            if self._old_hooks[1] is not None:
+                self._old_hooks[1](function)
 
-        self._own_closure, self._own_annotation, self._own_inference = get_closure, try_ann_to_type, try_infer_type
+        self._new_closure, self._new_annotation, self._new_inference = get_closure, try_ann_to_type, try_infer_type
         torch._C._jit_set_emit_hooks(on_module, on_function)
         _jit_internal.get_closure = get_closure
         torch.jit.annotations.try_ann_to_type = try_ann_to_type
         types_of._jit_try_infer_type = try_infer_type
 
     def remove(self) -> None:
-        """Put back what was there. What others have put on top since stays, and passes through; but torch has one pair
-        of hooks and does not tell whose it is, so those are the ones found in the beginning.
+        """Restore what was there before.
+
+        Functions that others have patched since stay patched, and the replacements below them do nothing from now on.
+        Torch has only one pair of emit hooks and does not tell who set it, so the pair found at first is restored.
         """
         self._active = False
-        if _jit_internal.get_closure is self._own_closure:
-            _jit_internal.get_closure = self._closure
-        if torch.jit.annotations.try_ann_to_type is self._own_annotation:
-            torch.jit.annotations.try_ann_to_type = self._annotation
-        if types_of._jit_try_infer_type is self._own_inference:
-            types_of._jit_try_infer_type = self._inference
-        torch._C._jit_set_emit_hooks(*self._hooks)
+        if _jit_internal.get_closure is self._new_closure:
+            _jit_internal.get_closure = self._old_closure
+        if torch.jit.annotations.try_ann_to_type is self._new_annotation:
+            torch.jit.annotations.try_ann_to_type = self._old_annotation
+        if types_of._jit_try_infer_type is self._new_inference:
+            types_of._jit_try_infer_type = self._old_inference
+        torch._C._jit_set_emit_hooks(*self._old_hooks)
 
 
-# Calls, as the compiler knows them.
+# What the compiler knows about names, types and places in source code.
 
 
 def special_form(name: str) -> Any:
-    """What the compiler takes for ``rpc_sync``, ``rpc_async`` or ``remote``: it knows the reference's by identity."""
+    """The function that the compiler recognizes, by identity, as ``rpc_sync``, ``rpc_async`` or ``remote``."""
     return getattr(sys.modules["torch.distributed.rpc"], name)
 
 
 def set_operator(function: Callable[..., Any], operator: str | None) -> None:
-    """Let a Python function be an operator in script, or none again."""
+    """Make a Python function an operator in script. None undoes this."""
     table = torch.jit._builtins._get_builtin_table()
     if operator is None:
         table.pop(id(function), None)
@@ -132,12 +135,15 @@ def set_operator(function: Callable[..., Any], operator: str | None) -> None:
 
 
 def type_of(annotation: Any, loc: Any = None) -> Any:
-    """The type that an annotation means, at a place in a source."""
+    """The type that an annotation means. ``loc`` is its place in the source code, for errors."""
     return torch.jit.annotations.ann_to_type(annotation, loc or fake_range())
 
 
 def type_of_values(python_class: type) -> Any:
-    """The type of values of a Python class, if it is sure: of plain data, tensors and scripted classes; else None."""
+    """The type in script of the values of a Python class.
+
+    None if the class does not determine it. Plain data, tensors and scripted classes do.
+    """
     if issubclass(python_class, torch.Tensor):
         return types_of.TensorType.get()
     if python_class in {bool, int, float, complex, str}:
@@ -146,75 +152,76 @@ def type_of_values(python_class: type) -> Any:
 
 
 def infer(value: Any) -> Any:
-    """The type that the compiler takes a value for; None if it knows none."""
+    """The type that the compiler infers for a value; None if it cannot."""
     found = types_of._jit_try_infer_type(value)
     return found.type() if found.success() else None
 
 
 def error(loc: Any, message: str) -> Exception:
-    """An error at a place in a source."""
+    """An error of the compiler, at a place in source code."""
     return _frontend.FrontendError(loc or fake_range(), message)  # type: ignore[no-any-return]
 
 
 def is_interface(value: Any) -> bool:
-    """Whether something was made by ``torch.jit.interface``."""
+    """Whether ``torch.jit.interface`` made this value."""
     return isinstance(value, type) and "__torch_script_interface__" in vars(value)
 
 
 def find_function(name: str) -> Any:
-    """The scripted function of that qualified name; None if there is none."""
+    """The scripted function with a qualified name; None if there is none."""
     return torch.jit._state._python_cu.find_function(name)
 
 
-# Compiling what is ours.
+# Compiling templates.
 
 
 def script(function: Any) -> Any:
-    """As ``torch.jit.script``, without its warning."""
+    """As ``torch.jit.script``, without its deprecation warning."""
     return _script._script_impl(function)
 
 
 def instantiate(template: types.FunctionType, meanings: Mapping[str, Any]) -> Any:
-    """Script a function with other meanings for the names in it."""
+    """Script a copy of a function in which some names have other meanings."""
     copy = types.FunctionType(template.__code__, {**template.__globals__, **meanings}, template.__name__)
     copy.__module__, copy.__qualname__ = template.__module__, template.__qualname__
     copy.__annotations__ = template.__annotations__
     return script(copy)
 
 
-def set_unchecked(function: Any, name: str) -> None:
-    """Let a scripted function take what it passes to a Python function of that name for that function's result, of
-    whatever type it is; the Python function is not called. Operators check their arguments.
+def replace_by_cast(function: Any, name: str) -> None:
+    """Replace the calls of a Python function, in a scripted function, by a cast of the first argument.
+
+    The cast accepts a value of any type, which an operator does not: operators check their arguments.
     """
     graph = function.graph
     for node in graph.findAllNodes("prim::PythonOp", True):
         if node.pyname() == name:
             with inserting(graph, node):
-                made = graph.create("prim::unchecked_cast", [node.inputsAt(0)])
-                made.output().setType(node.output().type())
-                graph.insertNode(made)
-            node.output().replaceAllUsesWith(made.output())
+                cast = graph.create("prim::unchecked_cast", [node.inputsAt(0)])
+                cast.output().setType(node.output().type())
+                graph.insertNode(cast)
+            node.output().replaceAllUsesWith(cast.output())
             node.destroy()
 
 
 def ignored(function: Callable[..., Any], **annotations: Any) -> Any:
-    """A Python function for use in script, with annotations that may be types of the compiler's."""
+    """A Python function for use in script, with annotations that may be types of the compiler."""
 
     def call(*args: Any) -> Any:
         return function(*args)
 
-    # The compiler looks at the signature, so there has to be one.
+    # The compiler reads the signature, so the function needs one with the right names.
     names = ", ".join(name for name in annotations if name != "return")
-    space: dict[str, Any] = {"call": call}
-    exec(f"def {function.__name__}({names}):\n    return call({names})", space)
-    made = space[function.__name__]
+    namespace: dict[str, Any] = {"call": call}
+    exec(f"def {function.__name__}({names}):\n    return call({names})", namespace)
+    made = namespace[function.__name__]
     made.__annotations__ = annotations
     made.__module__ = function.__module__
     return torch.jit.ignore(made)
 
 
 def instantiate_class(template: type, name: str, meanings: Mapping[str, Any]) -> Any:
-    """Script a class under another name and with other meanings for the names in it; returns its type."""
+    """Script a copy of a class under another name, in which some names have other meanings; returns its type."""
     copy = type(template.__name__, (), dict(vars(template)) | {"__qualname__": template.__qualname__})
     qualified = f"__torch__.{template.__module__}.{name}"
 
@@ -226,14 +233,17 @@ def instantiate_class(template: type, name: str, meanings: Mapping[str, Any]) ->
 
 
 def set_python_class(name: str, python_class: type) -> None:
-    """What values of a scripted class are in Python, when they come out of script."""
+    """Set the Python class of the values of a scripted class that come out of script."""
     torch.jit._state._name_to_pyclass[name] = python_class
+
+
+# Running scripts.
 
 
 def wrap_calls(call: Callable[..., Any]) -> None:
     """Let ``call(invoke, script, *args, **kwargs)`` make all calls from Python to scripted functions and methods."""
-    for kind in (types_of.ScriptFunction, types_of.ScriptMethod):
-        kind.__call__ = _wrapped(kind.__call__, call)
+    for callable_class in (types_of.ScriptFunction, types_of.ScriptMethod):
+        callable_class.__call__ = _wrapped(callable_class.__call__, call)
 
 
 def _wrapped(invoke: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +255,7 @@ def _wrapped(invoke: Callable[..., Any], call: Callable[..., Any]) -> Callable[.
 
 
 def name_of(script: Any) -> str:
-    """What tells a scripted function or method from all others."""
+    """The qualified name of a scripted function or method, which no other one has."""
     if isinstance(script, types_of.ScriptFunction):
         return str(script.qualified_name)
     return f"{script.raw_owner._type().qualified_name()}.{script.name}"
@@ -253,6 +263,6 @@ def name_of(script: Any) -> str:
 
 @contextlib.contextmanager
 def inserting(graph: Graph, node: Node) -> Iterator[None]:
-    """Put new nodes in front of one."""
+    """Insert new nodes in front of ``node`` inside the ``with`` block."""
     with graph.insert_point_guard(node):
         yield

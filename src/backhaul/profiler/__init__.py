@@ -1,4 +1,4 @@
-"""One profile over all workers: what each did for a call or a pass, on one clock."""
+"""Profiles over all workers: what each worker did for a call or a pass, on one clock."""
 
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.node import Node

@@ -1,4 +1,4 @@
-"""A timeline as a trace that Perfetto and ``chrome://tracing`` open. Pure."""
+"""Converts a timeline to a trace for Perfetto and ``chrome://tracing``. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backhaul.profiler.model import Arrow, Slice, Timeline
 
 
 def to_chrome(timeline: Timeline) -> bytes:
-    """The trace, as JSON. Processes are workers; times are microseconds since the profile began."""
+    """The trace, as JSON. Each worker is a process of the trace. Times are microseconds since the profile began."""
     clocks = {
         row.name: {"offset_us": row.offset / 1e3, "error_us": row.error / 1e3}
         for row in timeline.workers
@@ -69,7 +69,7 @@ def _flows(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "cat": arrow.kind,
             "pid": workers[at.track],
             "tid": at.track,
-            "ts": min(max(time, at.start), at.end) / 1e3,  # it belongs to the slice that is open then
+            "ts": min(max(time, at.start), at.end) / 1e3,  # viewers attach it to the slice that is open at this time
             "args": {"bytes": arrow.nbytes},
         }
 

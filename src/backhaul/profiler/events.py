@@ -1,4 +1,4 @@
-"""A timeline as events of ``torch.profiler``. Pure."""
+"""Converts a timeline to events of ``torch.profiler``. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from backhaul.profiler.model import Slice, Timeline, TimelineCall
 
-REMOTE = "#remote_op: "
+REMOTE = "#remote_op: "  # separates the name of a call from the name of what was done for it
 
 
 def to_events(timeline: Timeline, shift: int = 0) -> EventList:
-    """Operations, calls and passes, ``shift`` nanoseconds later. What is not of the profiling worker is named by the
-    calls that led to it.
+    """The operations, calls and passes of a timeline, ``shift`` nanoseconds later.
+
+    The names of events on other workers begin with the calls that led to them.
     """
     tracks = {track.id: track for track in timeline.tracks}
     names = {row.id: row.name for row in timeline.workers}
@@ -27,7 +28,7 @@ def to_events(timeline: Timeline, shift: int = 0) -> EventList:
         remote = track.worker != timeline.owner
         name = each.name
         if remote:
-            name = _lineage(each, slices, calls, names, track.worker) + name
+            name = _origin_prefix(each, slices, calls, names, track.worker) + name
         event: Any = FunctionEvent(
             id=each.id,
             name=name,
@@ -48,22 +49,22 @@ def to_events(timeline: Timeline, shift: int = 0) -> EventList:
     return events
 
 
-def _lineage(
+def _origin_prefix(
     each: Slice, slices: dict[int, Slice], calls: dict[int, TimelineCall], names: dict[int, str], worker: int
 ) -> str:
-    """What led to it: calls from the outermost in, or the pass whose gradients came there."""
+    """The calls that led to a slice, the outermost first, or the pass whose gradients the worker received."""
     chain = []
-    found = calls.get(each.call)
-    if found is not None and each.kind == "call":
-        found = calls.get(found.parent)
-    while found is not None:
-        chain.append(found.name)
-        found = calls.get(found.parent)
+    call = calls.get(each.call)
+    if call is not None and each.kind == "call":
+        call = calls.get(call.parent)
+    while call is not None:
+        chain.append(call.name)
+        call = calls.get(call.parent)
     if not chain:
-        around: Slice | None = each
-        while around is not None and around.kind != "group":
-            around = slices.get(around.parent)
-        if around is not None:
-            driver = names.get(around.args["driver"], "?")
+        outer: Slice | None = each
+        while outer is not None and outer.kind != "group":
+            outer = slices.get(outer.parent)
+        if outer is not None:
+            driver = names.get(outer.args["driver"], "?")
             chain.append(f"backward({driver} -> {names[worker]})")
     return "".join(f"{name}{REMOTE}" for name in reversed(chain))

@@ -1,7 +1,7 @@
-"""What a profile holds once the shares of all workers are together: one timeline.
+"""The timeline: the result of a profile, merged from the shares of all workers.
 
-All times are nanoseconds since the profile began, on the clock of the worker that profiles. Where something refers to a
-slice, a track, a call or a worker, it is by ``id``; -1 is none.
+All times are nanoseconds since the profile began, on the clock of the owner of the profile. Slices, tracks, calls and
+workers are referred to by ``id``; -1 means none.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class WorkerRow(msgspec.Struct):
     """One worker that took part.
 
     Attributes:
-        offset: What its clock was ahead of the profiling worker's; it has been subtracted.
-        error: How far off that may be.
-        missing: Why its share is not here, "" if it is.
+        offset: How far its clock was ahead of the owner's clock. The times in the timeline are already corrected.
+        error: The largest possible error of ``offset``.
+        missing: Why its share of the profile is missing; "" if it is not.
         note: What its share lacks, and why.
     """
 
@@ -32,7 +32,7 @@ class WorkerRow(msgspec.Struct):
 
 
 class Track(msgspec.Struct):
-    """A row of slices of one worker that nest: a thread, or a lane for things that no thread does."""
+    """A row of nested slices of one worker: a thread, or a lane for slices that do not belong to a thread."""
 
     id: int
     worker: int
@@ -41,12 +41,12 @@ class Track(msgspec.Struct):
 
 
 class Slice(msgspec.Struct):
-    """Something that took time.
+    """An activity with a begin and an end.
 
     Attributes:
         kind: One of ``KINDS``.
-        parent: The slice of the same track around this one.
-        call: The call it belongs to.
+        parent: The slice of the same track that contains this one.
+        call: The call that this slice belongs to.
     """
 
     id: int
@@ -64,21 +64,21 @@ KINDS = {
     "call": "a call, from its start to its result (on a lane of the caller)",
     "serve": "a thread serves a call",
     "run": "the called function runs",
-    "encode": "values are made into bytes",
-    "decode": "bytes are made into values",
-    "queue": "a message has come and waits for a thread (on a lane)",
+    "encode": "values are encoded as bytes",
+    "decode": "bytes are decoded to values",
+    "queue": "a message has arrived and waits for a thread (on a lane)",
     "wait": "a thread waits for a reply or for the end of a pass",
-    "pass": "a backward pass, at its driver (on a lane)",
+    "pass": "a backward pass, on its driver (on a lane)",
     "group": "the engine runs a part of the graph",
-    "op": "an operation of torch, or a region of the user's",
+    "op": "an operation of torch, or a region named by the user",
 }
 
 
 class Arrow(msgspec.Struct):
-    """A message: from the slice that sent it to the slice that took it up.
+    """A message: from the slice that sent it to the slice that received it.
 
     Attributes:
-        kind: "request", "reply", "gradient", or "report" on what has been done of a pass, to its driver.
+        kind: "request", "reply", "gradient", or "report" (on the progress of a pass, to its driver).
         start: When it was sent.
         end: When it arrived.
     """
@@ -94,17 +94,17 @@ class Arrow(msgspec.Struct):
 
 # Over the limit because it is a record: each attribute is a column of the report.
 class TimelineCall(msgspec.Struct):
-    """One call, seen from both ends. A time that is not known is -1.
+    """One call, with the times of both workers. An unknown time is -1.
 
-    ``start`` <= ``sent`` at the caller; ``arrived`` <= ``begun`` <= ``decoded`` <= ``ran`` <= ``replied`` at the
-    callee; ``received`` <= ``done`` at the caller again.
+    ``start`` <= ``sent`` on the caller; ``arrived`` <= ``begun`` <= ``decoded`` <= ``ran`` <= ``replied`` on the
+    callee; ``received`` <= ``done`` on the caller again.
 
     Attributes:
-        name: As in ``rpc_async#fn(worker0 -> worker1)``.
+        name: For example ``rpc_async#fn(worker0 -> worker1)``.
         parent: The call whose function made this one.
-        near: Its slice at the caller.
-        far: Its slice at the callee.
-        failed: The exception's type, "" if there is none.
+        near: Its slice on the caller.
+        far: Its slice on the callee.
+        failed: The type of the exception; "" if there was none.
     """
 
     id: int
@@ -131,15 +131,15 @@ class TimelineCall(msgspec.Struct):
 
 
 class PathSegment(msgspec.Struct):
-    """A piece of what the profiled thread's time was made of: while it waited, what it waited for.
+    """What the profiled thread's time was spent on for a while. If it waited, what it waited for.
 
     The segments of a timeline follow each other without gaps.
 
     Attributes:
         kind: "compute", "encode", "decode", "queue", "wire" or "idle".
-        worker: Where the time went; for "wire" the worker that sent.
+        worker: The worker on which the time was spent. For "wire", the sender.
         name: What ran, or what was on the wire.
-        slice: The slice it is a part of.
+        slice: The slice that contains the segment.
     """
 
     kind: str
@@ -152,7 +152,7 @@ class PathSegment(msgspec.Struct):
 
 
 class Timeline(msgspec.Struct):
-    """All of a profile."""
+    """The complete result of a profile. ``path`` is the critical path of the profiled thread."""
 
     owner: int
     end: int
@@ -162,4 +162,4 @@ class Timeline(msgspec.Struct):
     arrows: list[Arrow] = []
     calls: list[TimelineCall] = []
     path: list[PathSegment] = []
-    home: int = -1  # the track of the thread that profiles
+    profiled_track: int = -1  # the track of the profiled thread

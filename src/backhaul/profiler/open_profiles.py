@@ -29,7 +29,7 @@ from backhaul._worker.deadlines import deadline
 from backhaul._worker.worker import current_worker
 from backhaul.profiler import kineto
 from backhaul.profiler.records import Records, Share, encode
-from backhaul.profiler.spans import during, threads_of
+from backhaul.profiler.spans import ops_for_profile, threads_of
 
 log = logging.getLogger("backhaul")
 
@@ -96,7 +96,7 @@ class OpenProfiles:
             if session in self._open:
                 return
             if settings.ops and local_ops:
-                made.note = kineto.process.hold((session, self.id), shapes=settings.shapes, memory=settings.memory)
+                made.note = kineto.process.start((session, self.id), shapes=settings.shapes, memory=settings.memory)
             with self._lock:
                 self._open[session] = made
                 if owner == self.id:
@@ -114,14 +114,14 @@ class OpenProfiles:
                 self._threads = {}
         if left is None:
             return None
-        ops, problem = kineto.process.take((session, self.id))
+        ops, problem = kineto.process.stop((session, self.id))
         records = left.records
         names = {thread.native_id or 0: thread.name for thread in threading.enumerate()} | threads
         if left.owner == self.id:
             others = {number for number, name in names.items() if self._is_of_another(name)}
             ops = [op for op in ops if op.device or op.thread not in others]
         else:
-            ops = list(during(ops, records, set(names)))
+            ops = list(ops_for_profile(ops, records, set(names)))
         return Share(
             self.id,
             self._worker.name,

@@ -1,6 +1,7 @@
-"""What workers write down while a profile is open, and how it travels to the worker that profiles.
+"""The records that workers make while a profile is open, and their encoding for the owner of the profile.
 
-Times are nanoseconds of the worker's own clock; 0 is "never". Threads are named by their numbers in the system.
+Times are nanoseconds on the clock of the worker that made the record. 0 means that it has not happened. Threads are
+identified by their native ids.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from backhaul._runtime.observer import GradientKey
 
 # Over the limit because it is a record: each attribute is a field on the wire.
 class CallRecord(msgspec.Struct, array_like=True):
-    """A call, at the caller. See ``observe.CallTrace`` for the times."""
+    """A call, on the caller. See ``_runtime.observer.CallTrace`` for the times."""
 
     id: int
     parent: int
@@ -33,7 +34,7 @@ class CallRecord(msgspec.Struct, array_like=True):
 
 
 class ServeRecord(msgspec.Struct, array_like=True):
-    """A call, at the callee. See ``observe.ServeTrace``."""
+    """A call, on the callee. See ``_runtime.observer.ServeTrace`` for the times."""
 
     call: int
     caller: int
@@ -50,7 +51,7 @@ class ServeRecord(msgspec.Struct, array_like=True):
 
 
 class StepRecord(msgspec.Struct, array_like=True):
-    """A thread went on with a call whose function had returned."""
+    """A thread continued with a call whose function had returned, such as a coroutine."""
 
     call: int
     thread: int
@@ -59,7 +60,7 @@ class StepRecord(msgspec.Struct, array_like=True):
 
 
 class WaitRecord(msgspec.Struct, array_like=True):
-    """A thread waited. ``joining``: for a worker to join the profile."""
+    """A thread waited. ``joining``: it waited for a worker to join the profile."""
 
     thread: int
     start: int
@@ -68,7 +69,7 @@ class WaitRecord(msgspec.Struct, array_like=True):
 
 
 class PassRecord(msgspec.Struct, array_like=True):
-    """A backward pass, at its driver."""
+    """A backward pass, on its driver."""
 
     context: int
     number: int
@@ -79,7 +80,7 @@ class PassRecord(msgspec.Struct, array_like=True):
 
 
 class GroupRecord(msgspec.Struct, array_like=True):
-    """What a gradient message, or the roots, led to."""
+    """The engine ran the group of graph nodes for a gradient message, or for the roots."""
 
     key: GradientKey
     sender: int
@@ -90,7 +91,7 @@ class GroupRecord(msgspec.Struct, array_like=True):
 
 
 class GradientRecord(msgspec.Struct, array_like=True):
-    """A gradient message, where it left."""
+    """A gradient message, on its sender."""
 
     key: GradientKey
     to: int
@@ -101,7 +102,7 @@ class GradientRecord(msgspec.Struct, array_like=True):
 
 
 class ReportRecord(msgspec.Struct, array_like=True):
-    """A report to the driver of a pass, where it left or where it came."""
+    """A report to the driver of a pass, on its sender (``out``) or on the driver."""
 
     worker: int
     thread: int
@@ -110,7 +111,7 @@ class ReportRecord(msgspec.Struct, array_like=True):
 
 
 class OpRecord(msgspec.Struct, array_like=True):
-    """An operation of torch. ``device`` "": on the processor, by ``thread``; else ``thread`` is a stream."""
+    """An operation of torch. If ``device`` is "", ``thread`` ran it on the CPU; else ``thread`` is a stream."""
 
     name: str
     thread: int
@@ -123,7 +124,7 @@ class OpRecord(msgspec.Struct, array_like=True):
 
 
 class Records(msgspec.Struct):
-    """All that one worker wrote down for one profile."""
+    """All records of one worker for one profile."""
 
     calls: list[CallRecord] = []
     serves: list[ServeRecord] = []
@@ -139,9 +140,9 @@ class Share(msgspec.Struct):
     """One worker's part of a profile.
 
     Attributes:
-        joined: The workers it asked to look on.
-        threads: Names of its threads.
-        note: Why there are no operations of torch, if there are none for a reason.
+        joined: The workers that it asked to join the profile.
+        threads: The names of its threads.
+        note: Why operations of torch are missing; "" if none are.
     """
 
     worker: int

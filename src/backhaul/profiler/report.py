@@ -1,7 +1,7 @@
-"""A timeline as one HTML page that needs nothing else: no network, no server, no other file.
+"""Converts a timeline to one HTML page that needs no network, no server and no other file.
 
-The page is in the folder ``page``: its scripts do all the work. This module joins them with the data, and
-sees to it that a name somebody chose stays a name.
+The folder ``page`` contains the page and its scripts, which do all the work. This module combines them with the data
+and escapes all names, so that no name can act as markup or script.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import msgspec
 
 from backhaul.profiler.model import KINDS, Timeline
 
-# Each uses those before it.
+# In this order, because each file uses the ones before it.
 _STYLES = ("theme.css", "page.css", "timeline.css", "panels.css")
 _SCRIPTS = ("data.js", "layout.js", "paint.js", "view.js", "details.js", "tables.js", "main.js")
-_PLACE = re.compile(r"\{\{(\w+)\}\}")
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
-# What would end a script element or open a comment in it, and the line ends that only JSON allows in strings. The page
-# reads them as the same characters.
+# Characters that could end a script element or begin a comment in it, and the line ends that JSON allows in strings but
+# JavaScript does not. JSON reads the escapes as the same characters.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
@@ -31,11 +31,11 @@ def render(timeline: Timeline, *, title: str = "Backhaul profile") -> str:
     """The page that shows a timeline.
 
     Args:
-        timeline: What to show; it is not changed.
-        title: Stands at the head of the page and in the browser's tab.
+        timeline: The timeline to show. It is not changed.
+        title: The title at the head of the page and in the tab of the browser.
 
     Returns:
-        All of the page. It loads nothing, and its policy forbids every script but its own.
+        The complete page. It loads nothing, and its content security policy forbids all scripts but its own.
 
     Example:
         >>> page = render(Timeline(owner=0, end=1_000_000), title="An empty step")
@@ -63,15 +63,15 @@ def _part(name: str) -> str:
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    """Once over the template: what looks like a place inside a value is left alone."""
-    return _PLACE.sub(lambda match: values[match[1]], template)
+    """Replace the placeholders of a template. Text in a value that looks like a placeholder is not replaced."""
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 
 def _embed(value: object) -> str:
-    """JSON that may stand inside a script element; what JSON has no word for is told as text."""
+    """JSON for use inside a script element. Values that JSON does not support become their ``repr``."""
     return msgspec.json.encode(value, enc_hook=repr).decode().translate(_ESCAPES)
 
 
 def _hash(text: str) -> str:
-    """How a content security policy names an inline script or style."""
+    """The name of an inline script or style in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

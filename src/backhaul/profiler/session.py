@@ -24,7 +24,7 @@ from backhaul.errors import BackhaulError
 from backhaul.profiler import kineto
 from backhaul.profiler.chrome import to_chrome
 from backhaul.profiler.events import to_events
-from backhaul.profiler.merge import Clock, Raw, merge
+from backhaul.profiler.merge import Clock, CollectedShares, merge
 from backhaul.profiler.model import Timeline
 from backhaul.profiler.open_profiles import OpenProfiles, Settings, clock, collect, run_unprofiled
 from backhaul.profiler.records import OpRecord, Share, decode
@@ -79,7 +79,7 @@ class profile:
         self._timeline: Timeline | None = None
         self._session = 0
         self._worker: Worker | None = None
-        self._home = 0
+        self._thread = 0  # the profiled thread
         self._begin = 0
         self._clocks: dict[int, Clock] = {}
 
@@ -95,9 +95,8 @@ class profile:
         except Exception as problem:
             if error is None:
                 raise
-            log.warning(
-                "the profile could not be collected: %s", problem
-            )  # the error that ended the block matters more
+            # Raise the error that ended the block, because it matters more.
+            log.warning("the profile could not be collected: %s", problem)
 
     def start(self) -> None:
         """Start the profile, as entering the ``with`` block does."""
@@ -109,7 +108,7 @@ class profile:
         require("backhaul.profile")
         worker = self._worker = current_worker()
         self._session = secrets.randbits(62) | 1
-        self._home = threading.get_native_id()
+        self._thread = threading.get_native_id()
         profiles = worker.part(OpenProfiles)
         profiles.join(self._session, profiles.id, profiles.id, self._settings, local_ops=local_ops)
         try:
@@ -142,8 +141,9 @@ class profile:
         if local is not None:
             _share_out(kineto.operations(local), own, shares)
         names = {peer.record.id: peer.info.name for peer in node.peers}
-        raw = Raw(profiles.id, self._home, self._begin, end, shares, clocks, missing | more, names)
-        self._timeline = merge(raw)
+        self._timeline = merge(
+            CollectedShares(profiles.id, self._thread, self._begin, end, shares, clocks, missing | more, names)
+        )
 
     # Results.
 

@@ -1,4 +1,4 @@
-"""Which operations and threads belong to what a worker wrote down. Pure."""
+"""Finds the operations and threads that belong to the records of a worker. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator
 
 from backhaul.profiler.records import OpRecord, Records
 
-_FOREVER = 1 << 63
-_NATIVE = 0  # stands for all threads that are not Python's: those of torch's engine, which runs groups on devices
+_NO_END_NS = 1 << 63  # later than any time
+_NATIVE_THREADS = 0  # one number for all threads that Python did not start: those of torch's autograd engine
 
 
-def during(ops: list[OpRecord], records: Records, known: set[int]) -> Iterator[OpRecord]:
-    """Operations that were done for the profile: while a thread served one of its calls, went on with one, or ran one
-    of its groups. ``known`` are the threads of Python; others do what groups have them do.
+def ops_for_profile(ops: list[OpRecord], records: Records, python_threads: set[int]) -> Iterator[OpRecord]:
+    """The operations that a worker ran for a profile that another worker opened.
+
+    These are the operations of a thread while it served a call of the profile, continued with one, or ran a group.
+    Threads that are not in ``python_threads`` belong to torch's engine, which works for the groups.
     """
     spans: dict[int, list[tuple[int, int]]] = {}
     for serve in records.serves:
@@ -25,23 +27,24 @@ def during(ops: list[OpRecord], records: Records, known: set[int]) -> Iterator[O
         spans.setdefault(step.thread, []).append((step.start, step.end))
     for group in records.groups:
         spans.setdefault(group.thread, []).append((group.begun, group.end))
-        spans.setdefault(_NATIVE, []).append((group.begun, group.end))
+        spans.setdefault(_NATIVE_THREADS, []).append((group.begun, group.end))
     merged = {thread: _merge(found) for thread, found in spans.items()}
     for op in ops:
         if op.device:
             yield op
             continue
-        mine = merged.get(op.thread if op.thread in known or op.thread in spans else _NATIVE, [])
-        place = bisect.bisect_right(mine, op.start, key=operator.itemgetter(0)) - 1
-        if place >= 0 and op.start <= mine[place][1]:
+        is_known = op.thread in python_threads or op.thread in spans
+        spans_of_thread = merged.get(op.thread if is_known else _NATIVE_THREADS, [])
+        place = bisect.bisect_right(spans_of_thread, op.start, key=operator.itemgetter(0)) - 1
+        if place >= 0 and op.start <= spans_of_thread[place][1]:
             yield op
 
 
 def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same stretches of time, without overlaps. What has not ended goes on for ever."""
+    """The same spans of time, without overlaps. A span that has not ended has no end."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        until = end or _FOREVER
+        until = end or _NO_END_NS
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], until)
         else:
@@ -50,7 +53,7 @@ def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def threads_of(records: Records, ops: list[OpRecord]) -> set[int]:
-    """All threads that records or operations name."""
+    """All threads that the records and operations mention."""
     found = {op.thread for op in ops if not op.device}
     kinds = (records.calls, records.waits, records.steps, records.passes, records.groups, records.gradients)
     for kind in (*kinds, records.serves):

@@ -1,4 +1,4 @@
-"""Slices on tracks, while a timeline is being made. Pure."""
+"""Collects slices on tracks while a timeline is built. Pure."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import heapq
 from backhaul.profiler.model import Slice, Track
 
 Span = tuple[int, int]
-"""When something began and ended; an end before the begin means that it never did."""
+"""When something began and ended. An end before the begin means that it has not ended."""
 
-_RANK = {kind: rank for rank, kind in enumerate(("serve", "group", "run", "wait", "encode", "decode", "op"))}
+# Of two slices with the same times, the one whose kind comes first is the outer one.
+_NESTING_ORDER = {kind: rank for rank, kind in enumerate(("serve", "group", "run", "wait", "encode", "decode", "op"))}
 
 
 class Tracks:
-    """Takes slices in any order; ``finish`` makes those of each track nest and numbers them."""
+    """Takes slices in any order. ``finish`` nests and numbers the slices of each track."""
 
     def __init__(self, end: int) -> None:
         self._end = end
         self._tracks: dict[tuple[int, str, int], Track] = {}
         self._slices: list[Slice] = []
-        self._floating: dict[tuple[int, str], list[Slice]] = {}  # to be put on lanes: (worker, name of the lane)
+        self._without_track: dict[tuple[int, str], list[Slice]] = {}  # by worker and name of the lanes
 
     def thread(self, worker: int, number: int, name: str) -> Track:
         """The track of a thread."""
         return self._track(worker, name, number, lane=False)
 
     def lane(self, worker: int, name: str, number: int = 0) -> Track:
-        """A track that is no thread."""
+        """A track that does not belong to a thread."""
         return self._track(worker, name, number, lane=True)
 
     def _track(self, worker: int, name: str, number: int, *, lane: bool) -> Track:
@@ -36,24 +37,24 @@ class Tracks:
         return self._tracks[key]
 
     def put(self, kind: str, name: str, track: Track, span: Span, call: int = -1) -> Slice:
-        """A slice on a track. What has not ended ends with the profile."""
+        """Add a slice to a track. A slice that has not ended ends with the profile."""
         made = Slice(-1, track.id, kind, name, max(span[0], 0), max(self._end_of(span), 0), call=call)
         self._slices.append(made)
         return made
 
-    def float(self, kind: str, name: str, lane: tuple[int, str], span: Span, call: int = -1) -> Slice:
-        """A slice on whichever lane of that worker and name has room."""
+    def put_on_free_lane(self, kind: str, name: str, lanes: tuple[int, str], span: Span, call: int = -1) -> Slice:
+        """Add a slice to a lane that is free at the time. ``lanes`` are the worker and the name of the lanes."""
         made = Slice(-1, -1, kind, name, max(span[0], 0), max(self._end_of(span), 0), call=call)
-        self._floating.setdefault(lane, []).append(made)
+        self._without_track.setdefault(lanes, []).append(made)
         return made
 
     def _end_of(self, span: Span) -> int:
         return span[1] if span[1] >= span[0] else max(self._end, span[0])
 
     def finish(self) -> tuple[list[Track], list[Slice]]:
-        """All tracks and slices."""
-        for (worker, name), slices in self._floating.items():
-            self._land(worker, name, slices)
+        """All tracks and slices. Sets the ids, parents and lanes of the slices."""
+        for (worker, name), slices in self._without_track.items():
+            self._assign_lanes(worker, name, slices)
         by_track: dict[int, list[Slice]] = {}
         for each in self._slices:
             by_track.setdefault(each.track, []).append(each)
@@ -63,33 +64,40 @@ class Tracks:
             finished += slices
         return list(self._tracks.values()), finished
 
-    def _land(self, worker: int, name: str, slices: list[Slice]) -> None:
-        """Slices that overlap go on different lanes, as few as possible."""
+    def _assign_lanes(self, worker: int, name: str, slices: list[Slice]) -> None:
+        """Put slices that overlap on different lanes, and use as few lanes as possible."""
         slices.sort(key=lambda each: each.start)
-        free: list[tuple[int, int]] = []  # (when it is free, number)
+        lanes: list[tuple[int, int]] = []  # a heap of (when the lane becomes free, number of the lane)
         for each in slices:
-            if free and free[0][0] <= each.start:
-                _, number = heapq.heappop(free)
+            if lanes and lanes[0][0] <= each.start:
+                _, number = heapq.heappop(lanes)
             else:
-                number = len(free)
-            heapq.heappush(free, (each.end, number))
+                number = len(lanes)
+            heapq.heappush(lanes, (each.end, number))
             each.track = self.lane(worker, name, number).id
         self._slices += slices
 
 
 def nest(slices: list[Slice], first: int) -> None:
-    """Sort the slices of one track, number them, set parents. Clocks differ a little: what sticks out of what is
-    around it is cut. A slice belongs to the call that what is around it belongs to, if to no other.
+    """Sort the slices of one track, number them from ``first``, and set their parents.
+
+    Clocks differ slightly, so a slice may end after its parent. Its end is then set to that of the parent. A slice
+    without a call gets the call of its parent.
     """
-    slices.sort(key=lambda each: (each.start, -each.end, _RANK.get(each.kind, 0)))
-    around: list[Slice] = []
+    slices.sort(key=lambda each: (each.start, -each.end, _NESTING_ORDER.get(each.kind, 0)))
+    open_slices: list[Slice] = []
     for number, each in enumerate(slices, first):
         each.id = number
-        while around and around[-1].end <= each.start and (around[-1].end < each.end or around[-1].end < each.start):
-            around.pop()
-        if around:
-            outer = around[-1]
+        while open_slices and _has_ended(open_slices[-1], each):
+            open_slices.pop()
+        if open_slices:
+            outer = open_slices[-1]
             each.parent = outer.id
             each.end = min(each.end, outer.end)
             each.call = outer.call if each.call < 0 else each.call
-        around.append(each)
+        open_slices.append(each)
+
+
+def _has_ended(outer: Slice, each: Slice) -> bool:
+    """Whether a slice cannot be the parent of ``each``, because it has ended before."""
+    return outer.end <= each.start and (outer.end < each.end or outer.end < each.start)

@@ -1,4 +1,4 @@
-"""Calls between workers, under the names of ``torch.distributed.rpc``."""
+"""Replaces ``torch.distributed.rpc``: calls between workers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from backhaul.compat.rpc import api, backend_registry, constants, functions, int
 from backhaul.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling, get_rpc_timeout
 from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
 from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
-from backhaul.compat.rpc.agent import set_rpc_timeout as _set_rpc_timeout  # noqa: F401 (for its tests)
+from backhaul.compat.rpc.agent import set_rpc_timeout as _set_rpc_timeout  # noqa: F401 (for the reference's tests)
 from backhaul.compat.rpc.api import get_worker_info, remote, rpc_async, rpc_sync, shutdown
 from backhaul.compat.rpc.backend_registry import BackendType
 from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from backhaul.compat.rpc.profiling import _server_process_global_profile  # noqa: F401 (for its tests)
+from backhaul.compat.rpc.profiling import _server_process_global_profile  # noqa: F401 (for the reference's tests)
 from backhaul.compat.rpc.rref import RRef
 
 __all__ = [
@@ -54,17 +54,17 @@ __all__ = [
 
 PyRRef = RRef
 
-with contextlib.suppress(ImportError):  # TorchScript is gone on newer Pythons
+with contextlib.suppress(ImportError):  # newer Pythons have no TorchScript
     from backhaul.compat.rpc.script import _disable_jit_rref_pickle, _enable_jit_rref_pickle  # noqa: F401
 
 logger = logging.getLogger("backhaul")
 
-_meetings = itertools.count()
-_rendezvous: Any = None  # the store's server may live as long as this does
+_group_numbers = itertools.count()
+_open_rendezvous: Any = None  # kept because the server of the store may end with this object
 
 
 def is_available() -> bool:
-    """Whether calls can be made at all."""
+    """Whether RPC is available: always."""
     return True
 
 
@@ -75,14 +75,14 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Make this process a worker and wait until all have come.
+    """Make this process a worker and wait until all workers have joined.
 
     Args:
-        name: A name no other worker has.
-        backend: A member of ``BackendType``; default: found from the options, else Backhaul.
-        rank: This worker's number.
-        world_size: How many workers there are; without it they may come and go.
-        rpc_backend_options: The backend's options.
+        name: A name that no other worker has.
+        backend: A member of ``BackendType``. By default it is inferred from the options, or else Backhaul.
+        rank: The number of this worker.
+        world_size: How many workers there are. Without it, workers can join and leave at any time.
+        rpc_backend_options: The options of the backend.
     """
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -90,33 +90,34 @@ def init_rpc(
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     if backend is None:
         backend = _backend_for(rpc_backend_options)
-    given: Any = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
-    store = _open_store(given, rank, world_size)
-    store.set_timeout(timedelta(seconds=given.rpc_timeout or constants.DEFAULT_RPC_TIMEOUT_SEC))
-    store = PrefixStore(f"rpc_prefix_{next(_meetings)}", store)
+    chosen: Any = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
+    store = _open_store(chosen, rank, world_size)
+    store.set_timeout(timedelta(seconds=chosen.rpc_timeout or constants.DEFAULT_RPC_TIMEOUT_SEC))
+    store = PrefixStore(f"rpc_prefix_{next(_group_numbers)}", store)
     _autograd._init(rank)
-    _init_rpc_backend(backend, store, name, rank, world_size, given)
+    _init_rpc_backend(backend, store, name, rank, world_size, chosen)
 
 
-def _backend_for(given: RpcBackendOptions | None) -> Any:
-    if given is None:
+def _backend_for(rpc_backend_options: RpcBackendOptions | None) -> Any:
+    if rpc_backend_options is None:
         return backend_registry.BackendType.TENSORPIPE
     for backend in backend_registry.BackendType:
-        if isinstance(given, type(backend_registry.construct_rpc_backend_options(backend))):
+        if isinstance(rpc_backend_options, type(backend_registry.construct_rpc_backend_options(backend))):
             return backend
-    raise TypeError(f"Could not infer backend for options {given}")
+    raise TypeError(f"Could not infer backend for options {rpc_backend_options}")
 
 
-def _open_store(given: Any, rank: int, world_size: int | None) -> Any:
-    global _rendezvous
+def _open_store(rpc_backend_options: Any, rank: int, world_size: int | None) -> Any:
+    global _open_rendezvous
     if not world_size:
-        return _create_store_from_options(given, rank)
+        return _create_store_from_options(rpc_backend_options, rank)
+    init_method = rpc_backend_options.init_method
     if rank >= 0:
         with errors.rewording():
-            _rendezvous = store_at(given.init_method, rank, world_size, constants.RENDEZVOUS_TIMEOUT)
-        return _rendezvous
-    _rendezvous = rendezvous(given.init_method, rank=rank, world_size=world_size)  # it may know the rank
-    return next(_rendezvous)[0]
+            _open_rendezvous = store_at(init_method, rank, world_size, constants.RENDEZVOUS_TIMEOUT)
+        return _open_rendezvous
+    _open_rendezvous = rendezvous(init_method, rank=rank, world_size=world_size)  # init_method may contain the rank
+    return next(_open_rendezvous)[0]
 
 
 def _init_rpc_backend(  # noqa: PLR0917 (the reference's signature)
@@ -144,7 +145,7 @@ def _init_rpc_backend(  # noqa: PLR0917 (the reference's signature)
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """Counters of remote references, by the reference's names."""
+    """Counters of RRefs, under the reference's names."""
     return {name: str(count) for name, count in rref.counters().items()}
 
 

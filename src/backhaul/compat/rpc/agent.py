@@ -1,4 +1,4 @@
-"""The current agent: what the reference keeps its worker, its timeout and its counters in."""
+"""The current agent. As in the reference, it holds the worker, the default timeout and the counters."""
 
 from __future__ import annotations
 
@@ -20,67 +20,68 @@ from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
 from backhaul.errors import BackhaulError
 
-_FOREVER = 7 * 86400.0
-_PATIENCE = 30.0  # seconds that a call may be here before there is an agent
+_UNLIMITED_JOIN_SECONDS = 7 * 86400.0
+_AGENT_WAIT_SECONDS = 30.0  # how long a call that arrives before there is an agent waits for one
+_MAX_GIL_WAITS = 100  # how many of the latest measurements are kept
 
 _current: Any = None
-_there_is_one = threading.Event()
-_interpreter_waits: list[float] | None = None
+_current_is_set = threading.Event()
+_gil_waits: list[float] | None = None  # seconds; None while they are not measured
 
 
 class RpcAgent:
-    """Anything that can be the current agent."""
+    """The base class of agents."""
 
 
 class TensorPipeAgent(RpcAgent):
-    """A Backhaul worker as the reference's default agent."""
+    """A Backhaul worker with the interface of the reference's default agent."""
 
     def __init__(self, worker: Worker, store: Store, options: TensorPipeRpcBackendOptions, *, static: bool) -> None:
         self.worker = worker
         self.store = store
         self.is_static_group = static
         self._options = options
-        self.leaks: list[str] = []  # filled in at the end: values to which others still refer
-        worker.on_close(self._look_for_leaks)
+        self.leaks: list[str] = []  # set when the worker closes: values that other workers still refer to
+        worker.on_close(self._collect_leaks)
 
-    def _look_for_leaks(self) -> None:
+    def _collect_leaks(self) -> None:
         self.leaks = self.worker.part(RRefRegistry).end()
 
     @property
     def node(self) -> Node:
-        """RPC's part of the worker."""
+        """The RPC node of the worker."""
         return self.worker.part(Node)
 
-    def get_worker_info(self, who: str | int | None = None) -> WorkerInfo:
-        """Name and id of a worker; our own if not said whose."""
-        if who is None:
+    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        """Name and id of a worker. By default, of this one."""
+        if worker is None:
             return as_reference(self.worker.info)
         with errors.rewording():
-            return as_reference(self.node.peers.find(who).info)
+            return as_reference(self.node.peers.find(worker).info)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers."""
+        """Names and ids of all workers."""
         return [as_reference(peer.info) for peer in self.node.peers]
 
     def get_debug_info(self) -> dict[str, str]:
-        """Counters by the reference's names."""
+        """Counters, under the reference's names."""
         counts: dict[str, float] = {
             "agent.thread_pool_size": self.worker.options.threads,
             "agent.num_pending_requests": len(self.node.client.pending),
             "agent.num_calls_served": self.node.server.served,
         }
-        if _interpreter_waits is not None:
-            waits = _interpreter_waits or [0.0]
+        if _gil_waits is not None:
+            waits = _gil_waits or [0.0]
             counts["agent.gil_average_wait_time_us"] = sum(waits) / len(waits) * 1e6
         return {name: str(count) for name, count in counts.items()}
 
     def join(self, *, timeout: float = 0.0) -> None:
-        """Wait until nobody has anything to do, and end; 0 means as long as it takes."""
+        """Wait until no worker has calls in progress, then end. ``timeout=0`` means no limit."""
         with self.worker, errors.rewording():
-            shutdown(graceful=True, timeout=timeout or _FOREVER)
+            shutdown(graceful=True, timeout=timeout or _UNLIMITED_JOIN_SECONDS)
 
     def finish_calls(self, timeout: float) -> None:
-        """Wait until this worker has no call under way, made or served, for at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds until this worker neither makes nor serves a call."""
         if self.worker.closed:
             return
         idle = self.worker.runtime.one_shot()
@@ -89,13 +90,13 @@ class TensorPipeAgent(RpcAgent):
             idle.wait(timeout)
 
     def shutdown(self) -> None:
-        """End at once."""
+        """End at once, without waiting for calls in progress."""
         with self.worker:
             if not self.worker.closed:
                 shutdown(graceful=False)
 
     def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
-        """On which device there a tensor of one here arrives."""
+        """The device map for a callee: device of this worker -> device of the callee."""
         return self._options.device_maps.get(to.name, {})
 
     def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
@@ -104,21 +105,21 @@ class TensorPipeAgent(RpcAgent):
 
 def start(name: str, rank: int, world_size: int, store: Store, options: TensorPipeRpcBackendOptions) -> TensorPipeAgent:
     """Make this process a worker of a group of known size."""
-    told = to_options(options)
+    worker_options = to_options(options)
     with errors.rewording():
-        own = devices.of_options(name, options)
-        everyone = devices.exchange(own, rank, world_size, store, told.rendezvous_timeout)
-        devices.check(everyone, complete=True)
-        worker = init(name, rank=rank, world_size=world_size, store=store, options=told)
+        own = devices.from_options(name, options)
+        declarations = devices.exchange(own, rank, world_size, store, worker_options.rendezvous_timeout)
+        devices.check(declarations, complete=True)
+        worker = init(name, rank=rank, world_size=world_size, store=store, options=worker_options)
     _connect(worker)
     return TensorPipeAgent(worker, store, options, static=True)
 
 
 def _connect(worker: Worker) -> None:
-    """Open all channels now, as the reference does, so that no call's time is spent on that."""
+    """Open all channels now, as the reference does, so that connecting does not use up the timeout of a call."""
     peers = worker.part(Node).peers
     for peer in peers:
-        with contextlib.suppress(BackhaulError):  # whoever calls it will see
+        with contextlib.suppress(BackhaulError):  # the first call to this peer raises it
             peers.channel_to(peer, worker.options.connect_timeout)
 
 
@@ -130,9 +131,9 @@ def current() -> Any:
 
 
 def wait_for_current() -> None:
-    """For handlers: a call may come before ``init_rpc`` has returned here."""
+    """Wait until there is a current agent. A call may arrive before ``init_rpc`` has returned on this worker."""
     if _current is None:
-        _there_is_one.wait(_PATIENCE)
+        _current_is_set.wait(_AGENT_WAIT_SECONDS)
 
 
 def is_set() -> bool:
@@ -144,37 +145,37 @@ def set_current(agent: Any) -> None:
     """Make ``agent`` the current one."""
     global _current
     _current = agent
-    _there_is_one.set()
+    _current_is_set.set()
 
 
 def reset() -> None:
-    """Let there be no current agent."""
+    """Remove the current agent."""
     global _current
-    _there_is_one.clear()
+    _current_is_set.clear()
     _current = None
 
 
 def get_rpc_timeout() -> float:
-    """Seconds a call may take if it says nothing else."""
+    """The default timeout of calls, in seconds."""
     timeout: float = current().node.client.timeout
     return timeout
 
 
 def set_rpc_timeout(timeout: float) -> None:
-    """Set that, for calls that are made from now on."""
+    """Set the default timeout of calls that are made from now on, in seconds."""
     if not isinstance(timeout, numbers.Real):
-        raise TypeError(f"incompatible function arguments: a timeout is a number of seconds, not {timeout!r}")
+        raise TypeError(f"incompatible function arguments: timeout must be a number of seconds, not {timeout!r}")
     current().node.client.timeout = float(timeout)
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Measure how long handlers wait for the interpreter, or stop that."""
-    global _interpreter_waits
-    _interpreter_waits = [] if flag else None
+    """Start or stop measuring how long handlers wait for the global interpreter lock."""
+    global _gil_waits
+    _gil_waits = [] if flag else None
 
 
-def note_interpreter_wait(measure: Any) -> None:
-    """Add what ``measure()`` says, if that is wanted."""
-    if _interpreter_waits is not None:
-        _interpreter_waits.append(measure())
-        del _interpreter_waits[:-100]
+def record_gil_wait(measure: Any) -> None:
+    """Record the seconds that ``measure()`` returns, if ``enable_gil_profiling`` was called."""
+    if _gil_waits is not None:
+        _gil_waits.append(measure())
+        del _gil_waits[:-_MAX_GIL_WAITS]

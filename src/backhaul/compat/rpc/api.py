@@ -1,4 +1,4 @@
-"""Calls, gathering and shutdown, with the reference's names and signatures."""
+"""Calls, the exchange of values between all workers, and shutdown, with the reference's names and signatures."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Target = str | int | WorkerInfo
 logger = logging.getLogger("backhaul")
 
 _ignore_rref_leak = True
-"""Whether ``shutdown`` is silent about remote references that are still held."""
+"""Whether ``shutdown`` raises no error if other workers still hold RRefs to values of this one."""
 
 _LAST_REPLY_SECONDS = 1.0  # how long a worker whose graceful shutdown failed waits for its handlers
-_LOOK = 0.2  # seconds between looks at whether those who are waited for are lost
+_LOST_CHECK_SECONDS = 0.2  # how often a waiting worker checks whether the workers it waits for are lost
 
 _default_pickler: Any = internal._internal_rpc_pickler
 _thread_local_var = threading.local()
@@ -62,7 +62,7 @@ def _require_initialized(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Pickle calls with another pickler while inside."""
+    """Pickle calls with another pickler inside the ``with`` block."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -73,7 +73,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait, on leaving, for all calls that this thread started inside with ``rpc_async``."""
+    """At the end of the ``with`` block, wait for all calls that this thread started inside it with ``rpc_async``."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -89,7 +89,7 @@ def _wait_all() -> Iterator[None]:
 
 @_require_initialized
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and id of a worker; our own if no name is given."""
+    """Name and id of a worker. By default, of this one."""
     info: WorkerInfo = _get_current_rpc_agent().get_worker_info(worker_name)
     return info
 
@@ -103,7 +103,7 @@ def _to_worker_info(to: Any) -> WorkerInfo:
     raise ValueError(f"Cannot get WorkerInfo from name {to}")
 
 
-def _limit(timeout: float) -> float | None:
+def _timeout_or_none(timeout: float) -> float | None:
     return None if timeout == UNSET_RPC_TIMEOUT else timeout
 
 
@@ -118,10 +118,10 @@ def rpc_sync(
     """Call ``func`` on another worker and wait for the result."""
     peer = _to_worker_info(to)
     with errors.rewording(), kinds.calling(func):
-        call = serving.outgoing(_default_pickler, func, args, kwargs)
+        call = serving.build_call(_default_pickler, func, args, kwargs)
         if profiling.is_on():
             return _record(RPCExecMode.SYNC, func, peer, call, timeout).wait()
-        return _get_current_rpc_agent().node.client.call(peer, *call, _limit(timeout), label=label_of(func))
+        return _get_current_rpc_agent().node.client.call(peer, *call, _timeout_or_none(timeout), label=label_of(func))
 
 
 @_require_initialized
@@ -144,16 +144,16 @@ def rpc_async_in_script(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """As ``rpc_async``, for calls that TorchScript makes: they have another name in profiles."""
+    """As ``rpc_async``, for calls that TorchScript makes. They have another name in profiles."""
     return _rpc_async(RPCExecMode.ASYNC_JIT, to, func, args, kwargs, timeout)
 
 
-def _rpc_async(  # noqa: PLR0917 (those of rpc_async)
+def _rpc_async(  # noqa: PLR0917 (the arguments of rpc_async)
     mode: RPCExecMode, to: Target, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Future[Any]:
     peer = _to_worker_info(to)
     with errors.rewording(), kinds.calling(func):
-        call = serving.outgoing(_default_pickler, func, args, kwargs)
+        call = serving.build_call(_default_pickler, func, args, kwargs)
         if profiling.is_on():
             future = _record(mode, func, peer, call, timeout)
         else:
@@ -171,31 +171,31 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Call ``func`` on another worker, where the result stays; return a reference to it."""
+    """Call ``func`` on another worker, which keeps the result; returns an RRef to the result."""
     peer = _to_worker_info(to)
     with errors.rewording(), kinds.calling(func, remote=True):
-        call = serving.outgoing(_default_pickler, func, args, kwargs, stays=True)
+        call = serving.build_call(_default_pickler, func, args, kwargs, keep_result=True)
         if not profiling.is_on():
             return adopt(_create(peer, call, timeout))
-        made: list[RRef[Any]] = []
+        created: list[RRef[Any]] = []
 
-        def make(call: Any) -> Any:
-            made.append(adopt(_create(peer, call, timeout)))
-            return made[0]._get_future()
+        def start(call: Any) -> Any:
+            created.append(adopt(_create(peer, call, timeout)))
+            return created[0]._get_future()
 
-        recorded = profiling.record(RPCExecMode.REMOTE, profiling.name_of(func), peer, call, make)
-        made[0]._set_profiling_future(recorded)
-        return made[0]
+        recorded = profiling.record(RPCExecMode.REMOTE, profiling.name_of(func), peer, call, start)
+        created[0]._set_profiling_future(recorded)
+        return created[0]
 
 
 def _create(peer: WorkerInfo, call: Any, timeout: float) -> Any:
     function, args, kwargs = call
-    return create(peer, function, args, kwargs, _limit(timeout))
+    return create(peer, function, args, kwargs, _timeout_or_none(timeout))
 
 
 def _start(peer: WorkerInfo, call: Any, func: Callable[..., Any], timeout: float) -> torch.futures.Future[Any]:
-    agent = _get_current_rpc_agent().node.client
-    future: torch.futures.Future[Any] = agent.call_async(peer, *call, _limit(timeout), label=label_of(func))
+    client = _get_current_rpc_agent().node.client
+    future: torch.futures.Future[Any] = client.call_async(peer, *call, _timeout_or_none(timeout), label=label_of(func))
     return future
 
 
@@ -204,11 +204,12 @@ def _record(mode: RPCExecMode, func: Callable[..., Any], peer: WorkerInfo, call:
     return profiling.record(mode, name, peer, call, lambda call: follow(_start(peer, call, func, timeout)))
 
 
-# Gathering: everyone's value goes to the worker whose name is first, and from there to all.
+# Gathering: all workers send their value to the leader, and the leader sends all values to all workers. The leader is
+# the worker whose name comes first in alphabetical order; the others are followers.
 
 
 class _GatherRound:
-    """One round at one worker."""
+    """One round of gathering, on one worker."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -216,7 +217,7 @@ class _GatherRound:
 
 
 _ALL_WORKER_NAMES: set[str] = set()
-_rounds_lock = threading.RLock()  # guards both tables
+_rounds_lock = threading.RLock()  # guards _rounds_begun and _rounds
 _rounds_begun: collections.Counter[str] = collections.Counter()
 _rounds: collections.defaultdict[str, _GatherRound] = collections.defaultdict(_GatherRound)
 
@@ -229,91 +230,97 @@ def _init_rpc_states(agent: Any) -> None:
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
-    """Runs at the leader: take one worker's value."""
+    """Accept the value of one worker. Runs on the leader."""
     expected = worker_names or _ALL_WORKER_NAMES
     with _rounds_lock:
         gathering = _rounds[sequence_id]
         if worker_name not in expected or worker_name in gathering.values:
-            raise AssertionError(f"{worker_name} is not expected, or came twice, in {sequence_id}")
+            raise AssertionError(
+                f"worker {worker_name} does not take part in gather round {sequence_id}, or sent its value twice"
+            )
         gathering.values[worker_name] = obj
         if expected == gathering.values.keys():
             gathering.complete.set()
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Runs at the others: take all values."""
+    """Accept the values of all workers. Runs on the followers."""
     with _rounds_lock:
         gathering = _rounds[sequence_id]
     if gathering.complete.is_set():
-        raise AssertionError(f"{sequence_id} came twice")
+        raise AssertionError(f"the leader sent the values of gather round {sequence_id} twice")
     gathering.values = objects_map
     gathering.complete.set()
 
 
 @_require_initialized
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-    """Exchange a value with all workers, or with those named; returns name -> value. Raises ``RuntimeError`` if one of
-    them is lost.
+    """Exchange a value with all workers, or with those in ``worker_names``; returns name -> value.
+
+    Raises:
+        RuntimeError: One of the workers is lost.
     """
     values, lost = _gather(obj, worker_names, timeout)
     if lost:
-        raise RuntimeError(f"_all_gather got nothing from workers {sorted(lost)}: they are lost")
+        raise RuntimeError(f"_all_gather got no values from workers {sorted(lost)}, because they are lost")
     return values
 
 
 def _gather(obj: Any, worker_names: set[str] | None, timeout: float) -> tuple[dict[str, Any], set[str]]:
-    """The values of all workers, or of those named, that are there, and the names of those that are lost."""
+    """Exchange a value as ``_all_gather`` does; returns the values, and the names of the workers that are lost."""
     names = worker_names or _ALL_WORKER_NAMES
     leader, own = min(names), get_worker_info().name
     with _rounds_lock:
         key = "".join(sorted(names))
         sequence_id = f"{key}{_rounds_begun[key]}"
         _rounds_begun[key] += 1
-    limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
-    patience = FOREVER if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
+    call_timeout = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
+    round_timeout = FOREVER if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
     with _rounds_lock:
         gathering = _rounds[sequence_id]
     lost: set[str] = set()
     if own == leader:
         _gather_to_leader(sequence_id, own, obj, names)
-        lost |= _await(gathering, names, patience)
-        lost |= _tell_followers(names - {leader} - lost, sequence_id, gathering.values, limit)
+        lost |= _await_round(gathering, names, round_timeout)
+        lost |= _send_to_followers(names - {leader} - lost, sequence_id, gathering.values, call_timeout)
     else:
         try:
-            rpc_sync(leader, _gather_to_leader, args=(sequence_id, own, obj, names), timeout=limit)
-            lost |= _await(gathering, {leader}, patience)
+            rpc_sync(leader, _gather_to_leader, args=(sequence_id, own, obj, names), timeout=call_timeout)
+            lost |= _await_round(gathering, {leader}, round_timeout)
         except PeerLostError as error:
-            logger.warning("worker '%s' is lost: %s", leader, error)
+            logger.warning("worker '%s' lost worker '%s', the leader of a gather round: %s", own, leader, error)
             lost.add(leader)
         if gathering.complete.is_set():
-            lost |= names - gathering.values.keys()  # the leader found out
+            lost |= names - gathering.values.keys()  # the leader has no values of workers that it has lost
     with _rounds_lock:
         return _rounds.pop(sequence_id).values, lost
 
 
-def _await(gathering: _GatherRound, names: set[str], patience: float) -> set[str]:
-    """Wait until a round is complete but for those of ``names`` that are lost. Returns who is lost."""
+def _await_round(gathering: _GatherRound, names: set[str], timeout: float) -> set[str]:
+    """Wait until a round is complete, except for the workers of ``names`` that are lost; returns those."""
     worker = _get_current_rpc_agent().worker
     peers, now = worker.part(Node).peers, worker.runtime.now
-    deadline = now() + patience
+    deadline = now() + timeout
     lost: set[str] = set()
     with worker.blocking():
-        while not gathering.complete.wait(min(_LOOK, max(deadline - now(), 0.0))) and now() < deadline:
+        while not gathering.complete.wait(min(_LOST_CHECK_SECONDS, max(deadline - now(), 0.0))) and now() < deadline:
             for name in names - gathering.values.keys() - lost:
                 try:
                     peers.channel_to(peers.find(name), worker.options.connect_timeout)
                 except (PeerLostError, UnknownWorkerError) as error:
-                    logger.warning("worker '%s' is lost, not waiting for it: %s", name, error)
+                    logger.warning(
+                        "worker '%s' lost worker '%s' and stops waiting for it: %s", worker.name, name, error
+                    )
                     lost.add(name)
             if not names - gathering.values.keys() - lost:
                 break
     return lost
 
 
-def _tell_followers(names: set[str], sequence_id: str, values: dict[str, Any], limit: float) -> set[str]:
-    """Tell the others all values. Returns who is lost."""
+def _send_to_followers(names: set[str], sequence_id: str, values: dict[str, Any], timeout: float) -> set[str]:
+    """Send all values to the followers; returns the followers that are lost."""
     futures = {
-        name: rpc_async(name, _broadcast_to_followers, args=(sequence_id, values), timeout=limit) for name in names
+        name: rpc_async(name, _broadcast_to_followers, args=(sequence_id, values), timeout=timeout) for name in names
     }
     failed, lost = {}, set()
     for name, future in futures.items():
@@ -325,7 +332,7 @@ def _tell_followers(names: set[str], sequence_id: str, values: dict[str, Any], l
             failed[name] = error
     if failed:
         raise RuntimeError(
-            f"Followers {list(failed)} timed out in _all_gather after {limit:.2f} seconds. The first exception is "
+            f"Followers {list(failed)} timed out in _all_gather after {timeout:.2f} seconds. The first exception is "
             f"{next(iter(failed.values()))}"
         )
     return lost
@@ -333,7 +340,7 @@ def _tell_followers(names: set[str], sequence_id: str, values: dict[str, Any], l
 
 @_require_initialized
 def _barrier(worker_names: Sequence[str]) -> None:
-    """Wait until all workers named are here."""
+    """Wait until all workers in ``worker_names`` have called this."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
@@ -342,7 +349,7 @@ def _barrier(worker_names: Sequence[str]) -> None:
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> set[str]:
-    """Wait until all workers are here that are not lost, as ``shutdown`` does. Returns who is lost."""
+    """Wait until all workers that are not lost have called this, as ``shutdown`` does; returns the lost workers."""
     try:
         return _gather(None, None, timeout)[1]
     except RuntimeError:
@@ -354,14 +361,16 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> set[str]:
 
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
-    """Give up the remote references this worker still holds."""
+    """Release the RRefs that this worker still holds."""
     _get_current_rpc_agent().worker.part(RRefRegistry).begin()
 
 
 @_require_initialized
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """End this worker; with ``graceful``, once all workers have come to do so and nothing is under way. Workers that
-    are lost are not waited for.
+    """End this worker.
+
+    With ``graceful``, wait first until all workers have called this and no calls are in progress. Lost workers are not
+    waited for.
     """
     agent = _get_current_rpc_agent()
     try:
@@ -370,10 +379,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         elif graceful:
             lost = _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
-            # One that hangs is lost too, and may never answer the others.
+            # A lost worker may only hang, and then it may never answer the others. So the wait needs a limit.
             agent.join(timeout=timeout or (agent.worker.options.shutdown_timeout if lost else 0))
     except BaseException:
-        # A handler that woke this thread may still be running. Its caller gets the reply, not a lost worker.
+        # The handler that woke this thread may still run. Its caller should get the reply, not a PeerLostError.
         agent.finish_calls(_LAST_REPLY_SECONDS)
         raise
     finally:

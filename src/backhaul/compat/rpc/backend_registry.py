@@ -1,4 +1,4 @@
-"""Backends by name. ``TENSORPIPE``, the default, is Backhaul; others may be registered."""
+"""The registry of backends. ``TENSORPIPE``, the default, is Backhaul. Programs may register others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions
 
 
 class BackendValue(NamedTuple):
-    """How to make a backend's options, and its agent."""
+    """The functions that make a backend's options and start its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
 
 
-class _Backends(type):
-    """Makes ``BackendType`` look like an enum, to which members can be added."""
+class _ExtensibleEnum(type):
+    """Makes ``BackendType`` look like an enum to which members can be added."""
 
     _known: dict[str, BackendType]
 
@@ -37,11 +37,14 @@ class _Backends(type):
         try:
             return cls._known[name]
         except KeyError:
-            raise AttributeError(f"no RPC backend {name}") from None
+            raise AttributeError(
+                f"there is no RPC backend {name}: register it with register_backend, or use one of "
+                f"{', '.join(cls._known)}"
+            ) from None
 
 
-class BackendType(metaclass=_Backends):
-    """The backends there are."""
+class BackendType(metaclass=_ExtensibleEnum):
+    """The registered backends."""
 
     _known: ClassVar[dict[str, BackendType]] = {}
 
@@ -54,7 +57,7 @@ class BackendType(metaclass=_Backends):
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether there is a backend of that name."""
+    """Whether a backend with this name is registered."""
     return backend_name in BackendType._known
 
 
@@ -77,7 +80,7 @@ def construct_rpc_backend_options(
     init_method: str = constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """Options for a backend."""
+    """Make the options of a backend."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 

@@ -6,10 +6,10 @@ DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
 DEFAULT_INIT_METHOD: str = "env://"
 DEFAULT_NUM_WORKER_THREADS: int = 16
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
-"""None: a graceful shutdown waits as long as it takes."""
+"""Seconds. 0 means no limit: a graceful shutdown waits as long as necessary."""
 
 RENDEZVOUS_TIMEOUT: float = Options().rendezvous_timeout
-"""How long ``init_rpc`` waits for the others; the reference waits for half an hour."""
+"""Seconds that ``init_rpc`` waits for the other workers. The reference waits for half an hour."""
 
 UNSET_RPC_TIMEOUT: float = -1.0
-"""Stands for the worker's default."""
+"""Means the default timeout of the worker."""

@@ -1,7 +1,8 @@
-"""Lists and dicts that a scripted function makes with ``remote``: scripts on the owner share them, as in the reference.
+"""Lists and dicts that scripted functions return to ``remote``. As in the reference, scripts on the owner share them.
 
-A Python list comes into script as a copy, so changes that a script makes to it are lost. torch has lists and dicts that
-come into script as they are. The owner holds the value as one of these; Python gets a copy of it, as in the reference.
+Torch copies a Python list that is passed to a script, so changes that the script makes are lost. Torch also has lists
+and dicts that are passed to scripts without a copy. The owner holds the value as one of these. Python code gets a copy,
+as in the reference.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from backhaul._wire.pickling import reducers
 
-_ELEMENTS: dict[str, Any] = {
+_EXAMPLES: dict[str, Any] = {
     "BoolType": False,
     "IntType": 0,
     "FloatType": 0.0,
@@ -20,19 +21,20 @@ _ELEMENTS: dict[str, Any] = {
     "StringType": "",
     "TensorType": torch.empty(0),
 }
-_Shared: Any = (torch._C.ScriptList, torch._C.ScriptDict)
+_SharedContainer: Any = (torch._C.ScriptList, torch._C.ScriptDict)
 
 
-def share(value: Any, kind: Any) -> Any:
-    """What the owner holds of a value of a type of the compiler's: if it is a list or a dict, one that scripts share.
+def share(value: Any, script_type: Any) -> Any:
+    """Convert a list or dict to one that scripts share. ``script_type`` is its type in the compiler.
 
-    One whose elements are not plain data, tensors, or lists, dicts and tuples of these, stays what it is.
+    Other values are returned unchanged. So are lists and dicts whose elements are not plain data, tensors, or lists,
+    dicts and tuples of these.
     """
-    wanted = {"ListType": (list, torch._C.ScriptList), "DictType": (dict, torch._C.ScriptDict)}.get(kind.kind())
-    if wanted is None or type(value) is not wanted[0]:
+    classes = {"ListType": (list, torch._C.ScriptList), "DictType": (dict, torch._C.ScriptDict)}.get(script_type.kind())
+    if classes is None or type(value) is not classes[0]:
         return value
     try:
-        made = wanted[1](_example(kind))  # the type of an empty one could not be seen
+        made = classes[1](_example(script_type))  # torch infers the type of elements, which an empty list does not have
     except KeyError:
         return value
     if type(value) is list:
@@ -46,26 +48,26 @@ def share(value: Any, kind: Any) -> Any:
     return made
 
 
-def _example(kind: Any) -> Any:
-    """A value of that type, with one element in each container. Raises ``KeyError`` for other types."""
-    if kind.kind() == "ListType":
-        return [_example(kind.getElementType())]
-    if kind.kind() == "DictType":
-        return {_example(kind.getKeyType()): _example(kind.getValueType())}
-    if kind.kind() == "TupleType":
-        return tuple(_example(element) for element in kind.elements())
-    return _ELEMENTS[kind.kind()]
+def _example(script_type: Any) -> Any:
+    """A value of a type, with one element in each container. Raises ``KeyError`` for unsupported types."""
+    if script_type.kind() == "ListType":
+        return [_example(script_type.getElementType())]
+    if script_type.kind() == "DictType":
+        return {_example(script_type.getKeyType()): _example(script_type.getValueType())}
+    if script_type.kind() == "TupleType":
+        return tuple(_example(element) for element in script_type.elements())
+    return _EXAMPLES[script_type.kind()]
 
 
-def copied(value: Any) -> Any:
-    """What Python gets of a value."""
-    if not isinstance(value, _Shared):
+def unshare(value: Any) -> Any:
+    """A Python copy of a shared list or dict. Other values are returned unchanged."""
+    if not isinstance(value, _SharedContainer):
         return value
     return dict(value.items()) if isinstance(value, torch._C.ScriptDict) else list(value)
 
 
 def _reduce(value: Any, _: list[Any]) -> Any:
-    return dict, (copied(value),)
+    return dict, (unshare(value),)
 
 
-reducers[torch._C.ScriptDict] = _reduce  # torch's lists can be pickled, its dicts cannot
+reducers[torch._C.ScriptDict] = _reduce  # torch can pickle its shared lists, but not its shared dicts

@@ -1,4 +1,7 @@
-"""What workers say of their devices, which the reference lets all of them check, for all, before any of them starts."""
+"""The devices and device maps that workers declare.
+
+As in the reference, every worker checks the declarations of all workers before any of them starts.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions
 from backhaul.errors import RendezvousError
 
 
-class Said(msgspec.Struct, frozen=True):
-    """What one worker says.
+class DeviceDeclaration(msgspec.Struct, frozen=True):
+    """The devices of one worker.
 
     Attributes:
-        name: Its name.
+        name: The worker's name.
         count: How many devices it has.
-        maps: By worker, device here -> device there.
-        devices: Those it uses, if it says so.
+        maps: By callee: device of this worker -> device of the callee.
+        devices: The devices it uses. Empty if its options do not list them.
     """
 
     name: str
@@ -34,78 +37,90 @@ class Said(msgspec.Struct, frozen=True):
     devices: Sequence[str] = ()
 
 
-_said = msgspec.json.Decoder(Said)
+_decoder = msgspec.json.Decoder(DeviceDeclaration)
 
 
-def of_options(name: str, given: TensorPipeRpcBackendOptions) -> Said:
-    """What a worker with these options says."""
+def from_options(name: str, options: TensorPipeRpcBackendOptions) -> DeviceDeclaration:
+    """The declaration of this process, as a worker with these options."""
     maps = {
-        to: {device_name(ours): device_name(theirs) for ours, theirs in found.items()}
-        for to, found in given.device_maps.items()
+        to: {device_name(source): device_name(target) for source, target in device_map.items()}
+        for to, device_map in options.device_maps.items()
     }
-    return Said(name, len(process.identities()), maps, [device_name(device) for device in given.devices])
+    devices = [device_name(device) for device in options.devices]
+    return DeviceDeclaration(name, len(process.identities()), maps, devices)
 
 
-def of_record(record: WorkerRecord) -> Said:
-    """What a worker that is there already has said."""
+def from_record(record: WorkerRecord) -> DeviceDeclaration:
+    """The declaration of a worker that is already a member."""
     maps = {to: found for to, found in record.maps.items() if to != EVERYONE and not isinstance(found, str)}
-    return Said(record.name, len(record.devices), maps)
+    return DeviceDeclaration(record.name, len(record.devices), maps)
 
 
-def exchange(own: Said, rank: int, world_size: int, store: Store, timeout: float) -> list[Said]:
-    """Tell the others; return what everyone says, by rank. Raises ``RendezvousError``."""
+def exchange(
+    own: DeviceDeclaration, rank: int, world_size: int, store: Store, timeout: float
+) -> list[DeviceDeclaration]:
+    """Publish the declaration of this worker; return those of all workers, by rank. Raises ``RendezvousError``."""
     began = time.monotonic()
     try:
         store.set_timeout(timedelta(seconds=timeout))
         store.set(f"devices/{rank}", msgspec.json.encode(own).decode())
     except (DistError, RuntimeError) as error:
-        raise RendezvousError(f"the store does not answer: {error}") from error
+        raise RendezvousError(
+            f"worker '{own.name}' cannot reach the store: {error}; check that the worker with rank 0 runs and that "
+            "init_method names its address"
+        ) from error
     found = values_of(store, [f"devices/{other}" for other in range(world_size)], "devices", world_size, timeout, began)
-    return [_said.decode(text) for text in found]
+    return [_decoder.decode(text) for text in found]
 
 
-def check(everyone: Iterable[Said], *, complete: bool) -> None:
-    """Raise ``ValueError`` if something that one of them says cannot be, the same at all of them.
+def check(declarations: Iterable[DeviceDeclaration], *, complete: bool) -> None:
+    """Raise ``ValueError`` if a declaration is invalid. All workers raise the same error.
 
     Args:
-        everyone: Those who are there.
-        complete: Whether there are no others.
+        declarations: One of each worker that has joined.
+        complete: Whether no other worker can join.
     """
-    known = {said.name: said for said in everyone}
-    for said in known.values():
-        _check_devices(said)
-    for said in known.values():
-        if complete and not said.maps.keys() <= known.keys():
+    known = {each.name: each for each in declarations}
+    for each in known.values():
+        _check_devices(each)
+    for each in known.values():
+        if complete and not each.maps.keys() <= known.keys():
             raise ValueError(
-                f"Node {said.name} has invalid target node names in its device maps: they are for "
-                f"{', '.join(sorted(said.maps))}, and there are {', '.join(sorted(known))}"
+                f"Node {each.name} has invalid target node names in its device maps: it has device maps for "
+                f"{', '.join(sorted(each.maps))}, but the workers are {', '.join(sorted(known))}"
             )
-        for to, found in said.maps.items():
-            _check_map(said, known.get(to), to, found)
+        for to, device_map in each.maps.items():
+            _check_map(each, known.get(to), to, device_map)
 
 
-def _check_devices(said: Said) -> None:
-    if len(set(said.devices)) < len(said.devices):
-        raise ValueError(f"Node {said.name} has duplicated devices: {', '.join(said.devices)}")
-    if not _has(said.count, said.devices):
-        raise ValueError(f"Node {said.name} has devices with invalid indices: {_told(said.devices, said.count)}")
+def _check_devices(own: DeviceDeclaration) -> None:
+    if len(set(own.devices)) < len(own.devices):
+        raise ValueError(f"Node {own.name} has duplicated devices: {', '.join(own.devices)}")
+    if not _has(own.count, own.devices):
+        raise ValueError(
+            f"Node {own.name} has devices with invalid indices: {_list_of_devices(own.devices)}, but the worker has "
+            f"{own.count} devices"
+        )
 
 
-def _check_map(said: Said, other: Said | None, to: str, found: Mapping[str, str]) -> None:
+def _check_map(
+    own: DeviceDeclaration, callee: DeviceDeclaration | None, to: str, device_map: Mapping[str, str]
+) -> None:
     where = f"in its device map for {to}"
-    if len(set(found.values())) < len(found):
-        raise ValueError(f"Node {said.name} has duplicated target devices {where}: {dict(found)}")
-    for side, owner, devices in (("source", said, found.keys()), ("target", other, found.values())):
-        if owner is None:  # it may come later
+    if len(set(device_map.values())) < len(device_map):
+        raise ValueError(f"Node {own.name} has duplicated target devices {where}: {dict(device_map)}")
+    for side, owner, devices in (("source", own, device_map.keys()), ("target", callee, device_map.values())):
+        if owner is None:  # the callee may join later
             continue
         if owner.devices and not {*devices} <= {*owner.devices, CPU}:
             raise ValueError(
-                f"Node {said.name} has unexpected {side} devices {where}: {', '.join(devices)}, where {owner.name} "
-                f"uses {', '.join(owner.devices)}"
+                f"Node {own.name} has unexpected {side} devices {where}: {_list_of_devices(devices)}, but worker "
+                f"{owner.name} uses {_list_of_devices(owner.devices)}"
             )
         if not _has(owner.count, devices):
             raise ValueError(
-                f"Node {said.name} has {side} devices with invalid indices {where}: {_told(devices, owner.count)}"
+                f"Node {own.name} has {side} devices with invalid indices {where}: {_list_of_devices(devices)}, but "
+                f"worker {owner.name} has {owner.count} devices"
             )
 
 
@@ -113,5 +128,5 @@ def _has(count: int, devices: Iterable[str]) -> bool:
     return all(device == CPU or index_of(device) < count for device in devices)
 
 
-def _told(devices: Iterable[str], count: int) -> str:
-    return f"{', '.join(devices)}, where there are {count}"
+def _list_of_devices(devices: Iterable[str]) -> str:
+    return ", ".join(devices)

@@ -1,4 +1,4 @@
-"""Functions that answer later."""
+"""The decorator for functions that return a future of their result."""
 
 from backhaul._rpc.calls.async_results import async_execution
 

@@ -1,4 +1,4 @@
-"""Name and id of a worker, spelled as the reference spells them."""
+"""Name and id of a worker, with the reference's checks and ``repr``."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class WorkerInfo(_types.WorkerInfo):
 
 
 def as_reference(info: _types.WorkerInfo) -> WorkerInfo:
-    """The same worker, spelled so."""
+    """Convert Backhaul's ``WorkerInfo`` to this module's."""
     return info if isinstance(info, WorkerInfo) else WorkerInfo(info.name, info.id)

@@ -1,4 +1,4 @@
-"""The parts of calls that the reference shows: how they are pickled, and what they are called in a profile."""
+"""Parts of calls that the reference exposes: their pickler, and their names in profiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backhaul._rref import handle
 
 
 class RPCExecMode(enum.Enum):
-    """The ways to call."""
+    """How a call is made."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -23,7 +23,7 @@ class RPCExecMode(enum.Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A call: a function and what to call it with."""
+    """A function and the arguments to call it with."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -31,7 +31,7 @@ class PythonUDF(NamedTuple):
 
 
 def _build_rpc_profiling_key(exec_type: RPCExecMode, func_name: str, current_worker: str, dst_worker: str) -> str:
-    """What a call is called in a profile."""
+    """The name of a call in a profile."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker} -> {dst_worker})"
 
 
@@ -39,28 +39,28 @@ Reducer = Callable[[Any], Any]
 
 
 class _InternalRPCPickler:
-    """Pickles a value with its tensors beside it. Others may be used in its place, see ``api._use_rpc_pickler``."""
+    """Pickles a value and returns its tensors separately. ``api._use_rpc_pickler`` replaces it by another pickler."""
 
     def __init__(self) -> None:
         self._reducers: dict[type, Reducer] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Reducer) -> None:
-        """Pickle values of that class so; the first one registered stays."""
+        """Use ``reducer`` for values of a class. The first reducer registered for a class wins."""
         self._reducers.setdefault(obj_class, reducer)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """The value as bytes, and its tensors."""
+        """Return the value as bytes, and its tensors."""
         out = io.BytesIO()
-        pickler = _ReferencePickler(out, self._reducers)
+        pickler = _TensorTablePickler(out, self._reducers)
         pickler.dump(obj)
         return out.getvalue(), pickler.tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-        """Make the value again."""
-        return _ReferenceUnpickler(io.BytesIO(binary_data), tensor_table).load()
+        """Rebuild the value."""
+        return _TensorTableUnpickler(io.BytesIO(binary_data), tensor_table).load()
 
 
-class _ReferencePickler(pickle.Pickler):
+class _TensorTablePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO, reducers: dict[type, Reducer]) -> None:
         super().__init__(out)
         self.tensors: list[torch.Tensor] = []
@@ -76,13 +76,13 @@ class _ReferencePickler(pickle.Pickler):
         reducer = self._reducers.get(type(obj))
         if reducer is not None:
             return reducer(obj)
-        if isinstance(obj, handle.RRef):  # those of this package know how
-            reference: Any = obj
-            return type(reference)._deserialize, (reference._serialize(),)
+        if isinstance(obj, handle.RRef):  # an RRef of this package, which has both methods
+            rref: Any = obj
+            return type(rref)._deserialize, (rref._serialize(),)
         return NotImplemented
 
 
-class _ReferenceUnpickler(pickle.Unpickler):
+class _TensorTableUnpickler(pickle.Unpickler):
     def __init__(self, data: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(data)
         self._tensors = tensors
@@ -95,10 +95,10 @@ _internal_rpc_pickler = _InternalRPCPickler()
 
 
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The value as bytes, and its tensors."""
+    """Return the value as bytes, and its tensors."""
     return _internal_rpc_pickler.serialize(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-    """Make the value again."""
+    """Rebuild the value."""
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)

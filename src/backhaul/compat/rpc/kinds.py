@@ -1,4 +1,4 @@
-"""The reference's names for kinds of messages, by which its tests say what is to go wrong."""
+"""The reference's names for kinds of messages. Its tests use them to choose the messages to drop or delay."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.jit._builtins import _find_builtin
 
 from backhaul._rpc.calls.pending import Pending
 
-_of_call: contextvars.ContextVar[str | None] = contextvars.ContextVar("backhaul_compat_kind", default=None)
+_kind_of_call: contextvars.ContextVar[str | None] = contextvars.ContextVar("backhaul_compat_kind", default=None)
 
-_of_label = {
+_KINDS_BY_LABEL = {
     "to_here": ("SCRIPT_RREF_FETCH_CALL", "PYTHON_RREF_FETCH_CALL"),
     "take_notices": ("RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"),
 }
@@ -22,16 +22,16 @@ _of_label = {
 
 @contextlib.contextmanager
 def calling(function: Callable[..., Any], *, remote: bool = False) -> Iterator[None]:
-    """Say what the call is that is made inside."""
+    """Set the kind of the call that is made inside the ``with`` block."""
     script = isinstance(function, torch.jit.ScriptFunction) or _find_builtin(function) is not None
-    token = _of_call.set(f"{'SCRIPT' if script else 'PYTHON'}{'_REMOTE' if remote else ''}_CALL")
+    token = _kind_of_call.set(f"{'SCRIPT' if script else 'PYTHON'}{'_REMOTE' if remote else ''}_CALL")
     try:
         yield
     finally:
-        _of_call.reset(token)
+        _kind_of_call.reset(token)
 
 
 def kinds_of(pending: Pending) -> Collection[str]:
-    """What the reference would call the message that is being sent."""
-    kind = _of_call.get()
-    return (kind,) if kind is not None else _of_label.get(pending.label, ())
+    """The reference's names for the message of a call that is being sent."""
+    kind = _kind_of_call.get()
+    return (kind,) if kind is not None else _KINDS_BY_LABEL.get(pending.label, ())

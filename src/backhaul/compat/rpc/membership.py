@@ -1,7 +1,7 @@
-"""Groups whose members come and go, which the reference makes where no ``world_size`` is given.
+"""Groups whose members join and leave at any time. As in the reference, ``init_rpc`` without a ``world_size`` uses one.
 
-Who is there is written in the store; one at a time changes that. A newcomer makes itself known to all, and whoever
-leaves tells them.
+The store holds the list of members. A lock in the store lets only one worker change the list at a time. A worker that
+joins contacts all members, and a worker that leaves tells all members.
 """
 
 from __future__ import annotations
@@ -28,36 +28,38 @@ from backhaul.errors import PeerLostError
 
 logger = logging.getLogger("backhaul")
 
-_TURN, _STATIC, _MEMBERS, _SECRET = "turn", "static", "members", "secret"
-_FREE = "free"
+# Keys of the store.
+_LOCK, _STATIC, _MEMBERS, _SECRET = "lock", "static", "members", "secret"
+
+_UNLOCKED = "unlocked"  # the value of _LOCK while no worker holds it
 
 
 @contextlib.contextmanager
-def _turn(store: Store, who: str) -> Iterator[None]:
-    """Wait until nobody else changes the group; nobody does while inside."""
-    mine = f"{who}-{secrets.token_hex(8)}"
-    store.compare_set(_TURN, "", _FREE)  # the first one to come makes it
-    while (found := store.compare_set(_TURN, _FREE, mine).decode()) != mine:
-        if found != _FREE:
-            store.wait([f"done/{found}"])
+def _locked(store: Store, worker: str) -> Iterator[None]:
+    """Hold the lock of the member list inside the ``with`` block."""
+    own_lock = f"{worker}-{secrets.token_hex(8)}"
+    store.compare_set(_LOCK, "", _UNLOCKED)  # the first worker creates the key
+    while (holder := store.compare_set(_LOCK, _UNLOCKED, own_lock).decode()) != own_lock:
+        if holder != _UNLOCKED:
+            store.wait([f"done/{holder}"])
     try:
         yield
     finally:
-        store.set(_TURN, _FREE)
-        store.set(f"done/{mine}", "1")
+        store.set(_LOCK, _UNLOCKED)
+        store.set(f"done/{own_lock}", "1")
 
 
 def announce_static(store: Store) -> None:
-    """Say that this group's members are known from the start."""
+    """Mark this group as one whose members are known from the start."""
     store.set(_STATIC, "1")
 
 
-def join(name: str, rank: int, store: Store, given: TensorPipeRpcBackendOptions) -> TensorPipeAgent:
+def join(name: str, rank: int, store: Store, agent_options: TensorPipeRpcBackendOptions) -> TensorPipeAgent:
     """Make this process a member."""
     if store.check([_STATIC]):
         raise RuntimeError("RPC group mixes statically and dynamically initialized members which is not supported.")
-    options = to_options(given)
-    with _turn(store, name), errors.rewording():
+    options = to_options(agent_options)
+    with _locked(store, name), errors.rewording():
         if not store.check([_SECRET]):
             store.set(_SECRET, secrets.token_hex(32))
         endpoint = SocketEndpoint(
@@ -68,42 +70,48 @@ def join(name: str, rank: int, store: Store, given: TensorPipeRpcBackendOptions)
         if any(name == other.name or rank == other.id for other in others):
             endpoint.close()
             raise RuntimeError(f"Worker name {name} is not unique, or its rank {rank} is not.")
+        declarations = [*map(devices.from_record, others), devices.from_options(name, agent_options)]
         try:
-            devices.check([*map(devices.of_record, others), devices.of_options(name, given)], complete=False)
+            devices.check(declarations, complete=False)
         except ValueError:
             endpoint.close()
             raise
         node = start_node(own, [*others, own], endpoint, options)
         node.worker.attach(store)
         for other in others:
-            rpc_sync(other.name, greet)
+            rpc_sync(other.name, contact_member)
         _write(store, [*others, own])
-    return TensorPipeAgent(node.worker, store, given, static=False)
+    return TensorPipeAgent(node.worker, store, agent_options, static=False)
 
 
 def leave(agent: TensorPipeAgent) -> None:
-    """Stop being a member, once what this worker has begun is over."""
+    """Leave the group, once the calls that this worker has started are done."""
     own = int(agent.worker.info.id)
     idle = agent.worker.runtime.one_shot()
     agent.node.client.idleness.when_idle(idle.open)
     with agent.worker.blocking():
         idle.wait()
-    with _turn(agent.store, agent.worker.name), errors.rewording():
+    with _locked(agent.store, agent.worker.name), errors.rewording():
         others = [other for other in _read(agent.store) if other.id != own]
         for other in others:
             try:
-                rpc_sync(other.name, dismiss, args=(own,))
+                rpc_sync(other.name, remove_member, args=(own,))
             except PeerLostError as error:
-                logger.warning("worker '%s' is lost, and not told that this one leaves: %s", other.name, error)
+                logger.warning(
+                    "worker '%s' cannot tell worker '%s' that it leaves the group, because that worker is lost: %s",
+                    agent.worker.name,
+                    other.name,
+                    error,
+                )
         _write(agent.store, others)
 
 
-def greet() -> None:
-    """What a newcomer calls: by then the other has admitted it."""
+def contact_member() -> None:
+    """A joining worker calls this on each member. A member admits the joining worker before it serves the call."""
 
 
-def dismiss(worker: int) -> None:
-    """What one that leaves calls."""
+def remove_member(worker: int) -> None:
+    """A leaving worker calls this on each member."""
     peers = current_worker().part(Node).peers
     peers.dismiss(peers.find(worker))
 

@@ -1,4 +1,4 @@
-"""How the reference says what ``backhaul.Options`` says."""
+"""The reference's options, and their conversion to ``backhaul.Options``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Device = int | str | torch.device
 
 
 class RpcBackendOptions:
-    """What every backend can be told.
+    """The options that every backend has.
 
     Attributes:
-        rpc_timeout: Seconds a call may take; 0 means any time.
-        init_method: Where the workers meet.
+        rpc_timeout: Seconds after which a call times out. 0 means no limit.
+        init_method: The URL of the store through which the workers find each other.
     """
 
     def __init__(
@@ -29,20 +29,20 @@ class RpcBackendOptions:
     ) -> None:
         if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, numbers.Real):
             raise TypeError(
-                f"incompatible constructor arguments: rpc_timeout is a number of seconds, not {rpc_timeout!r}"
+                f"incompatible constructor arguments: rpc_timeout must be a number of seconds, not {rpc_timeout!r}"
             )
         self.rpc_timeout: float = float(rpc_timeout)
         self.init_method = init_method
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """Options of the default backend. The name is the reference's: what runs is Backhaul.
+    """The options of the default backend, which is Backhaul. The class has the reference's name.
 
     Args:
-        num_worker_threads: How many handlers run at once.
-        rpc_timeout: Seconds a call may take; 0 means any time.
-        init_method: Where the workers meet.
-        device_maps: By callee, which of its devices stands for which of ours.
+        num_worker_threads: How many handlers run at the same time.
+        rpc_timeout: Seconds after which a call times out. 0 means no limit.
+        init_method: The URL of the store through which the workers find each other.
+        device_maps: By callee: device of this worker -> device of the callee.
         devices: The devices this worker uses.
     """
 
@@ -65,19 +65,20 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Add to the device map for ``to``."""
-        given = _one_to_one(device_map)
+        added = _one_to_one(device_map)
         known = self.device_maps.setdefault(to, {})
-        for ours, theirs in given.items():
-            if known.get(ours, theirs) != theirs:
+        for source, target in added.items():
+            if known.get(source, target) != target:
                 raise ValueError(
-                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {ours} to {theirs} and {known[ours]}"
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} and "
+                    f"{known[source]}"
                 )
-            known[ours] = theirs
+            known[source] = target
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Say which CUDA devices this worker uses."""
+        """Set the CUDA devices that this worker uses."""
         if isinstance(devices, (str, int)):
-            raise TypeError(f"`devices` is a list of CUDA devices, not {devices!r}")
+            raise TypeError(f"`devices` must be a list of CUDA devices, not {devices!r}")
         self.devices = [_device(device) for device in devices]
         for device in self.devices:
             if device.type != "cuda":
@@ -85,30 +86,35 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 def _device(given: Device) -> torch.device:
-    """An index is one of CUDA's. Torch alone would fail on it where it sees no device, and say nothing of options."""
+    """A device. An index means a CUDA device.
+
+    ``torch.device(0)`` fails where torch sees no device, and its error does not mention the options.
+    """
     return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
 
 
 def _one_to_one(device_map: Mapping[Device, Device]) -> dict[torch.device, torch.device]:
     if not isinstance(device_map, Mapping):
-        raise TypeError(f"a device map is a dict from our devices to theirs, not {device_map!r}")
-    made = {_device(ours): _device(theirs) for ours, theirs in device_map.items()}
+        raise TypeError(
+            f"a device map must be a dict from devices of this worker to devices of the callee, not {device_map!r}"
+        )
+    made = {_device(source): _device(target) for source, target in device_map.items()}
     if len(set(made.values())) < len(made):
         raise ValueError(f"`device_map` only supports 1-to-1 mapping, got {made}")
     return made
 
 
-class _Options(Options):
-    """Backhaul's, with the reference's manners."""
+class _CompatOptions(Options):
+    """Options of a worker that behaves like the reference where Backhaul differs from it."""
 
     follows_reference = True
 
 
-def to_options(given: TensorPipeRpcBackendOptions) -> Options:
-    """What Backhaul is to be told. Here, as in the reference, no tensor of a device travels without a map."""
-    return _Options(
-        timeout=given.rpc_timeout,
-        threads=given.num_worker_threads,
+def to_options(options: TensorPipeRpcBackendOptions) -> Options:
+    """Backhaul's options. As in the reference, a tensor on a device cannot be sent without a device map."""
+    return _CompatOptions(
+        timeout=options.rpc_timeout,
+        threads=options.num_worker_threads,
         rendezvous_timeout=constants.RENDEZVOUS_TIMEOUT,
-        devices=Devices(maps=given.device_maps or None, placement="mapped"),
+        devices=Devices(maps=options.device_maps or None, placement="mapped"),
     )

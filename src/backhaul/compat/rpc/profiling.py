@@ -1,8 +1,8 @@
-"""Calls in profiles of torch's legacy profiler, by the reference's names, and what was done for them elsewhere.
+"""Adds calls to profiles of torch's legacy profiler, under the reference's names, with the events of the callee.
 
-While that profiler runs, a call's function runs under it at the callee too. The events are kept there under a ticket
-and are asked for when the call is over; they join the caller's when its profile ends. The profiler itself knows nothing
-of this, so it is watched where it begins and where it ends.
+While that profiler runs on the caller, the function of a call also runs under it on the callee. The callee keeps the
+events under a token. The caller fetches them when the call is done, and adds them to its own when its profile ends. The
+profiler does not know about calls, so this module wraps the functions that begin and end a profile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], Any]
 
 
 class ProfiledEvent(msgspec.Struct, array_like=True, frozen=True):
-    """What travels of an event."""
+    """The part of a profiler event that the callee sends."""
 
     name: str
     node: int
@@ -43,8 +43,8 @@ class ProfiledEvent(msgspec.Struct, array_like=True, frozen=True):
     is_async: bool
 
 
-class Collector:
-    """What one profile gets from elsewhere."""
+class RemoteEvents:
+    """The events that one profile gets from other workers."""
 
     def __init__(self, profile: Any) -> None:
         self.settings = (bool(profile.record_shapes), bool(profile.profile_memory))
@@ -52,10 +52,10 @@ class Collector:
         self._events: list[FunctionEvent] = []
 
     def add(self, key: str, node: int, at: float, events: Iterable[ProfiledEvent]) -> None:
-        """Events of a call that began at that time, in microseconds of this profile."""
+        """Add the events of a call that began at ``at``, in microseconds since this profile began."""
         for event in events:
             made: Any = FunctionEvent(
-                id=next(_numbers),
+                id=next(_unique_numbers),
                 name=f"{key}{REMOTE}{event.name}",
                 trace_name=f"{key}{REMOTE}{event.name}",
                 thread=event.thread,
@@ -71,8 +71,8 @@ class Collector:
             )
             self._events.append(made)
 
-    def join(self, events: list[FunctionEvent]) -> list[FunctionEvent]:
-        """All events of the profile, in order."""
+    def merge(self, events: list[FunctionEvent]) -> list[FunctionEvent]:
+        """All events of the profile, ordered by time. ``events`` are those of this worker."""
         own = agent.current().get_worker_info().id if agent.is_set() else -1
         for event in events:
             if event.node_id < 0:
@@ -80,45 +80,45 @@ class Collector:
         return sorted([*events, *self._events], key=lambda event: (event.time_range.start, -event.time_range.end))
 
 
-_numbers = itertools.count(1 << 32)
-_open = threading.local()
-_kept: dict[int, list[ProfiledEvent]] = {}  # at the callee, by ticket
+_unique_numbers = itertools.count(1 << 32)
+_open_profiles = threading.local()
+_events_by_token: dict[int, list[ProfiledEvent]] = {}  # on the callee, until the caller fetches them
 
 
-def _watch() -> None:
-    """Be told when a legacy profile begins and ends."""
+def _wrap_legacy_profiler() -> None:
+    """Wrap the functions of torch that begin and end a legacy profile."""
     module: Any = profiler_legacy
     start, parse = module.profile._start_trace, module._parse_legacy_records
 
     def begin(profile: Any) -> None:
-        collector = Collector(profile)  # its clock starts first, so that what a call led to does not precede the call
+        remote = RemoteEvents(profile)  # its clock starts first, so that no remote event precedes its call
         start(profile)
-        _open.stack = [*getattr(_open, "stack", ()), collector]
+        _open_profiles.stack = [*getattr(_open_profiles, "stack", ()), remote]
 
     def end(records: Any) -> list[FunctionEvent]:
-        *outer, collector = getattr(_open, "stack", None) or [None]
-        _open.stack = outer
+        *outer, remote = getattr(_open_profiles, "stack", None) or [None]
+        _open_profiles.stack = outer
         events: list[FunctionEvent] = parse(records)
-        return collector.join(events) if collector is not None else events
+        return remote.merge(events) if remote is not None else events
 
     module.profile._start_trace, module._parse_legacy_records = begin, end
 
 
-_watch()
+_wrap_legacy_profiler()
 
 
 def is_on() -> bool:
-    """Whether the legacy profiler records here; others know nothing of calls."""
-    kinds = torch._C._profiler.ActiveProfilerType
+    """Whether the legacy profiler records on this thread. Other profilers do not record calls."""
+    types = torch._C._profiler.ActiveProfilerType
     return (
         torch._C._autograd._profiler_enabled()
-        and torch._C._autograd._profiler_type() == kinds.LEGACY
-        and bool(getattr(_open, "stack", None))
+        and torch._C._autograd._profiler_type() == types.LEGACY
+        and bool(getattr(_open_profiles, "stack", None))
     )
 
 
 def name_of(function: Any) -> str:
-    """What to call a function in a profile."""
+    """The name of a function in a profile."""
     builtin: str | None = _find_builtin(function)
     if builtin is not None:
         return builtin
@@ -130,42 +130,42 @@ def name_of(function: Any) -> str:
 def record(
     mode: RPCExecMode, name: str, peer: WorkerInfo, call: Call | None, start: Callable[[Call | None], Any]
 ) -> Future[Any]:
-    """Record a call: ``start`` makes it and returns its future; the future returned is done when all is recorded.
+    """Record a call that ``start`` makes. The returned future is done when the callee's events are recorded, too.
 
     Args:
-        mode: How it is called.
-        name: What is called.
-        peer: Whom.
-        call: Function, arguments and keyword arguments; None: do not look at what is done there.
-        start: Takes the call to make in the place of ``call``.
+        mode: How the call is made.
+        name: The name of the called function.
+        peer: The callee.
+        call: Function, arguments and keyword arguments. None: do not record the callee's events.
+        start: Makes the call that it gets, instead of ``call``, and returns its future.
     """
-    collector: Collector = _open.stack[-1]
+    remote: RemoteEvents = _open_profiles.stack[-1]
     key = _build_rpc_profiling_key(mode, name, agent.current().get_worker_info().name, peer.name)
-    ticket = agent.current().worker.info.id << 48 | next(_numbers)
-    over: Future[None] = Future()
+    token = agent.current().worker.info.id << 48 | next(_unique_numbers)
+    all_recorded: Future[None] = Future()
     with torch.autograd.profiler.record_function(key) as region:
-        at = (time.perf_counter() - collector.began) * 1e6
+        at = (time.perf_counter() - remote.began) * 1e6
         if call is not None:
             function, args, kwargs = call
-            call = run, (ticket, collector.settings, function, *args), kwargs
-        made = start(call)
+            call = run, (token, remote.settings, function, *args), kwargs
+        result = start(call)
 
-        def take_over(got: Any) -> None:
+        def add_events(fetched: Any) -> None:
             try:
-                collector.add(key, peer.id, at, got.value())
+                remote.add(key, peer.id, at, fetched.value())
             finally:
-                over.set_result(None)
+                all_recorded.set_result(None)
 
-        def fetch(_: Any) -> None:
+        def fetch_events(_: Any) -> None:
             if call is None:
-                over.set_result(None)
+                all_recorded.set_result(None)
             else:
-                rpc_async(peer, take, args=(ticket,)).add_done_callback(take_over)
+                rpc_async(peer, take_events, args=(token,)).add_done_callback(add_events)
 
-        made.add_done_callback(fetch)
-        recorded = region._call_end_callbacks_on_future(over)
+        result.add_done_callback(fetch_events)
+        recorded = region._call_end_callbacks_on_future(all_recorded)
     final: Future[Any] = Future()
-    recorded.add_done_callback(lambda _: _copy(made, final))
+    recorded.add_done_callback(lambda _: _copy(result, final))
     return final
 
 
@@ -173,11 +173,14 @@ def _copy(source: Any, target: Future[Any]) -> None:
     follow(source, target)
 
 
-# What runs at the callee.
+# On the callee.
 
 
-def run(ticket: int, settings: tuple[bool, bool], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a call under the profiler. Where the result is a future, wait for it: a profile ends on its own thread."""
+def run(token: int, settings: tuple[bool, bool], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a call under the profiler.
+
+    If the result is a future, wait for it, because a profile must end on the thread that began it.
+    """
     shapes, memory = settings
     profile: Any = profiler_legacy.profile(record_shapes=shapes, profile_memory=memory)
     try:
@@ -185,15 +188,15 @@ def run(ticket: int, settings: tuple[bool, bool], function: Callable[..., Any], 
             result = function(*args, **kwargs)
             return result.wait() if isinstance(result, torch._C.Future) else result
     finally:
-        _kept[ticket] = [_describe(event) for event in profile.function_events]
+        _events_by_token[token] = [_to_message(event) for event in profile.function_events]
 
 
-def take(ticket: int) -> list[ProfiledEvent]:
-    """The events of a call, once."""
-    return _kept.pop(ticket, [])
+def take_events(token: int) -> list[ProfiledEvent]:
+    """Return the events of a call and forget them."""
+    return _events_by_token.pop(token, [])
 
 
-def _describe(event: FunctionEvent) -> ProfiledEvent:
+def _to_message(event: FunctionEvent) -> ProfiledEvent:
     span = event.time_range
     return ProfiledEvent(
         event.name,
@@ -207,13 +210,13 @@ def _describe(event: FunctionEvent) -> ProfiledEvent:
     )
 
 
-# Profiles of a whole process, which others switch on and off.
+# Profiles of a whole process, which other workers open and close.
 
-_global: list[_server_process_global_profile] = []
+_process_profiles: list[_server_process_global_profile] = []
 
 
 class _server_process_global_profile:
-    """While entered, all calls that this process serves run under the profiler, on whatever thread."""
+    """While entered, all calls that this process serves run under the profiler, on all threads."""
 
     def __init__(self, *, record_shapes: bool = False, profile_memory: bool = False) -> None:
         self.settings = (record_shapes, profile_memory)
@@ -221,24 +224,24 @@ class _server_process_global_profile:
         self.function_events: Any = None
 
     def __enter__(self) -> None:
-        _global.append(self)
+        _process_profiles.append(self)
 
     def __exit__(self, *_: object) -> None:
-        _global.remove(self)
-        together = [event for events in self.process_global_function_events for event in events]
-        self.function_events = EventList(together, profile_memory=self.settings[1])
+        _process_profiles.remove(self)
+        all_events = [event for events in self.process_global_function_events for event in events]
+        self.function_events = EventList(all_events, profile_memory=self.settings[1])
         self.function_events._build_tree()
 
     def key_averages(self, **options: Any) -> Any:
-        """Events by name."""
+        """The averages of the events, by name."""
         return self.function_events.key_averages(**options)
 
 
-def observed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function; where a profile of the whole process is open, under the profiler."""
-    if not _global or is_on():
+def call_profiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, under the profiler if a profile of the whole process is open."""
+    if not _process_profiles or is_on():
         return function(*args, **kwargs)
-    open_now = list(_global)
+    open_now = list(_process_profiles)
     profile: Any = profiler_legacy.profile(
         record_shapes=any(each.settings[0] for each in open_now),
         profile_memory=any(each.settings[1] for each in open_now),

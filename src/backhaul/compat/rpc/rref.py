@@ -1,4 +1,4 @@
-"""References to remote values, as the reference has them: its timeouts, its words, and what its tests look at."""
+"""RRefs with the reference's timeouts, error texts, and the internals that its tests inspect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from backhaul._worker.worker import Worker
 from backhaul.compat import autograd, errors
 from backhaul.compat.rpc import agent, profiling
 from backhaul.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from backhaul.compat.rpc.containers import copied
+from backhaul.compat.rpc.containers import unshare
 from backhaul.compat.rpc.futures import Future, follow
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.internal import RPCExecMode
@@ -30,12 +30,12 @@ from backhaul.errors import CallTimeoutError, PeerLostError, UnknownWorkerError
 
 T = TypeVar("T")
 
-_COUNTER_BITS = 48  # of an id; those above are its maker's
+_COUNTER_BITS = 48  # the low bits of an id; the bits above are the id of the worker that made it
 
 
-# Over the limit because its methods are those of the reference's RRef.
+# Over the limit because it has the methods of the reference's RRef and overrides those of ``handle.RRef``.
 class RRef(handle.RRef[T]):
-    """A reference to a value on some worker."""
+    """A reference to a value on a worker."""
 
     __slots__ = ()
 
@@ -48,21 +48,21 @@ class RRef(handle.RRef[T]):
         super().__init__(value, type_hint)
 
     def owner(self) -> WorkerInfo:
-        """The worker that the value lives on."""
+        """The worker that owns the value."""
         return as_reference(self._owner)
 
     def __repr__(self) -> str:
         if self._fork is None:
-            return f"OwnerRRef({self._show(self._id)})"
-        return f"UserRRef(RRefId = {self._show(self._id)}, ForkId = {self._show(self._fork)})"
+            return f"OwnerRRef({self._format_id(self._id)})"
+        return f"UserRRef(RRefId = {self._format_id(self._id)}, ForkId = {self._format_id(self._fork)})"
 
-    def _show(self, number: int) -> str:
-        """An id as the reference shows it, which counts those of each worker from 0.
+    def _format_id(self, number: int) -> str:
+        """An id in the reference's format, which counts the ids of each worker from 0.
 
-        Works at any time: errors that name a reference are raised after its worker was shut down, too.
+        Works after the worker was shut down, too, because errors that name an RRef may be raised then.
         """
         maker, count = maker_of(number), number & (1 << _COUNTER_BITS) - 1
-        with contextlib.suppress(UnknownWorkerError):  # the maker has left: where it began to count is not known
+        with contextlib.suppress(UnknownWorkerError):  # the maker has left, and its first number is not known any more
             count -= first_number(self._rrefs.worker.part(Node).peers.find(maker).record.incarnation)
         return f"GloballyUniqueId(created_on={maker}, local_id={count})"
 
@@ -70,15 +70,15 @@ class RRef(handle.RRef[T]):
 
     @graph_break
     def local_value(self) -> T:
-        """The value itself, on its owner."""
+        """The value itself. Only its owner can call this."""
         if self._entry is None:
             assert self._fork is not None
             raise RuntimeError(
-                f"For UserRRef(rref_id={self._show(self._id)}, fork_id={self._show(self._fork)}), can't call "
+                f"For UserRRef(rref_id={self._format_id(self._id)}, fork_id={self._format_id(self._fork)}), can't call "
                 f"localValue() on user {as_reference(self._rrefs.worker.info)}. Call it on owner {self.owner()}"
             )
         with errors.rewording():
-            return cast(T, copied(super().local_value()))
+            return cast(T, unshare(super().local_value()))
 
     @graph_break
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:  # type: ignore[override]
@@ -86,7 +86,7 @@ class RRef(handle.RRef[T]):
         self._check_alive("Cannot call to_here() on it after deletion.")
         self._check_created()
         with errors.rewording():
-            return cast(T, copied(super().to_here(_limit(timeout))))
+            return cast(T, unshare(super().to_here(_timeout_or_none(timeout))))
 
     def _ask(self, timeout: float | None = None) -> Future[T]:
         self._check_alive("Cannot call to_here() on it after deletion.")
@@ -110,7 +110,7 @@ class RRef(handle.RRef[T]):
 
     @graph_break
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run ``backward`` from the value, on its owner."""
+        """Run ``backward`` on the owner, with the value as the root."""
         if self._entry is not None:
             backward_from(self, dist_autograd_ctx_id, retain_graph)
             return
@@ -125,31 +125,33 @@ class RRef(handle.RRef[T]):
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.rpc_sync().method(...)`` calls a method of the value and waits for the result."""
         return _ReferenceProxy(
-            lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))).wait()
+            lambda name, args, kwargs: follow(self._call(name, args, kwargs, _timeout_or_none(timeout))).wait()
         )
 
     @graph_break
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.rpc_async().method(...)`` calls a method of the value and returns a future."""
-        return _ReferenceProxy(lambda name, args, kwargs: follow(self._call(name, args, kwargs, _limit(timeout))))
+        return _ReferenceProxy(
+            lambda name, args, kwargs: follow(self._call(name, args, kwargs, _timeout_or_none(timeout)))
+        )
 
     @graph_break
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
-        """``rref.remote().method(...)`` calls a method of the value, and the result stays there."""
+        """``rref.remote().method(...)`` calls a method of the value and returns an RRef to the result."""
 
         def call(name: str, args: Any, kwargs: Any) -> RRef[Any]:
-            kind = self._get_type(timeout)
-            if not issubclass(kind, torch.jit.ScriptModule):
-                getattr(kind, name)  # the reference notices at once if there is no such method
-            inner = getattr(handle.RRef.remote(self, _limit(timeout)), name)
+            value_type = self._get_type(timeout)
+            if not issubclass(value_type, torch.jit.ScriptModule):
+                getattr(value_type, name)  # raises at once, as the reference does, if there is no such method
+            inner = getattr(handle.RRef.remote(self, _timeout_or_none(timeout)), name)
             return adopt(inner(*args, **kwargs))
 
         return _ReferenceProxy(call)
 
-    # What the reference's tests look at.
+    # Internals that the reference's tests inspect.
 
     def _get_future(self) -> Future[Any]:
-        """Done when the value is there."""
+        """Done when the owner has the value."""
         made: Future[Any] = Future()
         if self._created is None:
             made.set_result(None)
@@ -157,18 +159,18 @@ class RRef(handle.RRef[T]):
         return follow(self._created)
 
     def _get_profiling_future(self) -> Future[Any]:
-        """Done when what made the value is recorded in the profile, too."""
+        """Done when the owner has the value and the profile has the events of the call that made it."""
         return _recordings.get(self) or self._get_future()
 
     def _set_profiling_future(self, future: Future[Any]) -> None:
         _recordings[self] = future
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:  # type: ignore[override]
-        """The type of the value, or a future of it, which is asked for once."""
+        """The type of the value, or a future of it. The owner is asked only once."""
         found = _types.get(self)
         if found is None:
             with errors.rewording():
-                found = _types[self] = self._ask_for_type(_limit(timeout))
+                found = _types[self] = self._ask_for_type(_timeout_or_none(timeout))
         try:
             return found.wait() if blocking else found
         except Exception:
@@ -183,7 +185,7 @@ class RRef(handle.RRef[T]):
         return profiling.record(RPCExecMode.ASYNC, name, self.owner(), None, lambda _: follow(ask(limit, False)))
 
     def _serialize(self) -> tuple[int, str, int, int]:
-        """What to make another reference to the same value of; it counts as held by this worker."""
+        """The data from which ``_deserialize`` makes another RRef to the value. This worker holds it until then."""
         self._check_alive("Cannot call fork an UserRRef after deletion.")
         self._check_created()
         fork = ForkId(self._rrefs.new_id())
@@ -204,7 +206,7 @@ _types: weakref.WeakKeyDictionary[RRef[Any], Future[Any]] = weakref.WeakKeyDicti
 
 
 class _ReferenceProxy:
-    """Stands for the value: its methods are calls."""
+    """Turns method calls into calls of the value's methods on its owner."""
 
     def __init__(self, call: Callable[[str, Any, Any], Any]) -> None:
         self._call = call
@@ -218,24 +220,24 @@ class _ReferenceProxy:
             return self._call(name, args, kwargs)
 
 
-_being_made: weakref.WeakSet[torch.futures.Future[Any]] = weakref.WeakSet()
+_creations: weakref.WeakSet[torch.futures.Future[Any]] = weakref.WeakSet()  # calls that make values, until freed
 
 
-def adopt(made: handle.RRef[T]) -> RRef[T]:
-    """The same reference, with the reference's manners."""
-    if made._created is not None:
-        _being_made.add(made._created)
-    made.__class__ = RRef
-    assert isinstance(made, RRef)
-    return made
+def adopt(rref: handle.RRef[T]) -> RRef[T]:
+    """Turn an RRef of Backhaul into one of this class. It stays the same object."""
+    if rref._created is not None:
+        _creations.add(rref._created)
+    rref.__class__ = RRef
+    assert isinstance(rref, RRef)
+    return rref
 
 
-def _limit(timeout: float) -> float | None:
+def _timeout_or_none(timeout: float) -> float | None:
     return None if timeout == UNSET_RPC_TIMEOUT else timeout
 
 
 def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Runs on the owner."""
+    """Run ``backward`` with the value as the root. Runs on the owner."""
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
         raise RuntimeError("RRef should contain a tensor for .backward()")
@@ -245,12 +247,12 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
         autograd.backward(context_id, [value], retain_graph)
 
 
-# Travelling.
+# Sending RRefs in messages.
 
 
-def _arrive(owner: int, incarnation: str, number: int, fork: int) -> Any:
-    """Stands in a message for a reference; the receiver calls ``_build`` in its place."""
-    raise TypeError("a reference travels in calls only")
+def _rebuild(owner: int, incarnation: str, number: int, fork: int) -> Any:
+    """Names an RRef in a pickled message. The receiver calls ``_build`` in its place."""
+    raise TypeError("an RRef can be unpickled only from a message: send it as an argument or result of a call")
 
 
 def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId) -> RRef[Any]:
@@ -258,20 +260,20 @@ def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, 
 
 
 def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
-    return _arrive, handle._reduce(rref, parcels)[1]
+    return _rebuild, handle._reduce(rref, parcels)[1]
 
 
 reducers[RRef] = _reduce
-builders[_arrive.__module__, _arrive.__name__] = _build
+builders[_rebuild.__module__, _rebuild.__name__] = _build
 
 
 def counters() -> dict[str, int]:
-    """References and calls that make values, by the reference's names."""
+    """The numbers of RRefs and of calls that make values, under the reference's names."""
     worker = agent.current().worker
-    making = sum(not created.done() for created in _being_made)
+    pending = sum(not created.done() for created in _creations)
     return {
-        "num_owner_rrefs": len(worker.part(RRefRegistry).end()),  # the reference counts those that others refer to
+        "num_owner_rrefs": len(worker.part(RRefRegistry).end()),  # the reference counts values that others refer to
         "num_forks": worker.counters["num_forks"](),
-        "num_pending_users": making,
-        "num_pending_futures": making,
+        "num_pending_users": pending,
+        "num_pending_futures": pending,
     }

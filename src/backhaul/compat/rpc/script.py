@@ -1,4 +1,4 @@
-"""Inside TorchScript, the names of this package mean calls of Backhaul's; see ``backhaul.jit``."""
+"""Lets scripts call the functions of this package; see ``backhaul.jit``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backhaul.jit.installation import add
 from backhaul.jit.names import Api
 from backhaul.jit.references import NOT_SAVED, classes
 
-classes.loose.add(api.RRef)
+classes.unchecked.add(api.RRef)
 add(
     Api(
         "backhaul.compat.rpc",
@@ -32,8 +32,10 @@ add(
 
 
 class _Saving(threading.local):
-    """References in files, as far as the reference has them: a worker may let this thread write them for a while, to
-    send the file in a call. Each that is written has to be read once, for until then the owner keeps the value.
+    """Writes RRefs to files and reads them, as far as the reference supports it.
+
+    A program may enable this on one thread for a while, to send the file in a call. Each RRef that is written must be
+    read exactly once, because the owner keeps the value until then.
     """
 
     enabled = False
@@ -51,10 +53,10 @@ _saving = references.saving = _Saving()
 
 
 def _enable_jit_rref_pickle() -> None:
-    """Let this thread save modules that hold references."""
+    """Let this thread save modules that hold RRefs."""
     _saving.enabled = True
 
 
 def _disable_jit_rref_pickle() -> None:
-    """Let it not any more."""
+    """End what ``_enable_jit_rref_pickle`` began."""
     _saving.enabled = False

@@ -1,4 +1,8 @@
-"""What runs at the callee. Calls go through here so that errors are reported there as in the reference."""
+"""The functions that run on the callee. Every call goes through one of them, so that errors are reported as in the
+reference.
+
+``build_call`` chooses the function on the caller.
+"""
 
 from __future__ import annotations
 
@@ -11,81 +15,82 @@ from typing import Any
 import torch
 from torch.jit._builtins import _find_builtin
 
-from backhaul._rpc import arguments
+from backhaul._rpc import arguments as rpc_arguments
 from backhaul._rpc.calls.async_results import ASYNC_MARK, async_execution
 from backhaul._wire.callables import SCRIPT, name_of, resolve
 from backhaul.compat.rpc import agent, internal, profiling
 from backhaul.compat.rpc.containers import share
 
 
-def outgoing(
+def build_call(
     pickler: Any,
     function: Callable[..., Any],
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     *,
-    stays: bool = False,
+    keep_result: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """The call to make for a call of ``function``: function, arguments, keyword arguments.
+    """The call to make in place of a call of ``function``: function, arguments, keyword arguments.
 
     Args:
-        pickler: Pickles the call, if it is not the default.
-        function: What is called.
-        args: With what.
-        kwargs: Likewise.
-        stays: Whether the result stays where it is made.
+        pickler: Pickles the call, if it is not the default pickler.
+        function: The function that the user calls.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        keep_result: Whether the result stays on the callee.
     """
     if not callable(function):
         raise TypeError("function should be callable.")
-    given, named = positional(args), kwargs or {}
+    arguments, keywords = positional(args), kwargs or {}
     if isinstance(function, torch.jit.ScriptFunction):
-        _check_count(function, given)
-    later = bool(getattr(function, ASYNC_MARK, False)) or _returns_future(function)
+        _check_count(function, arguments)
+    is_async = bool(getattr(function, ASYNC_MARK, False)) or _returns_future(function)
     if pickler is not internal._internal_rpc_pickler:
-        pickled = pickler.serialize(internal.PythonUDF(function, given, dict(named)))
-        return (answer_pickled_later if later else answer_pickled), pickled, {}
+        pickled = pickler.serialize(internal.PythonUDF(function, arguments, dict(keywords)))
+        return (serve_pickled_async if is_async else serve_pickled), pickled, {}
     target = name_of(function) or function
-    made_in_script = stays and isinstance(function, torch.jit.ScriptFunction)
-    answering = answer_later if later else answer_in_script if made_in_script else answer
-    return answering, (target, *given), named
+    keep_script_result = keep_result and isinstance(function, torch.jit.ScriptFunction)
+    serving_function = serve_async if is_async else serve_and_share if keep_script_result else serve
+    return serving_function, (target, *arguments), keywords
 
 
 def positional(args: Any) -> tuple[Any, ...]:
-    """``args`` as a tuple. The reference takes anything that can be iterated. A tensor is refused all the same: the
-    reference drops it, splits it or fails, as its elements are.
+    """``args`` as a tuple. As in the reference, any iterable will do.
+
+    A tensor is not accepted. The reference drops it, splits it or fails, depending on its elements.
     """
     if isinstance(args, torch.Tensor):
-        return arguments.positional(args)
+        return rpc_arguments.positional(args)
     return tuple(args or ())
 
 
 def _returns_future(function: Any) -> bool:
-    """Whether it is a scripted function that answers later; scripting loses the mark."""
+    """Whether a scripted function returns a future. Scripting removes the mark of ``async_execution``."""
     if not isinstance(function, torch.jit.ScriptFunction):
         return False
-    return isinstance(_returned(function), torch._C.FutureType)
+    return isinstance(_result_type(function), torch._C.FutureType)
 
 
-def _returned(function: Any) -> Any:
+def _result_type(function: Any) -> Any:
     """The type that a scripted function returns."""
     return function.schema.returns[0].type
 
 
 def _check_count(function: Any, args: tuple[Any, ...]) -> None:
-    """The callee finds a function that takes more than its share without a word."""
-    most, given = len(function.schema.arguments), len(args)
-    if given > most:
-        raise RuntimeError(f"{function.name}() expected at most {most} argument(s) but received {given} argument(s)")
+    """Raise an error for too many arguments here, because the callee's function accepts them silently."""
+    most, count = len(function.schema.arguments), len(args)
+    if count > most:
+        raise RuntimeError(f"{function.name}() expected at most {most} argument(s) but received {count} argument(s)")
 
 
-def answer(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+def serve(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run a call."""
     agent.wait_for_current()
-    agent.note_interpreter_wait(_wait_for_interpreter)
+    agent.record_gil_wait(_measure_gil_wait)
     try:
         function = resolve(target) if isinstance(target, str) else target
         try:
-            return profiling.observed(function, *args, **kwargs)
+            return profiling.call_profiled(function, *args, **kwargs)
         except TypeError as error:
             if _find_builtin(function) is None:
                 raise
@@ -97,15 +102,15 @@ def answer(target: Any, /, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-def answer_in_script(target: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a call of a scripted function whose result stays here."""
-    return share(answer(target, *args, **kwargs), _returned(resolve(target)))
+def serve_and_share(target: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a call of a scripted function whose result stays on this worker, where other scripts share it."""
+    return share(serve(target, *args, **kwargs), _result_type(resolve(target)))
 
 
 @async_execution
-def answer_later(target: Any, /, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-    """Run a call whose result is a future."""
-    result: torch.futures.Future[Any] = answer(target, *args, **kwargs)
+def serve_async(target: Any, /, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+    """Run a call whose function returns a future."""
+    result: torch.futures.Future[Any] = serve(target, *args, **kwargs)
     if not isinstance(result, torch._C.Future):
         if isinstance(target, str) and target.startswith(SCRIPT):
             kind = type(result).__name__
@@ -117,20 +122,20 @@ def answer_later(target: Any, /, *args: Any, **kwargs: Any) -> torch.futures.Fut
     return result
 
 
-def answer_pickled(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """Run a call that came through a pickler of the user's."""
+def serve_pickled(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Run a call that the user's pickler has pickled."""
     call = internal.deserialize(data, tensors)
-    return answer(call.func, *call.args, **(call.kwargs or {}))
+    return serve(call.func, *call.args, **(call.kwargs or {}))
 
 
 @async_execution
-def answer_pickled_later(data: bytes, tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
-    """Likewise, and its result is a future."""
+def serve_pickled_async(data: bytes, tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
+    """Run a call that the user's pickler has pickled and whose function returns a future."""
     call = internal.deserialize(data, tensors)
-    return answer_later(call.func, *call.args, **(call.kwargs or {}))
+    return serve_async(call.func, *call.args, **(call.kwargs or {}))
 
 
-def _wait_for_interpreter() -> float:
+def _measure_gil_wait() -> float:
     begin = time.perf_counter()
-    time.sleep(0)  # lets the interpreter go and takes it again
+    time.sleep(0)  # releases the global interpreter lock and acquires it again
     return time.perf_counter() - begin

@@ -1,4 +1,4 @@
-// What the page shows, with what is needed to find one's way in it. Nothing here draws or touches the page.
+// The timeline that the page shows, with indexes and summaries of it. Nothing here draws or changes the page.
 
 const timeline = JSON.parse(document.getElementById("timeline-data").textContent);
 const kinds = JSON.parse(document.getElementById("kinds-data").textContent);
@@ -20,10 +20,10 @@ const groupBy = (rows, key) => {
 };
 const childrenOfCall = groupBy(timeline.calls, (call) => call.parent);
 
-const workerName = (id) => workers.get(id)?.name ?? "a worker that is not here";
+const workerName = (id) => workers.get(id)?.name ?? "unknown worker";
 const workerOf = (slice) => tracks.get(slice.track)?.worker ?? -1;
 
-// The first and the last moment of anything. What has no end yet lasts until the end of the profile.
+// The first and the last time of any slice. A slice without an end lasts until the end of the profile.
 const extent = (() => {
   let [start, end] = [0, timeline.end];
   for (const slice of timeline.slices) {
@@ -34,7 +34,7 @@ const extent = (() => {
   return { start, end: Math.max(end, start + 1000) };
 })();
 
-// ---- Words for numbers ----
+// ---- Numbers as text ----
 
 const UNITS = [
   ["s", 1e9],
@@ -42,10 +42,10 @@ const UNITS = [
   ["µs", 1e3],
   ["ns", 1],
 ];
-const NOT_KNOWN = "–";
+const UNKNOWN = "–";
 
 function timeText(ns, digits = 3) {
-  if (ns === null || ns === undefined) return NOT_KNOWN;
+  if (ns === null || ns === undefined) return UNKNOWN;
   if (ns === 0) return "0";
   const [unit, size] = UNITS.find(([, least]) => Math.abs(ns) >= least * 0.9995) ?? ["ns", 1];
   const value = ns / size;
@@ -69,7 +69,8 @@ const percentText = (part, all) => {
 
 // ---- Calls ----
 
-// The time between two moments of a call; null where one is not known. Clocks agree only so far: never less than 0.
+// The time between two moments of a call; null if one is unknown. Clocks of workers differ slightly, so a negative
+// difference counts as 0.
 const between = (from, to) => (from < 0 || to < 0 ? null : Math.max(0, to - from));
 
 function partsOf(call) {
@@ -92,7 +93,7 @@ const sum = (values) => {
   return known.length ? known.reduce((a, b) => a + b, 0) : null;
 };
 
-// One row per name: what all its calls took together.
+// One row per name, with the totals of all calls of that name.
 function callsByName() {
   return [...groupBy(timeline.calls, (call) => call.name)].map(([name, group]) => {
     const parts = group.map(partsOf);
@@ -109,7 +110,7 @@ function callsByName() {
   });
 }
 
-// One row per kind and worker of what the step waited for, the longest first.
+// One row per kind and worker of the critical path, the longest first.
 function waitedFor() {
   const groups = groupBy(timeline.path, (segment) => `${segment.kind} ${segment.worker}`);
   const rows = [...groups.values()].map((group) => ({
@@ -121,12 +122,12 @@ function waitedFor() {
   return rows.sort((a, b) => b.time - a.time);
 }
 
-// What the step waited for, with neighbours of one kind and worker as one.
-const strip = [];
+// The critical path, with adjacent segments of the same kind and worker merged.
+const mergedPath = [];
 for (const { kind, worker, start, end } of timeline.path) {
-  const last = strip.at(-1);
+  const last = mergedPath.at(-1);
   if (last && last.kind === kind && last.worker === worker && last.end === start) last.end = end;
-  else strip.push({ kind, worker, start, end });
+  else mergedPath.push({ kind, worker, start, end });
 }
 
 const waitedText = (kind, worker) =>
@@ -134,7 +135,8 @@ const waitedText = (kind, worker) =>
 
 // ---- Messages ----
 
-// Whether a message belongs to what is selected: a call, a pass (gradients, by number or else by time), or a slice.
+// Whether a message belongs to the selection: a call, a slice, or a pass. The gradients of a pass are found by its
+// number, or by time if there is no number.
 function belongsTo(arrow, selection) {
   const { call, slice } = selection;
   if (call) return arrow.call === call.id;

@@ -1,4 +1,4 @@
-// The panel that tells all about what is selected: a call with both its halves, or a slice.
+// The panel with the details of the selection: a call on the caller and on the callee, or a slice.
 
 const line = (label, value, kind = null, testid = null) => [
   make("dt", {}, kind ? swatch(kind) : null, label),
@@ -7,7 +7,7 @@ const line = (label, value, kind = null, testid = null) => [
 
 const facts = (...lines) => make("dl", { className: "lines" }, ...lines.flat());
 
-// `go(slice)` brings a slice into view, `pick(call)` selects a call.
+// `go(slice)` scrolls to a slice, `pick(call)` selects a call.
 function showDetails({ call, slice }, go, pick) {
   const content = call ? callDetails(call, slice, go, pick) : slice ? sliceDetails(slice) : hints();
   at("details").replaceChildren(...content.filter(Boolean));
@@ -21,12 +21,12 @@ function hints() {
     ["↑ ↓", "scroll"],
     ["/", "search"],
     ["f", "zoom to the selection"],
-    ["0", "show everything"],
+    ["0", "show the whole profile"],
     ["Esc", "clear the selection"],
   ];
   const text = timeline.calls.length
-    ? "Click a slice, or a call in the table, to see both its halves: at the worker that called, and at the other."
-    : "There are no calls in this profile. Click a slice to see what it is.";
+    ? "Click a slice, or a call in the table, to see what happened on the caller and on the callee."
+    : "There are no calls in this profile. Click a slice to see its details.";
   return [
     make("h2", {}, "Nothing selected"),
     make("p", { className: "hint" }, text),
@@ -35,7 +35,7 @@ function hints() {
       { className: "keys" },
       ...keys.flatMap(([key, what]) => [make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)]),
     ),
-    make("p", { className: "hint" }, "The wheel zooms, with Shift it moves sideways; dragging moves."),
+    make("p", { className: "hint" }, "Turn the wheel to zoom, or with Shift to move sideways. Drag to move."),
   ];
 }
 
@@ -45,15 +45,15 @@ function sliceLines(slice) {
   const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
   return facts(
     line("worker", workerName(workerOf(slice))),
-    line("track", tracks.get(slice.track)?.name ?? NOT_KNOWN),
-    line("from", timeText(slice.start, 5)),
-    line("took", timeText(slice.end - slice.start)),
+    line("track", tracks.get(slice.track)?.name ?? UNKNOWN),
+    line("start", timeText(slice.start, 5)),
+    line("duration", timeText(slice.end - slice.start)),
     ...messageLines(slice),
     ...Object.entries(slice.args).map(([name, value]) => line(name, text(value))),
   );
 }
 
-// A pass or a part of one: what it sent and was sent.
+// The number and size of the messages that a slice, or a whole pass, sent and received.
 function messageLines(slice) {
   const list = timeline.arrows.filter((arrow) => belongsTo(arrow, { slice }));
   if (!list.length) return [];
@@ -92,15 +92,15 @@ function callDetails(call, slice, go, pick) {
       line("request", `${bytesText(call.bytes_out)} in ${timeText(parts.wireThere)}`, "wire", "wire-there"),
       line("reply", `${bytesText(call.bytes_in)} in ${timeText(parts.wireBack)}`, "wire", "wire-back"),
     ),
-    ...family("Called by", calls.has(call.parent) ? [calls.get(call.parent)] : [], pick, "parent"),
-    ...family("Calls it made", childrenOfCall.get(call.id) ?? [], pick, "child"),
+    ...callList("Called by", calls.has(call.parent) ? [calls.get(call.parent)] : [], pick, "parent"),
+    ...callList("Calls it made", childrenOfCall.get(call.id) ?? [], pick, "child"),
     ...(slice && slice.id !== call.near && slice.id !== call.far
-      ? [make("h3", { title: slice.name }, `The slice: ${slice.name}`), sliceLines(slice)]
+      ? [make("h3", { title: slice.name }, `Selected slice: ${slice.name}`), sliceLines(slice)]
       : []),
   ];
 }
 
-// One bar from start to end: which part of the call was what.
+// A bar that shows the phases of a call in order.
 function phases(call, parts) {
   const [near, far] = [workerName(call.caller), workerName(call.callee)];
   const all = [
@@ -117,12 +117,12 @@ function phases(call, parts) {
   const piece = ([kind, time, text]) => swatch(kind, { "--share": String(time), title: `${text}: ${timeText(time)}` });
   return make(
     "div",
-    { className: "phases", role: "img", "aria-label": "Parts of the call, in order" },
+    { className: "phases", role: "img", "aria-label": "Phases of the call, in order" },
     ...all.filter(([, time]) => time > 0).map(piece),
   );
 }
 
-const moment = (time) => (time < 0 ? NOT_KNOWN : timeText(time, 5));
+const moment = (time) => (time < 0 ? UNKNOWN : timeText(time, 5));
 
 function nearHalf(call, parts, go) {
   const lines = facts(
@@ -135,7 +135,7 @@ function nearHalf(call, parts, go) {
     line("done", moment(call.done)),
     line("bytes out", bytesText(call.bytes_out)),
   );
-  return half("near", `At ${workerName(call.caller)}`, "caller", lines, call.near, "Show caller’s half", go);
+  return half("near", `On ${workerName(call.caller)}`, "caller", lines, call.near, "Show on caller", go);
 }
 
 function farHalf(call, parts, go) {
@@ -150,8 +150,9 @@ function farHalf(call, parts, go) {
     line("raised", call.failed || "nothing"),
     line("bytes back", bytesText(call.bytes_in)),
   );
-  const body = missing && call.far < 0 ? make("p", { className: "hint" }, `Its share is not here: ${missing}`) : lines;
-  return half("far", `At ${workerName(call.callee)}`, "callee", body, call.far, "Show remote half", go);
+  const reason = `The records of this worker are missing: ${missing}`;
+  const body = missing && call.far < 0 ? make("p", { className: "hint" }, reason) : lines;
+  return half("far", `On ${workerName(call.callee)}`, "callee", body, call.far, "Show on callee", go);
 }
 
 function half(testid, title, role, body, id, text, go) {
@@ -165,7 +166,7 @@ function half(testid, title, role, body, id, text, go) {
   );
 }
 
-function family(title, list, pick, testid) {
+function callList(title, list, pick, testid) {
   if (!list.length) return [];
   const most = 50;
   const item = (call) =>
@@ -177,5 +178,5 @@ function family(title, list, pick, testid) {
     );
   const more =
     list.length > most ? make("li", { className: "muted" }, `and ${countText(list.length - most)} more`) : null;
-  return [make("h3", {}, title), make("ul", { className: "family" }, ...list.slice(0, most).map(item), more)];
+  return [make("h3", {}, title), make("ul", { className: "call-list" }, ...list.slice(0, most).map(item), more)];
 }

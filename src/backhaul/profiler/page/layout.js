@@ -1,23 +1,24 @@
-// Where everything is: time on the x axis, workers, tracks and levels on the y axis. Lengths are CSS pixels.
+// The layout: time on the x axis; workers, tracks and levels on the y axis. All lengths are CSS pixels.
 
-const GUTTER = 168; // what the labels at the left take
-const BAND = 30; // the head of a worker
-const LEVEL = 18; // a slice, with the gap under it
-const BAR = 16; // a slice without it
-const REMARK = 26; // a line of words instead of tracks
+const GUTTER = 168; // width of the labels at the left
+const BAND = 30; // height of the head of a worker
+const LEVEL = 18; // height of a slice and of the gap below it
+const BAR = 16; // height of a slice
+const REMARK = 26; // height of a line of text in place of tracks
 
-// A box is a slice with its place: { slice, row, level, lit }. Boxes of one level never overlap.
+// A box is a slice with its place: { slice, row, level, lit }. Boxes of one level never overlap. A box that is not lit
+// is dimmed.
 const boxes = new Map();
 
-// How many slices are around one: tells which is the inner of two that take the same time.
+// How many slices contain a slice. Decides which of two slices with the same times is the inner one.
 function depthOf(slice) {
   let depth = 0;
   for (let around = slices.get(slice.parent); around && depth < 1000; around = slices.get(around.parent)) depth += 1;
   return depth;
 }
 
-// Slices that nest get the level below their parent. Others that overlap, which a lane may hold, move down until there
-// is room, so that nothing hides anything.
+// A nested slice gets the level below its parent. Other slices that overlap, which a lane may contain, move down to the
+// first free level, so that no slice hides another.
 function levelsOf(row, list) {
   const levels = [];
   list.sort((a, b) => a.start - b.start || b.end - a.end || depthOf(a) - depthOf(b) || a.id - b.id);
@@ -32,7 +33,7 @@ function levelsOf(row, list) {
   return levels;
 }
 
-// A band per worker, the one that profiled first; in it a row per track, the threads first.
+// One band per worker, the owner of the profile first. In a band, one row per track, the threads first.
 const bands = (() => {
   const ofTrack = groupBy(timeline.slices, (slice) => slice.track);
   const ofWorker = groupBy(timeline.tracks, (track) => track.worker);
@@ -52,10 +53,10 @@ const bands = (() => {
   });
 })();
 
-// Above and below the levels of a row; lanes come in numbers, so they are close to each other.
+// The space above and below the levels of a row. It is smaller for lanes, because there are many of them.
 const padOf = (row) => (row.track.lane ? 3 : 5);
 
-// Gives every band and row its y; returns the height of all.
+// Sets the y of every band and row; returns the total height.
 function stack() {
   let y = 0;
   for (const band of bands) {
@@ -72,11 +73,11 @@ function stack() {
   return y;
 }
 
-// The top of a box; in a band that is closed, all are in its head.
+// The top of a box. All boxes of a collapsed band are in its head.
 const topOf = (box) =>
   box.row.band.open ? box.row.y + padOf(box.row) + box.level * LEVEL : box.row.band.y + (BAND - BAR) / 2;
 
-// The first of a level that ends after a time.
+// The index of the first box of a level that ends after a time.
 function firstAfter(level, time) {
   let [low, high] = [0, level.length];
   while (low < high) {
@@ -87,7 +88,7 @@ function firstAfter(level, time) {
   return low;
 }
 
-// The box at a place: the one there, or else the nearest that is at most `slack` away, so that the thinnest can be hit.
+// The box at a position, or else the nearest box at most `slack` away, so that thin slices can be clicked.
 function boxAt(y, time, slack, shown) {
   const row = bands.flatMap((band) => (band.open ? band.rows : [])).find((row) => y >= row.y && y < row.y + row.height);
   const level = row?.levels[Math.floor((y - row.y - padOf(row)) / LEVEL)];
@@ -102,8 +103,8 @@ function boxAt(y, time, slack, shown) {
   return best;
 }
 
-// What part of the time is visible. Zooming keeps the time under `x` where it is.
-class Stretch {
+// The visible range of time. Zooming keeps the time at `x` in place.
+class TimeRange {
   constructor() {
     this.width = 1;
     this.fit();
@@ -142,7 +143,7 @@ class Stretch {
     this.set(this.start + by, this.end + by);
   }
 
-  // Brings a stretch to the middle, with room around it.
+  // Shows the time from `start` to `end` in the middle; it fills `share` of the width.
   show(start, end, share = 0.5) {
     const span = Math.max(end - start, 200) / share;
     const middle = (start + end) / 2;

@@ -1,4 +1,4 @@
-// Puts the parts together: what is selected, filtered and searched for, and who is told.
+// Combines the parts of the page: keeps the selection, the filter and the search, and updates all parts.
 
 const state = { selection: {}, name: null, search: "", found: [], current: -1 };
 
@@ -29,7 +29,7 @@ const callsTable = new SortedTable(
   [
     ["Call", "name", (row) => row.name, "wide"],
     ["Start", "start", (row) => timeText(row.start, 4), "number"],
-    ["Took", "took", (row) => timeText(row.took), "number"],
+    ["Duration", "duration", (row) => timeText(row.duration), "number"],
     ["Run", "run", (row) => timeText(row.run), "number"],
   ],
   ["start", false],
@@ -44,7 +44,7 @@ const callsTable = new SortedTable(
 // ---- Selecting ----
 
 function select(selection) {
-  state.selection = view.look.selection = selection;
+  state.selection = view.display.selection = selection;
   showDetails(selection, (slice) => view.goTo(slice), pickCall);
   callsTable.mark((id) => calls.get(Number(id)));
   view.refresh();
@@ -54,7 +54,7 @@ function pickSlice(slice) {
   select(slice ? { slice, call: calls.get(slice.call) } : {});
 }
 
-// From a table or a list: both halves come into view.
+// Selects a call from a table or a list, and shows its slices on the caller and on the callee.
 function pickCall(call) {
   const halves = halvesOf({ call });
   select({ call, slice: halves[0] ?? halves[1] });
@@ -72,18 +72,18 @@ function filterBy(name) {
   at("filter").title = "Show all calls again";
   showCalls();
   namesTable.mark((id) => ({ name: id }));
-  light();
+  highlightMatches();
 }
 
 function showCalls() {
   const chosen = timeline.calls.filter((call) => state.name === null || call.name === state.name);
-  callsTable.show(chosen.map((call) => ({ ...call, took: partsOf(call).total, run: partsOf(call).run })));
+  callsTable.show(chosen.map((call) => ({ ...call, duration: partsOf(call).total, run: partsOf(call).run })));
 }
 
-// What neither the filter nor the search means is dimmed.
-function light() {
+// Dims all slices that do not match the filter and the search.
+function highlightMatches() {
   const wanted = state.search.toLowerCase();
-  const byName = new Map(); // names repeat: each is looked at once
+  const byName = new Map(); // names repeat, so each is compared once
   const fits = (name) => {
     if (!byName.has(name)) byName.set(name, name.toLowerCase().includes(wanted));
     return byName.get(name);
@@ -94,15 +94,15 @@ function light() {
     if (box.lit && wanted) found.push(box.slice);
   }
   state.found = found.sort((a, b) => a.start - b.start || a.id - b.id);
-  view.look.filtered = Boolean(wanted) || state.name !== null;
+  view.display.filtered = Boolean(wanted) || state.name !== null;
   jump(0, wanted && found.length ? 0 : -1);
 }
 
-// Goes on to another match; `to` is its number.
+// Shows another match; `to` is its number.
 function jump(by, to = (state.current + by + state.found.length) % state.found.length) {
   state.current = Number.isNaN(to) ? -1 : to;
   const slice = state.found[state.current];
-  view.look.current = slice?.id ?? null;
+  view.display.current = slice?.id ?? null;
   const place = slice ? `${countText(state.current + 1)} of ${countText(state.found.length)}` : "none";
   at("search-count").textContent = state.search ? place : "";
   if (slice) view.goTo(slice, 0.1);
@@ -111,7 +111,7 @@ function jump(by, to = (state.current + by + state.found.length) % state.found.l
 
 at("search-text").addEventListener("input", (event) => {
   state.search = event.target.value.trim();
-  light();
+  highlightMatches();
 });
 at("search").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -137,7 +137,7 @@ function showTooltip(what, event) {
   tooltip.replaceChildren(
     make("b", {}, segment ? waitedText(what.kind, what.worker) : what.name),
     make("span", {}, segment ? what.name : `${kinds[what.kind] ?? what.kind}, ${worker}`),
-    make("span", { className: "numbers" }, `${timeText(what.end - what.start)}, from ${timeText(what.start, 5)}`),
+    make("span", { className: "numbers" }, `${timeText(what.end - what.start)}, start ${timeText(what.start, 5)}`),
   );
   const [width, height] = [tooltip.offsetWidth, tooltip.offsetHeight];
   tooltip.style.left = `${Math.min(event.clientX + 14, innerWidth - width - 8)}px`;
@@ -153,7 +153,7 @@ function showFacts() {
   const missing = timeline.workers.filter((worker) => worker.missing).length;
   const failed = timeline.calls.filter((call) => call.failed).length;
   at("facts").replaceChildren(
-    fact("Span", timeText(timeline.end, 4)),
+    fact("Duration", timeText(timeline.end, 4)),
     fact("Workers", `${timeline.workers.length}${missing ? ` (${missing} missing)` : ""}`),
     fact("Calls", `${countText(timeline.calls.length)}${failed ? ` (${failed} failed)` : ""}`),
     fact("Bytes", bytesText(bytes)),
@@ -164,8 +164,8 @@ function showLegend() {
   const used = new Set(timeline.slices.map((slice) => slice.kind));
   const item = (kind) => {
     const toggle = (event) => {
-      const hide = !view.look.hidden.delete(kind);
-      if (hide) view.look.hidden.add(kind);
+      const hide = !view.display.hidden.delete(kind);
+      if (hide) view.display.hidden.add(kind);
       event.currentTarget.setAttribute("aria-pressed", String(!hide));
       view.refresh();
     };
@@ -183,8 +183,8 @@ function showLegend() {
 
 for (const id of ["arrows", "path"]) {
   at(id).addEventListener("click", (event) => {
-    view.look[id] = !view.look[id];
-    event.currentTarget.setAttribute("aria-pressed", String(view.look[id]));
+    view.display[id] = !view.display[id];
+    event.currentTarget.setAttribute("aria-pressed", String(view.display[id]));
     view.refresh();
   });
 }
@@ -203,7 +203,7 @@ document.addEventListener("keydown", (event) => {
     return select({});
   }
   if (event.target.matches("input")) return;
-  // Elsewhere arrows are the browser's.
+  // Outside the timeline, the browser handles the arrow keys.
   const scrolls = event.key.startsWith("Arrow") && !event.target.matches("body, #tracks");
   if (event.key === "/") at("search-text").focus();
   else if (event.key === "f" && state.selection.slice) view.goToAll(halvesOf(state.selection));
@@ -219,18 +219,18 @@ showWaited((segment) => {
     pickSlice(slice);
     view.goTo(slice);
   }
-  view.stretch.show(segment.start, segment.end);
+  view.range.show(segment.start, segment.end);
   view.refresh();
 });
 namesTable.show(callsByName());
 showCalls();
 select({});
 
-// For tests, and for whoever looks at a profile from the console.
+// For tests, and for use in the console of the browser.
 window.backhaul = {
   timeline,
   pixelOf: (id) => view.pixelOf(id),
   select: (id) => pickCall(calls.get(id)),
-  visible: () => ({ start: view.stretch.start, end: view.stretch.end }),
+  visible: () => ({ start: view.range.start, end: view.range.end }),
   selected: () => ({ call: state.selection.call?.id ?? -1, slice: state.selection.slice?.id ?? -1 }),
 };

@@ -1,14 +1,16 @@
-// Draws what is visible, and of what is thinner than a pixel only as much as can be seen: a frame costs what the screen
-// holds, not what the profile holds.
+// Draws only the visible slices, and only one slice per pixel where they are thinner. So the cost of a frame depends on
+// the size of the screen, not on the size of the profile.
 
+// Heights in CSS pixels.
 const MINIMAP = 30;
 const RULER = 24;
-const STRIP = 34; // what the step waited for
+const STRIP = 34; // the critical path
 const OVERVIEW = MINIMAP + RULER + STRIP;
-const MOST_ARROWS = 250; // more than these hide what is under them
+
+const MAX_ARROWS = 250; // more arrows would hide the slices below them
 const FONT = "11px -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', Arial, sans-serif";
 
-// ---- Colours: those of the style sheet, light or dark ----
+// ---- Colors, read from the light or dark theme of the style sheet ----
 
 const theme = { kind: {}, ink: {} };
 
@@ -23,12 +25,12 @@ function readTheme() {
   }
 }
 
-function brightness(colour) {
-  const [r, g, b] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
+function brightness(color) {
+  const [r, g, b] = [1, 3, 5].map((at) => (parseInt(color.slice(at, at + 2), 16) / 255) ** 2.2);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }
 
-// ---- Pieces ----
+// ---- Canvas, text and ticks ----
 
 function sized(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
@@ -42,7 +44,7 @@ function sized(canvas, width, height) {
   return context;
 }
 
-const widths = new Map(); // of texts, as measured
+const widths = new Map(); // text -> measured width
 
 function widthOf(context, text) {
   let width = widths.get(text);
@@ -54,7 +56,7 @@ function widthOf(context, text) {
   return width;
 }
 
-// As much of a text as fits, with an ellipsis where something is left out.
+// The text, shortened with an ellipsis if it does not fit.
 function fitted(context, text, room) {
   if (text.length > 200) text = `${text.slice(0, 199)}…`;
   if (widthOf(context, text) <= room) return text;
@@ -68,33 +70,33 @@ function fitted(context, text, room) {
 }
 
 // The distance between ticks: 1, 2 or 5 of a power of ten, about `room` pixels apart.
-function tickOf(stretch, room = 110) {
-  const least = (stretch.span / stretch.width) * room;
+function tickOf(range, room = 110) {
+  const least = (range.span / range.width) * room;
   const power = 10 ** Math.floor(Math.log10(least));
   return Math.max(1, power * [1, 2, 5, 10].find((step) => power * step >= least));
 }
 
-function* ticks(stretch) {
-  const step = tickOf(stretch);
-  for (let n = Math.ceil(stretch.start / step); n * step <= stretch.end; n += 1) yield [n * step, step];
+function* ticks(range) {
+  const step = tickOf(range);
+  for (let n = Math.ceil(range.start / step); n * step <= range.end; n += 1) yield [n * step, step];
 }
 
-// Enough digits to tell a tick from the next, in the unit of the largest that is visible.
+// The label of a tick, with enough digits to differ from the next one, in the unit of the largest visible tick.
 function tickText(time, step, largest) {
   const [unit, size] = UNITS.find(([, least]) => largest >= least) ?? ["ns", 1];
   return `${(time / size).toFixed(Math.max(0, Math.ceil(Math.log10(size / step) - 1e-9)))} ${unit}`;
 }
 
-// ---- The part that stays at the top ----
+// ---- The overview, which stays at the top ----
 
-function paintOverview(canvas, stretch) {
-  const context = sized(canvas, stretch.width, OVERVIEW);
-  paintMinimap(context, stretch);
-  paintRuler(context, stretch);
-  paintStrip(context, stretch);
+function paintOverview(canvas, range) {
+  const context = sized(canvas, range.width, OVERVIEW);
+  paintMinimap(context, range);
+  paintRuler(context, range);
+  paintStrip(context, range);
 }
 
-const busy = new Map(); // per width: for every band the pixels in which one of its threads did something
+const busy = new Map(); // width -> for every band, the pixels in which one of its threads ran (2) or waited (1)
 
 function busyPixels(width) {
   if (!busy.has(width)) {
@@ -121,8 +123,8 @@ function busyPixels(width) {
   return busy.get(width);
 }
 
-function paintMinimap(context, stretch) {
-  const all = busyPixels(stretch.width);
+function paintMinimap(context, range) {
+  const all = busyPixels(range.width);
   const height = (MINIMAP - 6) / Math.max(1, all.length);
   all.forEach((pixels, number) => {
     for (let from = 0, to; from < pixels.length; from = to) {
@@ -132,35 +134,35 @@ function paintMinimap(context, stretch) {
       context.fillRect(from, 3 + number * height, to - from, Math.max(1, height - 1));
     }
   });
-  const scale = stretch.width / (extent.end - extent.start);
-  const from = Math.max(0, (stretch.start - extent.start) * scale);
-  const to = Math.min(stretch.width, (stretch.end - extent.start) * scale);
+  const scale = range.width / (extent.end - extent.start);
+  const from = Math.max(0, (range.start - extent.start) * scale);
+  const to = Math.min(range.width, (range.end - extent.start) * scale);
   context.fillStyle = theme.window;
   context.fillRect(0, 0, from, MINIMAP);
-  context.fillRect(to, 0, stretch.width - to, MINIMAP);
+  context.fillRect(to, 0, range.width - to, MINIMAP);
   context.strokeStyle = theme.accent;
   context.strokeRect(from + 0.5, 0.5, Math.max(2, to - from - 1), MINIMAP - 1);
 }
 
-function paintRuler(context, stretch) {
+function paintRuler(context, range) {
   context.fillStyle = theme.muted;
-  for (const [time, step] of ticks(stretch)) {
-    const x = Math.round(stretch.x(time));
+  for (const [time, step] of ticks(range)) {
+    const x = Math.round(range.x(time));
     context.fillRect(x, MINIMAP + RULER - 6, 1, 6);
-    if (x + 70 < stretch.width)
-      context.fillText(tickText(time, step, Math.min(stretch.end, extent.end)), x + 4, MINIMAP + RULER - 10);
+    if (x + 70 < range.width)
+      context.fillText(tickText(time, step, Math.min(range.end, extent.end)), x + 4, MINIMAP + RULER - 10);
   }
   context.fillStyle = theme.line;
-  context.fillRect(0, MINIMAP + RULER - 1, stretch.width, 1);
+  context.fillRect(0, MINIMAP + RULER - 1, range.width, 1);
 }
 
-function paintStrip(context, stretch) {
+function paintStrip(context, range) {
   const [y, height] = [MINIMAP + RULER + 5, STRIP - 10];
   let last = -1;
-  for (const segment of strip) {
-    if (segment.end < stretch.start || segment.start > stretch.end) continue;
-    const from = Math.max(0, stretch.x(segment.start));
-    const to = Math.min(stretch.width, stretch.x(segment.end));
+  for (const segment of mergedPath) {
+    if (segment.end < range.start || segment.start > range.end) continue;
+    const from = Math.max(0, range.x(segment.start));
+    const to = Math.min(range.width, range.x(segment.end));
     if (to <= last) continue;
     context.fillStyle = theme.kind[segment.kind];
     context.fillRect(from, y, Math.max(1, to - from - (to - from > 3 ? 1 : 0)), height);
@@ -178,52 +180,52 @@ function paintStrip(context, stretch) {
 
 // ---- The tracks ----
 
-// `look` is what the page has been asked for: { selection, filtered, hidden, arrows, path, current }.
-function paintTracks(canvas, stretch, scrolled, height, look) {
-  const context = sized(canvas, GUTTER + stretch.width, height);
+// `display` is what to show: { selection, filtered, hidden, arrows, path, current }.
+function paintTracks(canvas, range, scrolled, height, display) {
+  const context = sized(canvas, GUTTER + range.width, height);
   context.save();
   context.translate(0, -scrolled);
-  paintGround(context, stretch, scrolled, height);
+  paintBackground(context, range, scrolled, height);
   context.beginPath();
-  context.rect(GUTTER, scrolled, stretch.width, height);
+  context.rect(GUTTER, scrolled, range.width, height);
   context.clip();
   context.translate(GUTTER, 0);
   for (const band of bands) {
     for (const row of band.open ? band.rows : []) {
       if (row.y > scrolled + height || row.y + row.height < scrolled) continue;
-      row.levels.forEach((level) => paintLevel(context, stretch, level, look));
+      row.levels.forEach((level) => paintLevel(context, range, level, display));
     }
   }
-  if (look.path) paintPath(context, stretch);
-  const left = paintArrows(context, stretch, scrolled, height, look);
-  paintOutlines(context, stretch, look);
+  if (display.path) paintPath(context, range);
+  const left = paintArrows(context, range, scrolled, height, display);
+  paintOutlines(context, range, display);
   context.restore();
   return left;
 }
 
-function paintGround(context, stretch, scrolled, height) {
+function paintBackground(context, range, scrolled, height) {
   context.fillStyle = theme.faint;
-  for (const [time] of ticks(stretch)) context.fillRect(GUTTER + Math.round(stretch.x(time)), scrolled, 1, height);
+  for (const [time] of ticks(range)) context.fillRect(GUTTER + Math.round(range.x(time)), scrolled, 1, height);
   for (const band of bands) {
     context.fillStyle = theme.faint;
-    context.fillRect(0, band.y, GUTTER + stretch.width, BAND);
+    context.fillRect(0, band.y, GUTTER + range.width, BAND);
     context.fillStyle = theme.line;
-    if (band.y) context.fillRect(0, band.y - 1, GUTTER + stretch.width, 1);
+    if (band.y) context.fillRect(0, band.y - 1, GUTTER + range.width, 1);
     for (const row of band.open ? band.rows : [])
-      context.fillRect(0, row.y + row.height - 1, GUTTER + stretch.width, 1);
+      context.fillRect(0, row.y + row.height - 1, GUTTER + range.width, 1);
   }
 }
 
-function paintLevel(context, stretch, level, look) {
+function paintLevel(context, range, level, display) {
   let [last, lastLit] = [-1, false];
-  for (let i = firstAfter(level, stretch.start); i < level.length; i += 1) {
+  for (let i = firstAfter(level, range.start); i < level.length; i += 1) {
     const box = level[i];
     const { slice } = box;
-    if (slice.start > stretch.end) break;
-    if (look.hidden.has(slice.kind)) continue;
-    const from = Math.max(-2, stretch.x(slice.start));
-    const to = Math.min(stretch.width + 2, stretch.x(slice.end));
-    if (to <= last && (lastLit || !box.lit)) continue; // in a pixel that is taken
+    if (slice.start > range.end) break;
+    if (display.hidden.has(slice.kind)) continue;
+    const from = Math.max(-2, range.x(slice.start));
+    const to = Math.min(range.width + 2, range.x(slice.end));
+    if (to <= last && (lastLit || !box.lit)) continue; // another slice already fills this pixel
     const wide = to - from > 3;
     const top = topOf(box);
     context.globalAlpha = box.lit ? 1 : 0.16;
@@ -240,16 +242,16 @@ function paintLevel(context, stretch, level, look) {
   context.globalAlpha = 1;
 }
 
-// A line under the part of each slice that the step waited for.
-function paintPath(context, stretch) {
-  const last = new Map(); // per height, up to where there is a line
+// Underlines the parts of slices that are on the critical path.
+function paintPath(context, range) {
+  const last = new Map(); // y -> the x at which the last line ends
   context.fillStyle = theme.path;
   for (const segment of timeline.path) {
-    if (segment.end < stretch.start || segment.start > stretch.end || !boxes.has(segment.slice)) continue;
+    if (segment.end < range.start || segment.start > range.end || !boxes.has(segment.slice)) continue;
     const box = boxes.get(segment.slice);
     const y = topOf(box) + BAR - 2;
-    const from = stretch.x(segment.start);
-    const to = Math.max(Math.floor(from) + 1, stretch.x(segment.end));
+    const from = range.x(segment.start);
+    const to = Math.max(Math.floor(from) + 1, range.x(segment.end));
     if (to <= (last.get(y) ?? -1)) continue;
     last.set(y, to);
     context.globalAlpha = box.lit ? 1 : 0.25;
@@ -258,31 +260,31 @@ function paintPath(context, stretch) {
   context.globalAlpha = 1;
 }
 
-// Returns how many were left out because there are too many.
-function paintArrows(context, stretch, scrolled, height, look) {
+// Returns how many arrows were not drawn because there are too many.
+function paintArrows(context, range, scrolled, height, display) {
   const [faint, strong] = [[], []];
   for (const arrow of timeline.arrows) {
-    if (Math.max(arrow.start, arrow.end) < stretch.start || Math.min(arrow.start, arrow.end) > stretch.end) continue;
+    if (Math.max(arrow.start, arrow.end) < range.start || Math.min(arrow.start, arrow.end) > range.end) continue;
     const [source, target] = [boxes.get(arrow.source), boxes.get(arrow.target)];
     if (!source || !target) continue;
     const ys = [topOf(source) + BAR / 2, topOf(target) + BAR / 2];
     if (Math.max(...ys) < scrolled || Math.min(...ys) > scrolled + height) continue;
-    if (belongsTo(arrow, look.selection)) strong.push([arrow, ...ys]);
-    else if (look.arrows) faint.push([arrow, ...ys]);
+    if (belongsTo(arrow, display.selection)) strong.push([arrow, ...ys]);
+    else if (display.arrows) faint.push([arrow, ...ys]);
   }
-  if (faint.length <= MOST_ARROWS) for (const one of faint) paintArrow(context, stretch, one, false, look);
-  for (const one of strong) paintArrow(context, stretch, one, true, look);
-  return faint.length <= MOST_ARROWS ? 0 : faint.length;
+  if (faint.length <= MAX_ARROWS) for (const one of faint) paintArrow(context, range, one, false, display);
+  for (const one of strong) paintArrow(context, range, one, true, display);
+  return faint.length <= MAX_ARROWS ? 0 : faint.length;
 }
 
-function paintArrow(context, stretch, [arrow, fromY, toY], strong, look) {
-  const [fromX, toX] = [stretch.x(arrow.start), stretch.x(arrow.end)];
+function paintArrow(context, range, [arrow, fromY, toY], strong, display) {
+  const [fromX, toX] = [range.x(arrow.start), range.x(arrow.end)];
   const bend = Math.min(40, Math.max(10, Math.abs(toX - fromX) / 2));
   const head = strong ? 7 : 5;
-  context.globalAlpha = strong ? 1 : look.selection.slice || look.filtered ? 0.16 : 0.5;
+  context.globalAlpha = strong ? 1 : display.selection.slice || display.filtered ? 0.16 : 0.5;
   context.strokeStyle = context.fillStyle = theme.kind[arrow.kind] ?? theme.muted;
   if (strong) {
-    context.strokeStyle = theme.card; // an edge, so that it stands out from what it crosses
+    context.strokeStyle = theme.card; // an edge that separates the arrow from what it crosses
     context.lineWidth = 4;
     curve(context, fromX, fromY, toX, toY, bend, head);
     context.strokeStyle = context.fillStyle;
@@ -304,18 +306,18 @@ function curve(context, fromX, fromY, toX, toY, bend, head) {
   context.stroke();
 }
 
-function paintOutlines(context, stretch, look) {
-  const { call, slice } = look.selection;
-  const outline = (id, width, colour) => {
+function paintOutlines(context, range, display) {
+  const { call, slice } = display.selection;
+  const outline = (id, width, color) => {
     const box = boxes.get(id);
-    if (!box || box.slice.end < stretch.start || box.slice.start > stretch.end) return;
-    const from = Math.max(-4, stretch.x(box.slice.start));
-    const to = Math.min(stretch.width + 4, stretch.x(box.slice.end));
-    context.strokeStyle = colour;
+    if (!box || box.slice.end < range.start || box.slice.start > range.end) return;
+    const from = Math.max(-4, range.x(box.slice.start));
+    const to = Math.min(range.width + 4, range.x(box.slice.end));
+    context.strokeStyle = color;
     context.lineWidth = width;
     context.strokeRect(from - 1, topOf(box) - 1, Math.max(3, to - from + 1), BAR + 2);
   };
   if (call) for (const id of [call.near, call.far]) outline(id, 2.5, theme.accent);
   if (slice && slice.id !== call?.near && slice.id !== call?.far) outline(slice.id, 1.5, theme.text);
-  if (look.current !== null) outline(look.current, 2.5, theme.path);
+  if (display.current !== null) outline(display.current, 2.5, theme.path);
 }

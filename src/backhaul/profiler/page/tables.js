@@ -1,13 +1,13 @@
-// The tables below the timeline: the same profile without a canvas.
+// The tables below the timeline. They show the same profile without a canvas.
 
-const PAGE = 200; // rows that are made at a time
+const ROWS_PER_PAGE = 200;
 
-// ---- What the step waited for ----
+// ---- The critical path ----
 
 function showWaited(go) {
   const rows = waitedFor();
   const all = sum(rows.map((row) => row.time));
-  if (!rows.length) return at("waited").replaceChildren(nothing("The profile does not tell."));
+  if (!rows.length) return at("waited").replaceChildren(nothing("The profile has no critical path."));
   const body = rows.map((row) => {
     const longest = row.segments.reduce((a, b) => (b.end - b.start > a.end - a.start ? b : a));
     const text = waitedText(row.kind, row.worker);
@@ -18,7 +18,7 @@ function showWaited(go) {
         "td",
         { className: "wide" },
         swatch(row.kind),
-        button(() => go(longest), { className: "link", title: `${text}; press to see the longest` }, text),
+        button(() => go(longest), { className: "link", title: `${text}; press to show the longest segment` }, text),
       ),
       make("td", { className: "number" }, timeText(row.time)),
       make("td", { className: "number" }, percentText(row.time, all)),
@@ -39,16 +39,16 @@ const nothing = (text) => make("tbody", {}, make("tr", {}, make("td", { classNam
 
 // ---- Tables that can be sorted ----
 
-// Columns are [title, key, text(row), class]. The first column holds the button that `press`es a row.
+// Columns are [title, key, text(row), class]. The first column contains a button, which calls `press(row)`.
 class SortedTable {
   constructor(id, columns, sort, { press, empty, testid, marked }) {
-    Object.assign(this, { table: at(id), columns, press, empty, testid, marked, rows: [], most: PAGE });
+    Object.assign(this, { table: at(id), columns, press, empty, testid, marked, rows: [], most: ROWS_PER_PAGE });
     [this.key, this.down] = sort;
   }
 
   show(rows) {
     this.rows = rows;
-    this.most = PAGE;
+    this.most = ROWS_PER_PAGE;
     this.fill();
   }
 
@@ -58,7 +58,7 @@ class SortedTable {
     const shown = order.slice(0, this.most).map((row) => this.row(row));
     const left = order.length - this.most;
     const more = () => {
-      this.most += PAGE;
+      this.most += ROWS_PER_PAGE;
       this.fill();
     };
     const rest = make(
@@ -88,7 +88,7 @@ class SortedTable {
     const [[, , first, kind], ...others] = this.columns;
     const marked = this.marked(row);
     const failed = this.testid === "call-row" ? "failed" : `${row.failed} failed`;
-    // The click goes on to the row: there it does the same for whoever does not hit the name.
+    // The row handles the click, so that a click beside the name works, too.
     const name = button(null, { className: "link", title: first(row), "aria-pressed": String(marked) }, first(row));
     return make(
       "tr",
@@ -103,7 +103,7 @@ class SortedTable {
     );
   }
 
-  // Marks again what is marked, without making the rows anew: the focus stays.
+  // Updates the marks of the rows without replacing the rows, so that the focus stays.
   mark(rowOf) {
     for (const element of this.table.querySelectorAll("tbody tr[data-id]")) {
       const marked = this.marked(rowOf(element.dataset.id));
@@ -114,10 +114,10 @@ class SortedTable {
   }
 }
 
-// Scrolls only the table's own frame, and only if it must.
+// Scrolls the frame of the table if the row is not visible.
 function reveal(element) {
   const frame = element.closest(".scroll");
-  const [top, covered] = [element.offsetTop, 30]; // by the head of the table
+  const [top, covered] = [element.offsetTop, 30]; // the head of the table covers the top of the frame
   if (top < frame.scrollTop + covered) frame.scrollTop = top - covered;
   else if (top + element.offsetHeight > frame.scrollTop + frame.clientHeight)
     frame.scrollTop = top + element.offsetHeight - frame.clientHeight;

@@ -1,8 +1,9 @@
-// The timeline on the page: follows the mouse, the wheel and the keyboard, and asks for a frame when something changed.
+// The timeline on the page: handles the mouse, the wheel and the keyboard, and redraws when something has changed.
 
 const at = (id) => document.getElementById(id);
 
-// Makes an element. Texts become text, never markup; `on...` becomes a listener, `data-...` and `aria-...` attributes.
+// Makes an element. A string child becomes text, never markup. A property `on...` becomes a listener; `data-...` and
+// `aria-...` become attributes.
 function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -16,23 +17,23 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-// A button that does something; `properties` may add to it.
+// A button. `properties` are added to its own.
 const button = (onclick, properties, ...children) =>
   make("button", { type: "button", onclick, ...properties }, ...children);
 
-// A piece in the colour of a kind.
+// An element in the color of a kind.
 const swatch = (kind, properties = { className: "swatch" }) =>
   make("i", { "--swatch": `var(--kind-${kind})`, ...properties });
 
 class View {
-  // `onPick` is told the slice that was clicked, or null; `onHover` the slice or the segment under the mouse.
+  // `onPick` gets the slice that was clicked, or null; `onHover` gets the slice or the segment under the mouse.
   constructor({ onPick, onHover }) {
-    this.stretch = new Stretch();
-    this.look = { selection: {}, filtered: false, hidden: new Set(), arrows: true, path: true, current: null };
+    this.range = new TimeRange();
+    this.display = { selection: {}, filtered: false, hidden: new Set(), arrows: true, path: true, current: null };
     this.tracks = at("tracks");
     this.canvas = at("canvas");
     this.overview = at("overview");
-    this.mouse = null; // x of the mouse, where zooming by keys takes place
+    this.mouse = null; // x of the mouse; the keys zoom there
     this.waiting = false;
     this.label();
     this.listen(onPick, onHover);
@@ -46,12 +47,12 @@ class View {
   }
 
   resize() {
-    this.stretch.width = Math.max(50, this.tracks.clientWidth - GUTTER);
-    this.canvas.style.width = `${GUTTER + this.stretch.width}px`;
+    this.range.width = Math.max(50, this.tracks.clientWidth - GUTTER);
+    this.canvas.style.width = `${GUTTER + this.range.width}px`;
     this.canvas.style.height = `${this.tracks.clientHeight}px`;
-    this.overview.style.width = `${this.stretch.width}px`;
+    this.overview.style.width = `${this.range.width}px`;
     this.overview.style.height = `${OVERVIEW}px`;
-    this.paint(); // at once: a canvas of another size is empty
+    this.paint(); // at once, because resizing a canvas clears it
   }
 
   refresh() {
@@ -64,12 +65,12 @@ class View {
   }
 
   paint() {
-    paintOverview(this.overview, this.stretch);
-    const left = paintTracks(this.canvas, this.stretch, this.tracks.scrollTop, this.tracks.clientHeight, this.look);
+    paintOverview(this.overview, this.range);
+    const left = paintTracks(this.canvas, this.range, this.tracks.scrollTop, this.tracks.clientHeight, this.display);
     at("arrows-note").textContent = left ? `${countText(left)} arrows: zoom in to see them` : "";
   }
 
-  // ---- The words at the left ----
+  // ---- The labels at the left ----
 
   label() {
     at("content").style.height = `${stack()}px`;
@@ -80,9 +81,9 @@ class View {
     const { worker } = band;
     const clock =
       worker.id === timeline.owner
-        ? "clock of this profile"
+        ? "reference clock"
         : !worker.error
-          ? "the same clock"
+          ? "same clock"
           : `clock ${signed(worker.offset)} ± ${timeText(worker.error, 2)}`;
     const facts = worker.missing
       ? []
@@ -106,7 +107,7 @@ class View {
         ? make(
             "span",
             { className: "missing", "data-testid": "missing", title: worker.missing },
-            `not here: ${worker.missing}`,
+            `missing: ${worker.missing}`,
           )
         : null,
     );
@@ -115,7 +116,9 @@ class View {
   rowLabels(band) {
     if (!band.open) return [];
     if (!band.rows.length) {
-      const text = band.worker.missing ? "Its share of the profile did not come." : "It recorded nothing.";
+      const text = band.worker.missing
+        ? "The records of this worker are missing."
+        : "This worker recorded nothing.";
       return [make("div", { className: "remark", "--y": `${band.y + BAND}px` }, text)];
     }
     return band.rows.map((row) =>
@@ -127,31 +130,32 @@ class View {
     );
   }
 
-  // ---- Going places ----
+  // ---- Moving to slices ----
 
   // Zooms to a slice and scrolls it to the middle.
   goTo(slice, share = 0.4) {
     const box = boxes.get(slice.id);
     if (!box) return;
     this.open(box);
-    this.stretch.show(slice.start, slice.end, share);
+    this.range.show(slice.start, slice.end, share);
     this.tracks.scrollTop = topOf(box) - this.tracks.clientHeight / 2;
     this.refresh();
   }
 
-  // Zooms out as little as is needed to see all of some slices at once.
+  // Zooms and scrolls so that all of the given slices are visible, if possible.
   goToAll(list) {
     const known = list.map((slice) => boxes.get(slice?.id)).filter(Boolean);
     if (!known.length) return;
     known.forEach((box) => this.open(box));
-    this.stretch.show(
+    this.range.show(
       Math.min(...known.map((box) => box.slice.start)),
       Math.max(...known.map((box) => box.slice.end)),
       0.7,
     );
     const tops = known.map(topOf);
     const room = this.tracks.clientHeight - (Math.max(...tops) - Math.min(...tops) + BAR);
-    this.tracks.scrollTop = room > 0 ? Math.min(...tops) - room / 2 : tops[0] - BAND; // the first, if not all fit
+    // If not all fit, show the first one.
+    this.tracks.scrollTop = room > 0 ? Math.min(...tops) - room / 2 : tops[0] - BAND;
     this.refresh();
   }
 
@@ -161,12 +165,12 @@ class View {
     this.label();
   }
 
-  // The middle of the visible part of a slice, in the coordinates of mouse events; null if no part of it is visible.
+  // The middle of the visible part of a slice, in the coordinates of mouse events; null if no part is visible.
   pixelOf(id) {
     const box = boxes.get(id);
     if (!box) return null;
-    const from = Math.max(0, this.stretch.x(box.slice.start));
-    const to = Math.min(this.stretch.width, this.stretch.x(box.slice.end));
+    const from = Math.max(0, this.range.x(box.slice.start));
+    const to = Math.min(this.range.width, this.range.x(box.slice.end));
     const y = topOf(box) - this.tracks.scrollTop + BAR / 2;
     if (to < from || y < 0 || y > this.tracks.clientHeight) return null;
     const frame = this.tracks.getBoundingClientRect();
@@ -179,9 +183,9 @@ class View {
     const frame = this.tracks.getBoundingClientRect();
     const x = event.clientX - frame.left - GUTTER;
     if (x < 0) return null;
-    const slack = (3 / this.stretch.width) * this.stretch.span;
+    const slack = (3 / this.range.width) * this.range.span;
     const y = event.clientY - frame.top + this.tracks.scrollTop;
-    return boxAt(y, this.stretch.time(x), slack, (box) => !this.look.hidden.has(box.slice.kind));
+    return boxAt(y, this.range.time(x), slack, (box) => !this.display.hidden.has(box.slice.kind));
   }
 
   listen(onPick, onHover) {
@@ -207,18 +211,18 @@ class View {
     });
   }
 
-  // Over the labels the wheel scrolls; over the timeline it zooms, or moves sideways with Shift.
+  // The wheel scrolls over the labels. Over the timeline it zooms, or moves sideways with Shift.
   wheel(event) {
     const x = event.clientX - this.overview.getBoundingClientRect().left;
     if (x < 0) return;
     event.preventDefault();
     const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-    if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) this.stretch.pan(sideways);
-    else this.stretch.zoom(Math.exp(Math.max(-200, Math.min(200, event.deltaY)) * 0.0022), x);
+    if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) this.range.pan(sideways);
+    else this.range.zoom(Math.exp(Math.max(-200, Math.min(200, event.deltaY)) * 0.0022), x);
     this.refresh();
   }
 
-  // A press that does not move is a click.
+  // Moves the timeline. A press without movement is a click.
   drag(down, onPick, onHover) {
     if (down.button !== 0 || down.target.closest("button") || down.offsetX > this.tracks.clientWidth) return;
     let [x, y, moved] = [down.clientX, down.clientY, false];
@@ -227,7 +231,7 @@ class View {
       if (!moved) this.tracks.setPointerCapture(down.pointerId);
       moved = true;
       onHover(null);
-      this.stretch.pan(x - event.clientX);
+      this.range.pan(x - event.clientX);
       this.tracks.scrollTop += y - event.clientY;
       [x, y] = [event.clientX, event.clientY];
       this.refresh();
@@ -241,14 +245,14 @@ class View {
     for (const end of ["pointerup", "pointercancel"]) this.tracks.addEventListener(end, up);
   }
 
-  // In the minimap the window goes to the mouse.
+  // Moves the visible range to the mouse, in the minimap.
   dragOverview(down) {
     const frame = this.overview.getBoundingClientRect();
     if (down.clientY - frame.top > MINIMAP) return;
     this.overview.setPointerCapture(down.pointerId);
     const move = (event) => {
       const middle = extent.start + ((event.clientX - frame.left) / frame.width) * (extent.end - extent.start);
-      this.stretch.set(middle - this.stretch.span / 2, middle + this.stretch.span / 2);
+      this.range.set(middle - this.range.span / 2, middle + this.range.span / 2);
       this.refresh();
     };
     this.overview.addEventListener("pointermove", move);
@@ -261,24 +265,24 @@ class View {
   segmentUnder(event) {
     const frame = this.overview.getBoundingClientRect();
     if (event.clientY - frame.top < MINIMAP + RULER) return null;
-    const time = this.stretch.time(event.clientX - frame.left);
+    const time = this.range.time(event.clientX - frame.left);
     return timeline.path.find((segment) => segment.start <= time && time < segment.end) ?? null;
   }
 
-  // Returns whether the key meant something here.
+  // Returns whether the key has a meaning here.
   key(key) {
-    const step = this.stretch.width * 0.12;
+    const step = this.range.width * 0.12;
     const x = this.mouse === null || this.mouse < 0 ? undefined : this.mouse;
     const keys = {
-      w: () => this.stretch.zoom(1 / 1.35, x),
-      s: () => this.stretch.zoom(1.35, x),
-      a: () => this.stretch.pan(-step),
-      d: () => this.stretch.pan(step),
-      ArrowLeft: () => this.stretch.pan(-step),
-      ArrowRight: () => this.stretch.pan(step),
+      w: () => this.range.zoom(1 / 1.35, x),
+      s: () => this.range.zoom(1.35, x),
+      a: () => this.range.pan(-step),
+      d: () => this.range.pan(step),
+      ArrowLeft: () => this.range.pan(-step),
+      ArrowRight: () => this.range.pan(step),
       ArrowUp: () => (this.tracks.scrollTop -= 60),
       ArrowDown: () => (this.tracks.scrollTop += 60),
-      0: () => this.stretch.fit(),
+      0: () => this.range.fit(),
     };
     if (!Object.hasOwn(keys, key)) return false;
     keys[key]();

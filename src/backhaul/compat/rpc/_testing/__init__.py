@@ -1,4 +1,4 @@
-"""A backend whose messages get lost or come late, by the reference's name for it."""
+"""The reference's faulty backend: it drops or delays messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_ava
 
 
 def is_available() -> bool:
-    """Whether there is such a backend."""
+    """Whether the faulty backend is available: always."""
     return True
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """Says also what is to go wrong."""
+    """The options of the default backend, and which messages to drop or delay."""
 
     def __init__(
         self,
