@@ -1,8 +1,8 @@
 """Checks the limits of CONTRIBUTING.md on the sizes of files and classes, and that one class name means one thing.
 
 ``python -m tools.limits`` prints the files and classes over the limits with the written reason of each, and exits with
-status 1 if a reason is missing. A reason is a comment above the class, or at the top of the file, that begins with
-``# Over the limit because``.
+status 1 if a reason is missing. ``--table`` prints them as a table for ``docs/design/sizes.md``. A reason is a comment
+above the class, or at the top of the file, that begins with ``# Over the limit because``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import collections
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,9 +98,18 @@ def repeated_names() -> dict[str, list[str]]:
     return {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
+def table(found: Iterable[Excess]) -> str:
+    """The table of ``docs/design/sizes.md``."""
+    rows = [f"| `{each.name or each.path}` | `{each.path}` | {each.size} | {each.reason} |" for each in found]
+    return "\n".join(["| class or file | in | size | over the limit because |", "|---|---|---|---|", *rows])
+
+
 def main() -> int:
     """Print what is over the limits; 1 if something lacks a reason or a class name is repeated."""
     found = list(excesses())
+    if "--table" in sys.argv:
+        print(table(found))
+        return 0
     for each in found:
         print(f"{each.path}{':' if each.name else ''}{each.name}: {each.size}: {each.reason or 'NO REASON'}")
     repeated = repeated_names()
