@@ -1,4 +1,4 @@
-"""The functions users call. Each acts on the current worker."""
+"""The public functions of RPC. Each acts on the current worker."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def init(
         endpoint.close()
         raise
     node = start_node(own, records, endpoint, options)
-    node.worker.attach(store)  # rank 0's may be the server: it lives as long as the worker
+    node.worker.attach(store)  # the store of rank 0 may be the server, so it must live as long as the worker
     return node.worker
 
 
@@ -146,7 +146,7 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
 
 @graph_break
 def leave(*, timeout: float | None = None) -> None:
-    """End the current worker while the others go on.
+    """End the current worker. The other workers continue.
 
     Waits until no call is under way here. Then tells all other workers, which forget this one: from then on, calls to
     it raise ``UnknownWorkerError``. Once this returns, the worker's threads and sockets are gone. Does nothing if there

@@ -42,16 +42,16 @@ never_dropped(forget)  # here, because ``cluster`` does not know ``calls``
 
 
 class Audit(Protocol):
-    """Looks for leaks of a layer above when its worker is shut down."""
+    """Finds leaks in a layer above when its worker is shut down."""
 
     def begin(self) -> None:
-        """The worker's program is over: release what it holds."""
+        """The program of the worker has ended: release everything that it holds."""
 
     def end(self) -> list[str]:
-        """All workers have called ``begin``. Returns what is left, for people."""
+        """All workers have called ``begin``. Returns a text for each thing that is left, for an error message."""
 
 
-# Over the limit because it holds one of each part; it only makes them, and ends them in order.
+# Over the limit of attributes because it holds one object of each part. It only makes the parts and ends them in order.
 class Node:
     """The RPC parts of one worker, attached to it."""
 
@@ -92,7 +92,7 @@ class Node:
         return self.peers.connections.bytes_sent - self.heartbeat.bytes_sent + of_devices
 
     def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
-        """End this worker; see ``backhaul.shutdown``. ``strict``: make audits. ``alone``: other workers go on."""
+        """End this worker; see ``backhaul.shutdown``. ``strict``: run the audits. ``alone``: other workers continue."""
         if graceful or alone:
             refuse_in_handlers(self.worker.name)
         deadline = self.worker.runtime.now() + timeout
@@ -132,7 +132,7 @@ class Node:
 
 
 def refuse_in_handlers(worker: str) -> None:
-    """Raise ``BackhaulError`` if a handler runs here: it would wait for its own end."""
+    """Raise ``BackhaulError`` if the caller is a handler: the handler would wait for its own end."""
     if in_handler.get():
         raise BackhaulError(
             "a handler cannot wait for all handlers to end: call shutdown(graceful=False) here, or shut down "
@@ -169,7 +169,7 @@ def start_node(
     *,
     runtime: Runtime | None = None,
 ) -> Node:
-    """Make the worker that ``own`` describes and let it listen."""
+    """Make the worker that ``own`` describes, and start it."""
     worker = Worker(own.info, own.incarnation, endpoint, options, runtime)
     worker.device_context = process.start(own, worker.options.devices.slot_bytes)
     node = Node(worker, own, records)
@@ -186,9 +186,8 @@ def start_node(
 def join(
     endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], options: Options, *, runtime: Runtime | None = None
 ) -> Node:
-    """Become a member of a running cluster of which some members listen at these addresses. Once this returns all
-    members know the worker. If it raises (``RendezvousError``, ``AuthenticationError``), nothing is left and the
-    endpoint is closed.
+    """Join a running cluster that has members at these addresses. Once this returns, all members know the worker. If
+    it raises (``RendezvousError``, ``AuthenticationError``), it has closed the endpoint and ended the worker.
     """
     runtime = runtime or Runtime()
     try:

@@ -1,11 +1,11 @@
-"""One worker's references: the parts, and what happens to all of them when a worker or a channel is lost.
+"""All references of one worker: connects the parts, and reacts to the loss of a worker or a channel.
 
-- ``ownership``, ``notices``: who refers to a value, and numbered notices about it (pure).
+- ``ownership``, ``notices``: which workers refer to a value, and numbered notices about it (pure).
 - ``owned_values``: the values that the worker owns.
 - ``held_forks``: the forks that it holds of other workers' values.
 - ``notice_sender``: delivers notices to owners.
 - ``passed_forks``: the forks that messages carry.
-- ``cleanup``: releases what deleted handles referred to.
+- ``cleanup``: releases the forks and values of deleted handles.
 """
 
 from __future__ import annotations
@@ -99,26 +99,26 @@ class RRefRegistry:
         self.owned.close()
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        """A channel is lost. Forks that were on their way through it may be lost. Find out whether the worker is still
-        there; if it is not, its forks are gone.
+        """A channel is lost, and forks that were under way in it may be lost. Report this to their owners. If the peer
+        holds values of this worker, find out whether it can be reached; if not, its forks are gone.
         """
         if self.worker.closed or peer.gone:
             return
         identity = identity_of(peer)
         updates: list[Update] = [("lost", RRefId(-1), ForkId(-1), identity)]
-        with self._lock:  # numbered at once: forks that are sent later are not meant
+        with self._lock:  # numbered at once, so that the notice does not cover forks that are sent later
             owners = self._passed.owners_for(identity)
             notices = self.notices.prepare(dict.fromkeys(owners, updates))
         is_holder = self.owned.channel_lost(identity, updates if self.identity in owners else ())
-        # In tasks of their own: these may take a while.
+        # In separate tasks, because they may take long.
         if notices:
             self.worker.thread_pool.submit(functools.partial(self.notices.send_all, notices))
         if is_holder:
             self.worker.thread_pool.submit(functools.partial(self.owned.reach, identity))
 
     def _on_change(self, what: str, peer: Peer, reason: str) -> None:
-        """A member has joined, left or been replaced. One that is back may have missed notices. One that is gone for
-        good holds nothing, and nothing is sent to it or expected from it.
+        """A member has joined, left or been replaced. A member that has come back may have missed notices. A member
+        that is gone for good holds nothing; send nothing to it and expect nothing from it.
         """
         identity = identity_of(peer)
         if what == "joined":

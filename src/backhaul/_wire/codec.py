@@ -1,8 +1,8 @@
-"""Python values <-> payloads. Plain data is sent as it is, everything else is pickled, and tensors and large buffers go
-beside it.
+"""Python values <-> payloads. Plain data is sent without pickle. Everything else is pickled. Tensors and large buffers
+are sent beside the pickle.
 
-Functions and classes that both ends can import are sent by name. Lambdas, closures and what only ``__main__`` defines
-are sent by value (cloudpickle). This module decodes bytes of authenticated peers only.
+Functions and classes that both ends can import are sent by name. Lambdas, closures and functions and classes that only
+``__main__`` defines are sent by value (cloudpickle). This module decodes bytes of authenticated peers only.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Encoded(msgspec.Struct, eq=False):
         buffers: The buffers of the frame.
         keep: The owners of the buffers' memory.
         tensors: The tensors of the message's table, then the wrappers that require grad (see ``tensors.subclasses``).
-        parcels: What reducers left for their layers.
-        lease: The slots of a link that the message takes, if any. The sender reports when a channel has the message.
+        parcels: What reducers of higher layers collect during pickling, for their interceptors.
+        lease: The slots of a link that the message uses, if any. The sender informs the lease when a channel has the
+            message.
         unrecorded: Paths to values that require grad and whose gradient would be lost, with their types.
     """
 
@@ -76,7 +77,7 @@ def encode(
     """
     try:
         flat = _encode_plain(values, link)
-    except Exception:  # a tensor cannot be sent; the other form finds out which
+    except Exception:  # a tensor cannot be sent; the other encoding raises an error that names it
         flat = None
     if plain:
         found = flat if flat is not None and not _special(flat.tensors) else _encode_tree(values, names, link)
@@ -112,7 +113,7 @@ def _encode_tree(values: Sequence[Any], names: Sequence[str], link: Link | None)
     tensors = writer.tensors
     inline = link is None or not link.takes_host
     ordinary = write_all_ordinary(tensors) if inline and tensors else None
-    if ordinary is not None:  # this table has a twentieth of the values of the other form
+    if ordinary is not None:  # this table has a twentieth of the values of the general table
         return Encoded(Payload(ordinary[0], tree, loose=TREE), ordinary[1], tensors, tensors)
     table, buffers, keep = writer.finish()
     if len(buffers) > MAX_BUFFERS:
@@ -125,7 +126,7 @@ def _encode_tree(values: Sequence[Any], names: Sequence[str], link: Link | None)
 
 
 def _unsent(writer: TensorWriter) -> None:
-    """Give the slots back now. Code that keeps the error also keeps its frames, and with them the lease."""
+    """Return the slots now. The error that follows keeps its frames alive, and with them the lease."""
     if writer.lease is not None:
         writer.lease.end()
 

@@ -5,9 +5,10 @@
 The thread that reads a request runs it. Before a thread runs a task it makes sure that another thread polls. So a
 worker always listens, even if all of its handlers wait for something. This module does not know what a frame means.
 
-[Note: joining threads] Short tasks are best run by one thread. Two threads would take the interpreter from each other
-at every system call and every operation of torch, at several times the cost of the tasks. So while tasks wait, another
-thread joins only if recent tasks were long, measured by their processor time, or if no task has ended for a while.
+[Note: joining threads] One thread runs short tasks faster than two. Two threads would take the interpreter lock from
+each other at every system call and every operation of torch, which costs several times as much as the tasks. So while
+tasks wait, another thread joins only if recent tasks were long (measured by their processor time), or if no task has
+ended for ``_STALLED_SECONDS``.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ log = logging.getLogger("backhaul")
 
 Task = Callable[[], None]
 
-_IDLE_SECONDS = 5.0  # a thread ends if it saw no event for so long
-_SPARE_THREADS = 2  # so many idle threads stay
+_IDLE_SECONDS = 5.0  # a thread that gets no event for this long ends
+_SPARE_THREADS = 2  # the number of idle threads that do not end
 _LONG_TASK_SECONDS = 0.0005  # a task that takes this much processor time is worth a thread of its own
-_STALLED_SECONDS = 0.001  # if no task has ended for so long, another thread joins
-_STUCK_SECONDS = 0.05  # if no task has ended for so long, tasks run beyond the limit
+_STALLED_SECONDS = 0.001  # if no task has ended for this long, another thread joins
+_STUCK_SECONDS = 0.05  # if no task has ended for this long, more tasks than the limit may run
 
 
 # Over the limit because one lock guards one state that each step of ``_next`` reads and changes as a whole. Splitting
@@ -71,7 +72,7 @@ class ThreadPool:
         self._name = name
         self.prepare: Callable[[], None] | None = None
         self._numbers = itertools.count(1)
-        self._here = threading.local()  # .running: this thread runs a task that counts
+        self._here = threading.local()  # .running: this thread runs a task that counts against the limit
         self._lock = threading.Lock()  # guards everything below
         self._threads: set[threading.Thread] = set()
         self._tasks: collections.deque[Task] = collections.deque()
@@ -83,7 +84,7 @@ class ThreadPool:
         self._progress = 0.0  # when a task last ended, or began while no other ran
         self._watched = False  # a polling thread polls briefly, to run waiting tasks if those that run are long
         self._called = 0.0  # when another thread was last woken for waiting tasks
-        self._minders: set[int] = set()  # polling threads that wake up in time for the next alarm
+        self._minders: set[int] = set()  # ids of polling threads whose timeout ends with the next alarm
         self._alive = 0  # threads that have not ended, and those that are about to be started
         self._closing = False
 
@@ -121,7 +122,7 @@ class ThreadPool:
         Frames that wait to be sent together are sent first: a frame of this thread must not wait for this thread.
 
         Args:
-            observer: Is told how long the thread waits.
+            observer: Records how long the thread waits.
         """
         if self._endpoint.unflushed:
             self._endpoint.flush()
@@ -146,7 +147,7 @@ class ThreadPool:
     def close(self, timeout: float) -> list[str]:
         """Stop after the tasks that run now; return the names of threads that did not end in time.
 
-        If the calling thread belongs to the pool, it is not waited for.
+        If the calling thread belongs to the pool, this does not wait for it.
         """
         with self._lock:
             self._closing = True

@@ -1,4 +1,5 @@
-"""The root object: every part of one worker is reached from it. The only global state is which worker is current.
+"""``Worker``, the root object from which every part of one worker is reached. The only global state is which worker is
+current.
 
 A worker is its identity, its end of a transport, its threads, and the parts that higher layers attach (RPC, autograd,
 ...). It must not know these parts: they register for frames and events.
@@ -296,6 +297,6 @@ def runtime_here() -> Runtime:
 
 
 def blocking() -> contextlib.AbstractContextManager[None]:
-    """A context for code in which this thread waits: the current worker, if there is one, is told."""
+    """A context for code in which this thread waits. Its task does not count against the worker's limit meanwhile."""
     worker = _current.get() or _only
     return contextlib.nullcontext() if worker is None or worker.closed else worker.blocking()

@@ -1,4 +1,4 @@
-"""A pass at its driver: run ready groups, send their gradients, until the ledger balances."""
+"""The driver's side of a pass: run ready groups and send their gradients until the ledger balances."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from backhaul._worker.deadlines import FOREVER
 from backhaul._worker.worker import Worker
 from backhaul.errors import BackwardTimeoutError, PeerLostError
 
-_ASK_SECONDS = 1.0  # a worker has so long to say what it knows of a pass that is too late
+_ASK_SECONDS = 1.0  # how long to wait for a worker's tally of a pass that has timed out
 _NOT_WOKEN = contextlib.nullcontext()
 
 
 class PassDriver:
-    """Carries one pass out on the thread that called ``backward``. Other threads report to it.
+    """Runs one pass on the thread that called ``backward``. Other threads report to it.
 
     Attributes:
         spec: The pass.
         share: The driver's own share of it.
         ledger: The messages under way, and how the pass ends.
-        plan: The plan, once a worker has asked for orders.
+        plan: The plan; None until a worker asks for orders.
     """
 
     _planning: Lock | None = None
@@ -50,7 +50,7 @@ class PassDriver:
         self._messenger = messenger
 
     def run(self, seeds: Grads, timeout: float) -> None:
-        """Run the pass over all workers; return when it is over, raise if it failed."""
+        """Run the pass on all workers. Return when it is over; raise if it failed."""
         observer = self._worker.observer
         if observer is None or not self.spec.profiles:
             self.share.start(seeds)
@@ -81,7 +81,7 @@ class PassDriver:
             raise self.ledger.error
 
     def _await_gradients(self) -> bool:
-        """Wait until gradients of the pass are in the inbox, or the pass is over; False if the time is over before.
+        """Wait until gradients of the pass are in the inbox, or the pass is over. False if the deadline comes first.
 
         This thread reads the channels to the workers that gradients went to, and handles gradients of the pass that
         arrive there. That saves hand-offs between threads.
@@ -109,21 +109,23 @@ class PassDriver:
         return pass_errors.too_late(self.spec, self._worker.name, timeout, cut_by, waiting)
 
     def _ask_around(self) -> None:
-        """Find out where the pass is stuck: a tally may be with gradients that are still under way."""
+        """Ask workers for their tallies, to find out where the pass is stuck. Tallies travel with gradients, so the
+        driver may not have them yet.
+        """
         asked = {self._worker.info.id, -1}
         while ahead := set(self.ledger.outstanding.values()) - asked:
             for worker in ahead:
                 asked.add(worker)
-                with contextlib.suppress(Exception):  # it may be the worker that does not answer
+                with contextlib.suppress(Exception):  # this worker may be the one that hangs
                     self.ledger.note(self._messenger.call(worker, told_by, self.spec, timeout=_ASK_SECONDS))
 
     def abort(self) -> None:
-        """Compute nothing more for the pass, here and on every worker that gradients went to."""
+        """Stop the pass on this worker and on every worker that got gradients."""
         self.share.failed = self.share.aborted = True
         self._messenger.abort(self.spec, self.ledger.workers | self.share.sent_to)
 
     def lose(self, worker: int, name: str, reason: str, tally: PassTally | None = None) -> None:
-        """A worker is lost: the pass fails if that worker took part. ``tally`` is what another worker knows of it."""
+        """A worker is lost: the pass fails if that worker took part. ``tally``: what another worker sent to it."""
         self.ledger.lose(worker, name, reason, self.share.told(worker) if tally is None else tally)
 
     # For the planner.

@@ -37,12 +37,12 @@ _NOTHING: tuple[None, set[Channel]] = (None, set())
 
 
 class ReportBuffer:
-    """What a worker has to tell the driver of a pass. Thread-safe. Every ``begin`` is followed by one ``end``.
+    """The tallies that a worker has to report to the driver of a pass. Thread-safe. One ``end`` follows each ``begin``.
 
-    Nobody waits for a report before the worker has finished its last task of the pass, so one report can cover many
+    The driver needs no report before the worker has finished its last task of the pass, so one report can cover many
     tasks. Most tallies never become a frame of their own. They travel with the next gradients, from worker to worker,
-    until a worker has no gradients to send. The driver needs them only at the end of the pass, and that is where the
-    gradients end too.
+    until a worker has no gradients to send. That worker sends them to the driver, which needs them only at the end of
+    the pass.
     """
 
     __slots__ = ("_channels", "_consumed", "_lock", "_produced", "_tasks")
@@ -61,12 +61,12 @@ class ReportBuffer:
             return bool(self._tasks)
 
     def begin(self) -> None:
-        """A task of the pass begins to wait: gradients have arrived."""
+        """Gradients have arrived: count the task that will handle them."""
         with self._lock:
             self._tasks += 1
 
     def add(self, tally: PassTally) -> None:
-        """Groups have run, here or on a worker that sent gradients here."""
+        """Add the tally of groups that have run, on this worker or on a worker that sent gradients to it."""
         with self._lock:
             self._consumed += tally.consumed
             if tally.produced:
@@ -83,8 +83,8 @@ class ReportBuffer:
             self._channels.add(channel)
 
     def take_along(self, to_driver: bool, *, few: bool = False) -> PassTally | None:
-        """What gradients that are sent now take with them, if the task that sends them is the only one. ``few``: the
-        receiver limits the number of values in a message.
+        """Take the tally that travels with gradients that are sent now. None if other tasks of the pass run or wait, or
+        if the tally is too long. ``few``: the receiver limits the number of values in a message.
         """
         with self._lock:
             if self._tasks != 1 or not ((to_driver and not few) or len(self._consumed) <= _MAX_TALLY_MESSAGES):
@@ -112,7 +112,7 @@ class ReportBuffer:
         return tally
 
 
-# Over the limit because it also keeps what has to be told again after the loss of a channel.
+# Over the limit because it also keeps the tallies that it must report again after the loss of a channel.
 class LocalPass:
     """Thread-safe. For every task: ``begin``, then ``enter`` for each source whose gradients arrived, then ``send``.
     ``run`` does the last two for one source.
@@ -131,10 +131,10 @@ class LocalPass:
     Attributes:
         groups: The groups of this worker, and which of them may run.
         deadline: When the pass must be over; known at the driver only.
-        failed: Whether the pass has failed here or elsewhere; nothing is computed for it any more.
+        failed: Whether the pass has failed on any worker; this worker computes nothing more for it.
         aborted: Whether other workers know that it has failed.
-        complaint: The frame that told the driver of a failure here.
-        sent_to: Workers that gradients went to.
+        complaint: The frame that reported a failure of this worker to the driver.
+        sent_to: Workers to which this worker sent gradients.
         lost: Those of them that are lost, and why.
         attendant: At the driver: the thread that reads channels for the pass while it waits; 0: no thread does.
         inbox: Tasks for that thread.
@@ -172,7 +172,7 @@ class LocalPass:
         self._request_orders = request_orders
         self._ledger = ledger
         self._reports = ReportBuffer()
-        self._told: dict[int, list[PassTally]] = {}  # what each worker was told: the driver, or one that passes it on
+        self._told: dict[int, list[PassTally]] = {}  # tallies by receiver: the driver, or a worker that passes them on
         self._fired: dict[int, int] = {}  # messages that unfinished groups answered -> worker that the answer went to
 
     def start(self, seeds: Grads) -> None:
@@ -182,8 +182,8 @@ class LocalPass:
 
     def begin(self, tally: PassTally | None = None) -> bool:
         """Gradients of the pass have arrived, and a task will run for them: ``run`` or ``send`` must follow. ``tally``
-        came with them: groups have run on other workers, and the driver has to know. Returns whether the calling thread
-        is the ``attendant``, and should leave the task in the ``inbox``.
+        came with the gradients: it names groups that have run on other workers, and must reach the driver. Returns
+        whether the calling thread is the ``attendant``. If so, it must leave the task in the ``inbox``.
         """
         self._reports.begin()
         if tally is not None:
@@ -219,9 +219,9 @@ class LocalPass:
             self.fail(source, error)
 
     def _pack(self, outcomes: Iterable[Outcome], parcels: Parcels) -> None:
-        """Groups have run: note what to tell the driver, and put the gradients into parcels."""
+        """Groups have run: add their tallies to the report, and put their gradients into parcels."""
         if self._worker.device_context is not None:
-            self._worker.device_context.stream_order.depart()  # whoever hears of the groups continues after them
+            self._worker.device_context.stream_order.depart()  # receivers of the gradients continue after the groups
         for tally, fired in outcomes:
             if tally is not None:
                 self._reports.add(tally)
@@ -285,8 +285,8 @@ class LocalPass:
         self._messenger.report(Report(spec, tally))
 
     def told(self, to: int | None = None) -> PassTally:
-        """What this worker has told the driver, directly or through others, and what nobody has been told yet of
-        messages under way. With ``to``: only what went to or through that worker.
+        """The tallies that this worker has sent to the driver, directly or through other workers, and the messages that
+        it has answered but not reported yet. With ``to``: only those that went to or through that worker.
         """
         tallies = self._told.get(to, ()) if to is not None else itertools.chain(*list(self._told.values()))
         consumed: list[int] = []
@@ -297,7 +297,7 @@ class LocalPass:
         return PassTally(tuple(consumed), produced)
 
     def fail(self, source: MessageId, error: BaseException) -> None:
-        """The pass has failed here: compute nothing more for it, and tell the driver."""
+        """The pass has failed on this worker: compute nothing more for it, and report the error to the driver."""
         if isinstance(error, pass_errors.ForeignGraph):
             error = self._messenger.foreign_graph(self.context, error)
         if self.failed:

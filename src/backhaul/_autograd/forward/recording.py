@@ -1,8 +1,8 @@
 """Records calls in contexts: puts a note on each call made inside a context, and makes its messages part of the graph.
 
 [Note: order] Every recorded message has a place in program order: the place of the request whose handler sent it,
-followed by its number among that handler's messages. Ids depend on which thread came first; places do not. So sums made
-in the order of places are the same in every run.
+followed by its number among that handler's messages. Message ids depend on the order in which threads run; places do
+not. So sums made in the order of places are the same in every run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ carried: Callable[[], Scope | None] | None = None
 """Finds the current scope on threads that context variables do not reach; see ``jit.thread_state``."""
 
 _NO_GRAD = object()
-"""Kept for a call made under ``no_grad``: its result requires no grad, like that of any operation there."""
+"""Kept for a call made under ``no_grad``: its result does not require grad, like the result of a local operation."""
 
 UNRECORDED = pack(AutogradNote(NO_CONTEXT))
 """The note on a request made under ``no_grad`` with tensors that require grad: the receiver detaches them."""
@@ -72,7 +72,7 @@ class ReplayedScope(Scope):
 
 
 _NOWHERE = Scope.__new__(Scope)
-"""Current where there is to be no scope, not even a carried one."""
+"""Set as the current scope to say that there is no scope. Then ``carried`` is not asked either."""
 _NOWHERE.worker = None  # type: ignore[assignment]
 
 
@@ -111,15 +111,18 @@ class ForwardRecorder:
 
     key = "autograd"
     leaves = False
-    """Whether tensors received outside a context are leaves, as in ``torch.distributed.rpc``; else they are cut."""
+    """Whether tensors received outside a context are leaves, as in ``torch.distributed.rpc``. Otherwise ``backward``
+    raises an error when it reaches them.
+    """
 
     def __init__(self, worker: Worker, container: Container) -> None:
         self._worker = worker
         self._container = container
-        # Called for a context with replay, and for a worker that may have missed the release of a context.
+        # ``keep_requests`` is called for a context with replay, ``tell_over`` for a worker that may have missed the
+        # release of a context.
         self.keep_requests: Callable[[Context, int], None] = lambda context, epoch: None
         self.tell_over: Callable[[int, int], None] = lambda worker, context: None
-        self._encode = msgspec.msgpack.Encoder().encode  # as ``pack``, less a call
+        self._encode = msgspec.msgpack.Encoder().encode  # the same as ``pack``, with one call less
 
     def request_out(self, peer: Peer, encoded: Encoded) -> tuple[bytes | None, Any]:
         if not torch.is_grad_enabled():
@@ -148,7 +151,7 @@ class ForwardRecorder:
             return detached(tensors), None
         read = unpack(note, AutogradNote)
         context = self._container.get_or_create(read.context)
-        if context is None:  # the caller has released the context: nobody will ask for gradients
+        if context is None:  # the caller has released the context: no pass will ask for gradients
             return self._outside(peer, tensors, read.context), None
         if read.replay < 0:
             scope = Scope(self._worker, context, read.order)
@@ -190,7 +193,7 @@ class ForwardRecorder:
         return tensors if self.leaves else receive_outside(peer.record.id, tensors, context)
 
     def discard(self, peer: Peer, note: bytes) -> None:
-        """Forget a sent message that nobody will use: it gets no gradients, but its record keeps the graph."""
+        """Forget a sent message that no worker will use. It gets no gradients, and its record would keep the graph."""
         read, context = self._find(peer, note)
         if context is not None and split(read.message)[0] == self._worker.info.id:
             if context.replay is None:

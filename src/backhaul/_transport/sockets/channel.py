@@ -2,9 +2,9 @@
 
 ``socket_writer`` writes the bytes, ``shared_memory_link`` moves large buffers between processes of one host.
 
-[Note: turns] Where the peer is as fast as this end, a thread can read a large frame, or write a long queue, without a
-pause for many seconds. That thread may be the only one that polls. It therefore stops after ``TURN_BYTES``, arms the
-descriptor again, and polls: heartbeats are due twice a second.
+[Note: turns] If the peer is as fast as this end, a thread can read a large frame, or write a long queue, for many
+seconds without a pause. That thread may be the only one that polls, and heartbeats are due twice a second. So the
+thread stops after ``TURN_BYTES``, arms the descriptor again, and polls.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from backhaul.errors import ProtocolError
 
 log = logging.getLogger("backhaul")
 
-_TAKE_OVER_TRIES = 200  # to take a channel from a thread that spins; that thread looks every microsecond or two
+_TAKE_OVER_TRIES = 200  # to take a channel from a thread that spins and checks ``wanted`` every microsecond or two
 _SILENT = ONE_SHOT
 _READABLE = select.EPOLLIN | ONE_SHOT
 
 
 class ChannelOwner(WriterOwner, Protocol):
-    """What a channel needs of its endpoint."""
+    """What a channel needs from its endpoint."""
 
     limit: int
     """The largest frame to accept, in bytes."""
@@ -63,7 +63,7 @@ class SocketChannel(Channel):
     thread that wants to hold it.
 
     Attributes:
-        wanted: Another thread wants the channel from the thread that spins.
+        wanted: Whether another thread wants to take the channel from the thread that spins.
     """
 
     def __init__(self, endpoint: ChannelOwner, sock: socket.socket, peer: str) -> None:
@@ -119,7 +119,7 @@ class SocketChannel(Channel):
         return True
 
     def _take_over(self, holder: object) -> bool:
-        """Take the channel from a thread that spins: a thread that waits for something comes first."""
+        """Take the channel from a thread that spins: a thread that waits for a reply has priority."""
         self.wanted = True
         taken = False
         try:
@@ -128,10 +128,10 @@ class SocketChannel(Channel):
                 if taken or not self._spinning:
                     break
                 time.sleep(0)  # releases the interpreter
-        finally:  # after an interrupt too: no other thread would arm the channel
+        finally:  # also after an interrupt, because no other thread would arm the channel
             self.wanted = False
             if not taken:
-                self._arm(_READABLE)  # the thread that spun may have left that to this one
+                self._arm(_READABLE)  # if ``wanted`` is set, the thread that spun does not arm the channel
         return taken
 
     def receive(self, timeout: float | None) -> Event | None:
@@ -168,7 +168,7 @@ class SocketChannel(Channel):
         return event
 
     def _read(self) -> Event | None:
-        """Frames, or the loss of the channel. None if no whole frame is there now, or none within one turn (see
+        """Read frames, or the loss of the channel. None if no complete frame has arrived, or none within one turn (see
         [Note: turns]).
         """
         reader = self._reader
@@ -196,7 +196,7 @@ class SocketChannel(Channel):
             return self._lose(os.strerror(error.errno or 0))
 
     def _has_buffered(self) -> bool:
-        """Whether there are bytes to read of which the descriptor does not tell."""
+        """Whether there are bytes to read that the descriptor does not report, such as decrypted bytes of TLS."""
         return False
 
     @property
@@ -208,13 +208,13 @@ class SocketChannel(Channel):
 
     def release(self) -> None:
         self._since = time.perf_counter()
-        # In this order: armed first, a poll could find the channel still held and drop its event.
+        # In this order: if the channel were armed first, a poll could find it still held and drop its event.
         self._holder.clear()
         if not self.wanted:  # else another thread is about to hold it
             self._arm(_READABLE)
 
     def _arm(self, mask: int) -> None:
-        """Say what the epoll set waits for. Not by ``EpollSet.arm``: every message needs this."""
+        """Set the events that the epoll set waits for. Does not call ``EpollSet.arm``, to save a call per message."""
         try:
             self._endpoint.descriptors.modify(self._connection.fd, mask)
         except (OSError, ValueError):  # the channel, or the endpoint, is closed
@@ -230,7 +230,7 @@ class SocketChannel(Channel):
         if mine:
             self._holder.clear()
         if not connection.lost:
-            self._arm(_READABLE)  # where it is not needed, it does no harm
+            self._arm(_READABLE)  # arming an armed channel does no harm
         return None
 
     # Writing.
