@@ -465,7 +465,7 @@ def test_a_tensor_that_comes_with_an_exception_refuses_its_gradient() -> None:
         tensor, parameter = caught.value.args
         assert torch.equal(tensor, DATA * 2)
         assert parameter.is_leaf
-        with pytest.raises(RuntimeError, match="exception of another worker"):
+        with pytest.raises(RuntimeError, match="another worker's exception"):
             ctx.backward((tensor * leaf).sum())
 
 
