@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul._devices import seam
 from backhaul._devices.cuda import device_query, driver, library, process
 from backhaul._devices.device_context import DeviceContext
 from backhaul._devices.stream_order import StreamOrder
@@ -38,7 +39,7 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(driver, "_raw_current", fail)
     monkeypatch.setattr(driver, "_has_context", fail)
     monkeypatch.setattr(device_query, "has_driver", lambda: True)
-    monkeypatch.setattr(process, "stream_order", None)
+    monkeypatch.setattr(seam, "streams", seam.NO_STREAMS)
     monkeypatch.setattr(process, "require", lambda feature: None)  # a build without CUDA lacks its names
     driver._identities_by_query.cache_clear()
     yield monkeypatch

@@ -20,7 +20,7 @@ from backhaul._autograd.forward import functions
 from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
 from backhaul._autograd.torch_engine import run
-from backhaul._devices import borrowing, channel_link, deferred_free, handover, lending
+from backhaul._devices import borrowing, channel_link, deferred_free, handover, lending, seam
 from backhaul._devices import device_context as contexts
 from backhaul._devices.channel_link import hand_over
 from backhaul._devices.cuda import process
@@ -91,7 +91,7 @@ class World:
         self.ipc = FakeIpc(self.cuda)
         self.stream_order = StreamOrder(self.cuda)
         self.contexts: list[DeviceContext] = []
-        monkeypatch.setattr(process, "stream_order", self.stream_order)
+        monkeypatch.setattr(seam, "streams", self.stream_order)
         monkeypatch.setattr(process, "identities", lambda: ("X",))
         monkeypatch.setattr(process, "start", self._start)
         monkeypatch.setattr(channel_link, "index_at", lambda device: 0 if device.type == "cpu" else None)

@@ -10,6 +10,7 @@ from backhaul._autograd.backward.pass_errors import peer_lost
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import Grads, Recv, record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
+from backhaul._devices import seam
 from backhaul._devices.channel_link import ChannelLink, hand_over
 from backhaul._rpc.calls.pending import check_size
 from backhaul._rpc.cluster.peers import Peer, Peers
@@ -91,8 +92,7 @@ class GradientOutbox:
 
     def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
-        if self._worker.device_context is not None:
-            self._worker.device_context.stream_order.depart()
+        seam.streams.depart()
         parcels: Parcels = {}
         self.put(share, ((recv, grads),), parcels)
         self.ship(share, parcels)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from backhaul._devices.cuda import process
+from backhaul._devices import seam
 from backhaul._devices.links import DeviceLink
 from backhaul._rpc.calls.async_results import ASYNC_MARK, AsyncResults, answers_later
 from backhaul._rpc.calls.client import CallClient
@@ -342,7 +342,7 @@ class CallServer:
             return
         options = self._worker.options
         shown = options.trusted if options.tracebacks is None else options.tracebacks
-        process.judge(error, self._worker.name)
+        seam.streams.explain(error, self._worker.name)
         fault, encoded = encode_fault(error, self._worker.name, plain=call.peer.plain, tracebacks=shown)
         if call.peer.link is not None:
             call.peer.link.depart()
