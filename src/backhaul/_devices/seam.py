@@ -1,4 +1,4 @@
-"""What ``_rpc`` and ``_autograd`` call of devices: the order of streams.
+"""What ``_rpc`` and ``_autograd`` call of devices: the streams of the process, the link to a peer, a worker's devices.
 
 The rooms above call these objects and never ask whether there are devices. Where there are none, the null objects here
 serve them. Owns the interfaces and the null objects. Must not import what only a worker with devices needs.
@@ -12,13 +12,16 @@ from __future__ import annotations
 import collections
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from backhaul._devices.backend import DeviceEvent, Key
+    from backhaul._devices.device_context import Member
+    from backhaul._transport.base import Channel
+    from backhaul._wire.device_link import Lease, Link
 
 T = TypeVar("T")
 
@@ -73,6 +76,63 @@ class ProcessStreams(Protocol):
         """Add a note to an error of a device, which says whether the worker is still usable."""
 
 
+class PeerLink(Protocol):
+    """How tensors on devices travel between a worker and one peer. The real one is ``DeviceLink``."""
+
+    def request(self, channel: Channel | None, /) -> Link | None:
+        """The codec's link for requests to the peer, and for gradients of the peer's replies."""
+
+    def answer(self, channel: Channel | None, /) -> Link | None:
+        """The codec's link for replies to the peer, and for gradients of the peer's requests."""
+
+    def arrive(self, channel: Channel | None, /) -> Link | None:
+        """A message has come over ``channel``, and this thread goes on with it; return the link to read it with."""
+
+    def depart(self, lease: Lease | None, channel: Channel, /) -> object:
+        """A message leaves this thread over ``channel``, with the slots of ``lease``. Raises ``ChannelClosedError`` if
+        the slots belong to another channel.
+        """
+
+    def depart_with(self, leases: Iterable[Lease], channel: Channel, /) -> object:
+        """As ``depart``, for gradients that go together. The caller has called ``ProcessStreams.depart``."""
+
+    def opened(self, channel: Channel, /) -> object:
+        """A channel to the peer is open."""
+
+    def lost(self, channel: Channel, /) -> object:
+        """A channel to the peer is lost."""
+
+    def takes_from(self, device: torch.device, /) -> bool:
+        """Whether results on a CUDA device of the peer can arrive here without a copy to the host."""
+
+
+class Placed(Protocol):
+    """Something that knows on which devices its tensors are."""
+
+    def bring(self, grads: Any, /) -> Any:
+        """Move gradients to the devices of their tensors."""
+
+
+class WorkerDevices(Protocol):
+    """The devices of one worker. The real one is ``_rpc.device_memory.DeviceMemory``."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes of devices were sent without passing through the host."""
+
+    def link_to(self, own: Member, record: Member, *, open: bool) -> PeerLink:
+        """The link between the worker and a peer. ``open``: the two trust each other, and may share memory."""
+
+    def bring(self, placed: Placed | None, grads: T, /) -> T:
+        """Move gradients to the devices of the tensors that they belong to. Returns the gradients."""
+
+    def start(self, peers: Any) -> None:
+        """The worker's table of members is there, see ``_rpc.cluster.peers``."""
+
+    def settle(self, timeout: float) -> None:
+        """Wait until what was sent is computed. Called before channels are closed: the process may end next."""
+
+
 class _NoStreams:
     __slots__ = ("adopt", "arrive", "depart", "explain", "join", "mark", "value_of")
 
@@ -88,7 +148,40 @@ class _NoStreams:
         return _without_argument
 
 
+class _NoLink:
+    __slots__ = ("answer", "arrive", "depart", "depart_with", "lost", "opened", "request")
+
+    def __init__(self) -> None:
+        self.request = self.answer = self.arrive = self.opened = self.lost = _ignore
+        self.depart = self.depart_with = _ignore_two
+
+    @staticmethod
+    def takes_from(device: torch.device) -> bool:
+        return False
+
+
+class _NoDevices:
+    __slots__ = ("bring",)
+    bytes_sent = 0
+
+    def __init__(self) -> None:
+        self.bring = _return_second
+
+    def link_to(self, own: Member, record: Member, *, open: bool) -> PeerLink:
+        if not (own.maps or record.maps):
+            return NO_LINK
+        from backhaul._devices.links import link_to
+
+        return link_to(own, record, None, open=open)
+
+    def start(self, peers: Any) -> None: ...
+
+    def settle(self, timeout: float) -> None: ...
+
+
 NO_STREAMS: ProcessStreams = _NoStreams()
+NO_LINK: PeerLink = _NoLink()
+NO_DEVICES: WorkerDevices = _NoDevices()
 
 streams: ProcessStreams = NO_STREAMS
 """The order of this process's streams. The first worker with devices replaces it: streams belong to a process. Read it

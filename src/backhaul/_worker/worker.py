@@ -17,7 +17,7 @@ from signal import default_int_handler
 from types import TracebackType
 from typing import Any, TypeVar
 
-from backhaul._devices.device_context import DeviceContext
+from backhaul._devices.seam import NO_DEVICES, WorkerDevices
 from backhaul._runtime import interrupts, worker_patches
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.interrupts import SIGINT, getsignal
@@ -111,7 +111,7 @@ class Worker:
         self.loopback: Channel = Loopback(self.thread_pool, self.receiver)
         self.closed = False
         self.observer: Observer | None = None
-        self.device_context: DeviceContext | None = None
+        self.devices: WorkerDevices = NO_DEVICES
         self.counters: dict[str, Callable[[], int]] = {}
         self.parts: dict[type, Any] = {}
         self.on_close: Listeners[[], None] = Listeners(newest_first=True)

@@ -111,7 +111,7 @@ class World:
     @property
     def links(self) -> list[DeviceLink]:
         found = [peer.link for worker in self.workers for peer in worker.part(Node).peers]
-        return [link for link in found if link is not None]
+        return [link for link in found if isinstance(link, DeviceLink)]
 
     @property
     def shared(self) -> list[SharedSlots]:
@@ -218,7 +218,6 @@ def test_messages_that_nobody_reads(world: World) -> None:
     for make in (late_reply, late_request, stray_gradient):
         for sender, receiver in ((0, 1), (1, 0)):
             peer = world.workers[sender].part(Node).peers.find(receiver)
-            assert peer.link is not None
             assert peer.channel is not None
             encoded = encode([torch.ones(16)], names=["x"], link=peer.link.answer(peer.channel))
             if encoded.lease is not None:

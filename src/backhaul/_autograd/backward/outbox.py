@@ -11,7 +11,6 @@ from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import Grads, Recv, record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
 from backhaul._devices import seam
-from backhaul._devices.channel_link import ChannelLink, hand_over
 from backhaul._rpc.calls.pending import check_size
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._runtime.observer import GradientKey, Observer
@@ -121,9 +120,10 @@ class GradientOutbox:
             )
         if recv.message in share.context.orphans:
             raise peer_lost(share.spec, *share.context.orphans[recv.message], (recv.message,))
-        link = self._link_for(recv) if self._peers.linked else None
-        names, plain = ["a gradient"] * len(grads), recv.sender in self._peers.plain
-        encoded = encode(grads, names=names, plain=plain, link=link)
+        peer = self._peers.with_id(recv.sender) or self._peers.find(recv.sender)  # which raises the error
+        # In device memory, gradients go back the way that their message came.
+        link = peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
+        encoded = encode(grads, names=["a gradient"] * len(grads), plain=peer.plain, link=link)
         spec = share.spec
         if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
             return encoded, None
@@ -136,13 +136,6 @@ class GradientOutbox:
             born_in=(spec.driver, spec.number),
             replied=not recv.replied,
         )
-
-    def _link_for(self, recv: Recv) -> ChannelLink | None:
-        """The link that takes gradients in device memory back the way that their message came."""
-        peer = self._peers.linked.get(recv.sender)
-        if peer is None or peer.link is None:
-            return None
-        return peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
 
     def _frame(self, share: LocalPass, to: int, parcel: _Parcel) -> tuple[Frame, bool]:
         """The frame of a parcel, and whether it is sent at once."""
@@ -160,10 +153,7 @@ class GradientOutbox:
             check_size(frame, peer, "a message of gradients")
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
-            if peer.link is not None:
-                for lease in parcel.leases:
-                    hand_over(lease, channel)
-                peer.link.tell()
+            peer.link.depart_with(parcel.leases, channel)
             left = None if share.deadline is None else max(share.deadline - self._worker.runtime.now(), 0.0)
             if now:
                 channel.send(frame, timeout=left)

@@ -143,8 +143,7 @@ class PendingCalls:
         peer = self._peers.of(channel)
         if frame.kind == Kind.REPLY and peer is not None:
             reply = unpack(frame.body, Reply)
-            if peer.link is not None:
-                decline(reply.payload, peer.link.answer(channel))
+            decline(reply.payload, peer.link.answer(channel))
             self._interceptors.discard(peer, reply.notes)
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
