@@ -34,11 +34,10 @@ class GradientTable:
     def accumulate(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None) -> None:
         """Add to a leaf's gradient. With ``order``, contributions are summed in that order, whenever they arrive."""
         with self.lock:
-            seam.streams.join(self._mark, self._grads.get(leaf))
             if order is not None:
                 self._unsummed.setdefault(leaf, []).append((order, grad))
             else:
-                total = add(self._grads.get(leaf), grad)
+                total = add(seam.streams.join(self._mark, self._grads.get(leaf)), grad)
                 assert total is not None
                 self._grads[leaf] = total
             self._mark = seam.streams.mark(self._mark)
@@ -46,8 +45,10 @@ class GradientTable:
     def accumulate_first(self, leaf: torch.Tensor, grad: torch.Tensor) -> bool:
         """Make ``grad`` a leaf's gradient; False if the leaf has a gradient already."""
         with self.lock:
+            if self._unsummed or self._grads.setdefault(leaf, grad) is not grad:
+                return False
             self._mark = seam.streams.mark(self._mark)
-            return not self._unsummed and self._grads.setdefault(leaf, grad) is grad
+            return True
 
     def replace(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Replace a leaf's gradient; None removes it."""

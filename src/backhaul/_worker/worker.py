@@ -83,7 +83,7 @@ class Worker:
         receiver: Hands frames to the parts that registered for them.
         loopback: The channel to itself.
         observer: Sees what this worker does while a profile is open, else None.
-        device_context: Set where this worker has CUDA devices.
+        devices: Its devices; the null object where it has none.
         counters: Numbers of all parts, for people; see ``get_debug_info``.
         parts: What ``attach`` has stored, by type. Only for reading, on hot paths; others call ``part``.
         context: The context variables of this worker's tasks. Run code in copies of it only.

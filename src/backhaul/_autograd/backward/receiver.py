@@ -74,6 +74,8 @@ class GradientReceiver:
         self._messenger = messenger
         self._request_orders = request_orders
         self._failures = failures
+        self._link_of = peers.link_of
+        self._bring = worker.devices.bring
         worker.attach(self)
         worker.on_frame(AutogradKind.GRADIENT, self._on_gradients, check=check_gradients)
         worker.on_frame(AutogradKind.REPORT, self._on_report, check=check_report)
@@ -217,15 +219,14 @@ class GradientReceiver:
             return None
         source, payload, note = gradient.message, gradient.payload, gradient.note
         try:
-            tensors = tensors_of(payload, buffers, self._peers.link_of(channel).arrive(channel))
+            tensors = tensors_of(payload, buffers, self._link_of(channel).arrive(channel))
             if note is not None:
                 record = share.context.sends.get(source)
                 replied = record is not None and not record.replied
                 tensors = record_recv(share.context, split(note.message)[0], note, tensors, replied=replied)
             else:
                 tensors = detached(tensors)
-            grads: Grads = load(payload, buffers, tensors)
-            return self._worker.devices.bring(share.context.sends.get(source), grads)
+            return self._bring(share.context.sends.get(source), load(payload, buffers, tensors))
         except BaseException as error:  # user code may raise anything
             self._decline(channel, (gradient,))
             if isinstance(error, Exception) or interrupts.from_signal(error):
@@ -238,7 +239,7 @@ class GradientReceiver:
 
     def _decline(self, channel: Channel, gradients: Iterable[Gradient]) -> None:
         """Gradients will not be used: free the slots of device memory that hold them."""
-        link = self._peers.link_of(channel).answer(channel)
+        link = self._link_of(channel).answer(channel)
         for gradient in gradients:
             decline(gradient.payload, link)
 

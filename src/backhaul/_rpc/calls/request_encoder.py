@@ -51,9 +51,9 @@ class RequestEncoder:
         peer = pending.peer
         values = args if type(args) is tuple else positional(args)
         named = None if kwargs is None else keyword_arguments(kwargs)
-        count, keywords = len(values), bool(named)
+        count, keywords = len(values), False
         if named:
-            values = (named, *values)
+            values, keywords = (named, *values), True
         if known is not None and not peer.plain and (peer.main_shared or not known.in_main):
             name, names = known.name, _value_names(False, keywords, count)
         else:
