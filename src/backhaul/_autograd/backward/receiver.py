@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 SHARE_OUT_SECONDS = 0.001
 """If one gradient takes longer than this, other threads get the gradients that arrived with it."""
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class GradientReceiver:
@@ -224,7 +227,7 @@ class GradientReceiver:
                 record = share.context.sends.get(source)
                 replied = record is not None and not record.replied
                 tensors = record_recv(share.context, split(note.message)[0], note, tensors, replied=replied)
-            else:
+            elif type(tensors) is not list or any(map(_requires_grad, tensors)):
                 tensors = detached(tensors)
             return self._bring(share.context.sends.get(source), load(payload, buffers, tensors))
         except BaseException as error:  # user code may raise anything
