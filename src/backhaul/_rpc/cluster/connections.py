@@ -42,8 +42,8 @@ class Members(Protocol):
         """Workers that have left and had the name or the id of this worker."""
 
 
-class _Links(dict["Channel", "PeerLink"]):
-    """The device link of each channel's peer."""
+class _Links(dict[Channel, PeerLink]):
+    """The device link of each channel's peer; the null link for a channel whose peer is not known."""
 
     def __missing__(self, channel: Channel) -> PeerLink:
         return NO_LINK
@@ -56,27 +56,25 @@ class Connections:
         certificates: Which names the peer of a channel may have.
         of: ``of(channel)`` is the member at the other end, or None if it has not said hello. The bound C function of
             a dictionary, because every request asks.
-        link_of: ``link_of(channel)`` is the device link of that member; the null link if there is no member.
+        links: The device link of the member at the other end of each channel. Others only read it.
     """
 
     of: Callable[[Channel], Peer | None]
-    link_of: Callable[[Channel], PeerLink]
 
     def __init__(self, worker: Worker, own: WorkerRecord, members: Members) -> None:
         self._worker = worker
         self._own = own
         self._members = members
         self.certificates = CertificateNames(worker.options)
-        # Guards _by_channel, _links, _refusals, _closed_bytes and the channels of all peers.
+        # Guards _by_channel, links, _refusals, _closed_bytes and the channels of all peers.
         self._lock = threading.Lock()
         self._by_channel: dict[Channel, Peer] = {}
-        self._links = _Links()
+        self.links = _Links()
         self._refusals: dict[Channel, str] = {}  # the reason that a peer gave before it closed the channel
         self._closed_bytes = 0  # bytes sent over channels that are gone
         self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
         self.on_channel: Listeners[[Channel], None] = Listeners()  # a new channel to a worker; must not block
         self.of = self._by_channel.get
-        self.link_of = self._links.__getitem__
         worker.on_frame(Kind.REFUSE, self._on_refuse, check=before_hello)
         worker.receiver.on_lost(self._on_lost)
 
@@ -164,7 +162,7 @@ class Connections:
         """From now on this channel is one of the peer's."""
         with self._lock:
             self._by_channel[channel] = peer
-            self._links[channel] = peer.link
+            self.links[channel] = peer.link
             peer.add_channel(channel)
         peer.link.opened(channel)
         if channel not in self._by_channel:  # lost meanwhile; nobody reports that again
@@ -219,7 +217,7 @@ class Connections:
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
-            self._links.pop(channel, None)
+            self.links.pop(channel, None)
             reason = self._refusals.pop(channel, reason)
             if peer is not None:
                 peer.remove_channel(channel)

@@ -121,8 +121,8 @@ class Peers:
         plain: The ids of the members with ``Peer.plain``.
         shutting_down: Whether this worker ends or waits for the cluster's shutdown. Nobody may join any more, and
             members that go are no news.
-        with_id, of, link_of, channel_to, on_lost: Bound functions: the member with an id or None, and those of
-            ``Connections``.
+        with_id, of, link_of, channel_to, on_lost: Bound functions: the member with an id or None, the link of a
+            channel, and those of ``Connections``.
     """
 
     with_id: Callable[[int], Peer | None]
@@ -145,7 +145,7 @@ class Peers:
         self.connections = Connections(worker, own, self)
         self.with_id = self._by_id.get
         self.of = self.connections.of
-        self.link_of = self.connections.link_of
+        self.link_of = self.connections.links.__getitem__
         self.channel_to = self.connections.channel_to
         self.on_lost = self.connections.on_lost
         self.own = self._by_id[own.id] = self._by_name[own.name] = Peer(own, own, worker)
