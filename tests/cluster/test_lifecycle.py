@@ -185,7 +185,7 @@ def test_ranks_that_do_not_come_are_named_without_a_store(
         start(1)
     with pytest.raises(bh.errors.NotInitializedError):
         bh.current_worker()
-    rpc._rendezvous = None
+    rpc._open_rendezvous = None
 
 
 def come_alone(rank: int, method: str) -> str:

@@ -17,6 +17,8 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 import backhaul as bh
+from backhaul._devices.links import DeviceLink
+from backhaul._devices.shared_slots import SharedSlots
 from backhaul._rpc.node import Node
 from backhaul._worker.worker import current_worker
 
@@ -214,14 +216,17 @@ def replay(x: torch.Tensor) -> torch.Tensor:
     return recorded[0](x)
 
 
+def all_shared() -> list[SharedSlots]:
+    links = [peer.link for peer in current_worker().part(Node).peers]
+    return [shared for link in links if isinstance(link, DeviceLink) for _, shared in link.shared()]
+
+
 def slots_used() -> int:
-    peers = current_worker().part(Node).peers
-    return sum(shared.lender.bytes_lent for peer in peers if peer.link for _, shared in peer.link.shared())
+    return sum(shared.lender.bytes_lent for shared in all_shared())
 
 
 def slots_lent() -> int:
-    peers = current_worker().part(Node).peers
-    return sum(shared.lender.lent for peer in peers if peer.link for _, shared in peer.link.shared())
+    return sum(shared.lender.lent for shared in all_shared())
 
 
 # Programs.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from backhaul._autograd.forward.functions import add
-from backhaul._devices.cuda import process
-from backhaul._devices.stream_order import Mark
+from backhaul._devices import seam
+from backhaul._devices.seam import Mark
 
 Contributions = list[tuple[tuple[int, ...], torch.Tensor]]
 """Gradients that are still to be summed, each with its place in program order."""
@@ -34,23 +34,21 @@ class GradientTable:
     def accumulate(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None) -> None:
         """Add to a leaf's gradient. With ``order``, contributions are summed in that order, whenever they arrive."""
         with self.lock:
-            if process.stream_order is not None:
-                self._wait_for_devices(self._grads.get(leaf))
             if order is not None:
                 self._unsummed.setdefault(leaf, []).append((order, grad))
             else:
-                total = add(self._grads.get(leaf), grad)
+                total = add(seam.streams.join(self._mark, self._grads.get(leaf)), grad)
                 assert total is not None
                 self._grads[leaf] = total
-            if process.stream_order is not None:
-                self._mark_devices()
+            self._mark = seam.streams.mark(self._mark)
 
     def accumulate_first(self, leaf: torch.Tensor, grad: torch.Tensor) -> bool:
         """Make ``grad`` a leaf's gradient; False if the leaf has a gradient already."""
         with self.lock:
-            if process.stream_order is not None:
-                self._mark_devices()
-            return not self._unsummed and self._grads.setdefault(leaf, grad) is grad
+            if self._unsummed or self._grads.setdefault(leaf, grad) is not grad:
+                return False
+            self._mark = seam.streams.mark(self._mark)
+            return True
 
     def replace(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Replace a leaf's gradient; None removes it."""
@@ -59,26 +57,20 @@ class GradientTable:
             self._grads.pop(leaf, None)
             if grad is not None:
                 self._grads[leaf] = grad
-            if process.stream_order is not None:
-                self._mark_devices()
+            self._mark = seam.streams.mark(self._mark)
 
     def gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """A leaf's gradient so far."""
         with self.lock:
             self._sum_up()
-            found = self._grads.get(leaf)
-            if process.stream_order is not None:
-                self._wait_for_devices(found)
-            return found
+            return seam.streams.join(self._mark, self._grads.get(leaf))
 
     @property
     def gradients(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """Leaf -> gradient, a copy of the table."""
         with self.lock:
             self._sum_up()
-            if process.stream_order is not None:
-                self._wait_for_devices(self._grads)
-            return dict(self._grads)
+            return dict(seam.streams.join(self._mark, self._grads))
 
     def snapshot(self) -> Snapshot:
         """All gradients as they are now, for ``restore``."""
@@ -91,21 +83,11 @@ class GradientTable:
         with self.lock:
             self._grads, self._unsummed = dict(grads), {leaf: list(parts) for leaf, parts in unsummed.items()}
 
-    def _mark_devices(self) -> None:
-        """Note the work that this thread has queued on its streams: gradients here are ready after it."""
-        if process.stream_order is not None:
-            self._mark = process.stream_order.mark(self._mark)
-
-    def _wait_for_devices(self, grads: object = None) -> None:
-        """Let this thread's streams wait until gradients are ready."""
-        if process.stream_order is not None and self._mark is not None:
-            process.stream_order.join(self._mark, grads)
-
     @torch.enable_grad()  # under create_graph the sums are recorded, in whatever grad mode this thread is
     def _sum_up(self) -> None:
         """Sum the contributions in program order."""
-        if self._unsummed and process.stream_order is not None:
-            self._wait_for_devices((self._unsummed, [self._grads.get(leaf) for leaf in self._unsummed]))
+        if self._unsummed:
+            seam.streams.join(self._mark, (self._unsummed, [self._grads.get(leaf) for leaf in self._unsummed]))
         for leaf, contributions in self._unsummed.items():
             total = self._grads.get(leaf)
             for _, grad in sorted(contributions, key=lambda item: item[0]):

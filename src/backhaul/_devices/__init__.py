@@ -5,6 +5,7 @@ its messages and call it when a message leaves or arrives. A process without dev
 
 | question | module |
 |---|---|
+| What do ``_rpc`` and ``_autograd`` call? | ``seam``, with null objects for workers without devices |
 | On which device does a tensor arrive? | ``placement`` (pure) |
 | How does a tensor get into a message? | ``links`` for a peer, ``channel_link`` for a channel |
 | What do the links of a worker share? | ``device_context`` |

@@ -6,14 +6,19 @@ Not imported by ``_wire``, which sees a link as ``_wire.device_link.Link`` only.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
-from backhaul._devices.channel_link import ChannelLink
+import torch
+
+from backhaul._devices.channel_link import ChannelLink, hand_over
 from backhaul._devices.device_context import DeviceContext, Member, in_this_process
 from backhaul._devices.handover import Handover
 from backhaul._devices.placement import backward, onward
+from backhaul._devices.seam import NO_LINK, PeerLink
 from backhaul._devices.shared_slots import SharedSlots
 from backhaul._transport.base import Channel
 from backhaul._transport.shm import segments
+from backhaul._wire.device_link import Lease
 from backhaul.errors import SerializationError
 
 
@@ -97,10 +102,14 @@ class DeviceLink:
     def _pair(self, channel: Channel | None) -> _Pair:
         return self._staged if channel is None else self._pairs.get(channel, self._staged)
 
-    def takes_from(self, device: str) -> bool:
-        """Whether replies of the peer may bring tensors that are on ``device`` there."""
+    def takes_from(self, device: torch.device) -> bool:
+        """Whether results on a CUDA device of the peer can arrive here without a copy to the host."""
+        if device.type != "cuda":
+            return False
+        if self._record.incarnation == self._own.incarnation:
+            return True  # its own stay where they are
         try:
-            backward(self._record, self._own).target(device)
+            backward(self._record, self._own).target(f"cuda:{device.index or 0}")
         except SerializationError:
             return False
         return True
@@ -116,13 +125,21 @@ class DeviceLink:
             (channel, pair.ends) for channel, pair in list(self._pairs.items()) if isinstance(pair.ends, SharedSlots)
         ]
 
-    def depart(self) -> None:
-        """A message is about to go out."""
+    def depart(self, lease: Lease | None, channel: Channel) -> None:
+        """A message is about to go out over ``channel``, with the slots of ``lease``. Raises ``ChannelClosedError`` if
+        they belong to another channel, which has been lost since the message was encoded.
+        """
         if self.device_context is not None:
             self.device_context.stream_order.depart()
-            self.tell()
+        self.depart_with(() if lease is None else (lease,), channel)
 
-    def tell(self) -> None:
+    def depart_with(self, leases: Iterable[Lease], channel: Channel) -> None:
+        """As ``depart``, for messages that go together and whose thread has told the stream order."""
+        for lease in leases:
+            hand_over(lease, channel)
+        self._tell()
+
+    def _tell(self) -> None:
         """Tell the peer about memory that there is for it."""
         for channel, pair in list(self._pairs.items()):
             if isinstance(pair.ends, SharedSlots) and pair.ends.news:
@@ -136,9 +153,7 @@ class DeviceLink:
         return self._pair(channel).back
 
 
-def link_to(own: Member, record: Member, device_context: DeviceContext | None, *, open: bool) -> DeviceLink | None:
-    """The link between two workers; None if neither needs one, as no devices are involved."""
-    if device_context is None and not (own.maps or record.maps):
-        return None
+def link_to(own: Member, record: Member, device_context: DeviceContext | None, *, open: bool) -> PeerLink:
+    """The link between two workers; the null link if neither needs one, as no devices are involved."""
     made = DeviceLink(own, record, device_context, open=open)
-    return made if made.needed else None
+    return made if made.needed else NO_LINK

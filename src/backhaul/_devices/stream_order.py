@@ -15,28 +15,17 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from backhaul._devices.backend import DeviceEvent, Key, Stream, StreamBackend
+from backhaul._devices.seam import Mark
 from backhaul._devices.slot_order import SlotOrder
 from backhaul._devices.streams import Streams
 from backhaul._devices.tensor_walk import strided_parts, tensors_in
-
-
-class Mark:
-    """What was under way on a thread's streams when it handed a value on. Made by ``StreamOrder.mark``."""
-
-    __slots__ = ("_events",)
-
-    def __init__(self, events: list[tuple[Key, DeviceEvent]]) -> None:
-        self._events = events
-
-    @property
-    def pending(self) -> list[tuple[Key, DeviceEvent]]:
-        """What of it is still under way."""
-        if self._events:
-            self._events = [(key, event) for key, event in self._events if not event.query()]
-        return self._events
+from backhaul.errors import RemoteTraceback
 
 
 class _OwnStreams(dict[int, "Stream"]):
@@ -176,11 +165,13 @@ class StreamOrder:
             events += [(key, event) for key, event in earlier.pending if key not in new]
         return Mark(events)  # also without events: the memory is another thread's all the same, see ``join``
 
-    def join(self, mark: Mark, value: Any = None) -> None:
+    def join(self, mark: Mark | None, value: Any = None) -> Any:
         """This thread goes on with a value that came with ``mark``: after the work that computes it. The memory of the
-        tensors in ``value`` is not reused before this thread's streams are done with it.
+        tensors in ``value`` is not reused before this thread's streams are done with it. Returns ``value``.
         """
-        self.streams.attempt(lambda: self._join(mark, value))
+        if mark is not None:
+            self.streams.attempt(lambda: self._join(mark, value))
+        return value
 
     def _join(self, mark: Mark, value: Any) -> None:
         backend = self._backend
@@ -207,3 +198,30 @@ class StreamOrder:
                 stream = streams[device.index] = self.streams.current(device.index)
             for part in strided_parts(tensor):
                 self._backend.adopt(part, stream)
+
+    def carry(self, value: object) -> Callable[[], None]:
+        """A value leaves this thread. Another thread calls the result before it uses the value."""
+        tensors = list(tensors_in(value))
+        self.depart()
+
+        def go_on() -> None:
+            self.arrive()
+            self.adopt(tensors)
+            tensors.clear()  # so that memory which came with a request goes back before the reply does
+
+        return go_on
+
+    def value_of(self, future: Any) -> Any:
+        """The value of a future that is done. Its own ``wait`` joins the mark that came with the value."""
+        return future.wait()
+
+    # Errors.
+
+    def explain(self, error: BaseException, worker: str) -> None:
+        """Add a note to an error of a device, which says whether the worker is still usable."""
+        if not isinstance(error, RuntimeError) or isinstance(error.__cause__, RemoteTraceback):
+            return  # an error from another worker already has its note
+        if self.failed():
+            error.add_note(f"CUDA has failed in the process of worker '{worker}' ({self.trouble}): restart that worker")
+        elif isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ()))):
+            error.add_note(f"worker '{worker}' and its CUDA devices are still usable")

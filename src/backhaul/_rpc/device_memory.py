@@ -8,9 +8,13 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from typing import Any
 
+from backhaul._devices.cuda import process
 from backhaul._devices.deferred_free import free_deferred
-from backhaul._devices.device_context import DeviceContext
+from backhaul._devices.device_context import DeviceContext, Member
+from backhaul._devices.links import DeviceLink, link_to
+from backhaul._devices.seam import PeerLink, Placed
 from backhaul._devices.segment_messages import Offer, SegmentUpdate
 from backhaul._devices.shared_slots import SharedSlots
 from backhaul._rpc.cluster.peers import Peers
@@ -29,13 +33,26 @@ _SETTLE_SECONDS = 0.001  # between two looks whether all is computed
 class DeviceMemory:
     """The shared device memory of one worker that has devices. Thread-safe."""
 
-    def __init__(self, worker: Worker, peers: Peers, device_context: DeviceContext) -> None:
+    def __init__(self, worker: Worker, device_context: DeviceContext) -> None:
         self._worker = worker
-        self._peers = peers
+        self._peers: Peers | None = None
         self._context = device_context
         self._slot_order = device_context.stream_order.slot_order
         self._trimming = False  # whether the next look for unused segments is scheduled
         self._freeing = False  # whether the next attempt to free memory is scheduled
+
+    def link_to(self, own: Member, record: Member, *, open: bool) -> PeerLink:
+        """The link between the worker and a peer. ``open``: the two trust each other, and may share memory."""
+        return link_to(own, record, self._context, open=open)
+
+    def bring(self, placed: Placed | None, grads: Any) -> Any:
+        """Move gradients to the devices of the tensors that they belong to. Returns the gradients."""
+        return grads if placed is None else placed.bring(grads)
+
+    def start(self, peers: Peers) -> None:
+        """The worker's table of members is there: share memory with them."""
+        worker, device_context = self._worker, self._context
+        self._peers = peers
         device_context.send_updates = self._send_updates
         device_context.free_soon = self._free_soon
         worker.thread_pool.prepare = device_context.stream_order.enter
@@ -44,17 +61,21 @@ class DeviceMemory:
         worker.counters["device_slot_bytes"] = lambda: device_context.slot_bytes
         worker.counters["cuda_usable"] = lambda: not device_context.stream_order.trouble
 
+    def _links(self) -> list[DeviceLink]:
+        return [peer.link for peer in self._peers or () if isinstance(peer.link, DeviceLink)]
+
     @property
     def bytes_sent(self) -> int:
         """How many bytes of devices were sent without passing through the host."""
-        links = [peer.link for peer in self._peers if peer.link is not None]
+        links = self._links()
         with self._context.count_lock:
             ends = [shared for link in links for _, shared in link.shared()]
             return self._context.bytes_lent_before + sum(shared.lender.bytes_lent for shared in ends)
 
     def _on_updates(self, channel: Channel, frame: Frame) -> Task | None:
+        assert self._peers is not None
         peer = self._peers.of(channel)
-        shared = None if peer is None or peer.link is None else peer.link.ends_of(channel)
+        shared = peer.link.ends_of(channel) if peer is not None and isinstance(peer.link, DeviceLink) else None
         if shared is None:
             raise ProtocolError("the peer tells of device memory, but none is shared with it")
         offers = shared.take_in(unpack(frame.body, SegmentUpdate).items)
@@ -89,8 +110,8 @@ class DeviceMemory:
     def _trim(self) -> None:
         free_deferred(self._slot_order)  # first: what is freed no longer counts in budgets
         again = False
-        for peer in self._peers:
-            for channel, shared in peer.link.shared() if peer.link is not None else ():
+        for link in self._links():
+            for channel, shared in link.shared():
                 again |= shared.lender.trim()
                 self._send_updates(channel, shared)
         self._trimming = again
@@ -110,9 +131,8 @@ class DeviceMemory:
         self._free_soon(min(2 * pause, _FREE_SECONDS[1]))
 
     def _close(self) -> None:
-        for peer in self._peers:
-            if peer.link is not None:
-                peer.link.close()
+        for link in self._links():
+            link.close()
         self._context.close()
         self._free_after_close()
 
@@ -126,12 +146,19 @@ class DeviceMemory:
 
     def settle(self, timeout: float) -> None:
         """Wait until what was sent is computed. Called before channels are closed: the process may end next."""
-        shared = [shared for peer in self._peers if peer.link is not None for _, shared in peer.link.shared()]
+        shared = [shared for link in self._links() for _, shared in link.shared()]
         deadline = time.monotonic() + timeout
         while not all(one.lender.is_settled for one in shared) and time.monotonic() < deadline:
             if self._context.stream_order.failed():
                 return
             time.sleep(_SETTLE_SECONDS)
+
+
+def start_devices(worker: Worker, own: Member) -> None:
+    """Give a worker its devices, if it has any. The one place that decides that."""
+    device_context = process.start(own, worker.options.devices.slot_bytes)
+    if device_context is not None:
+        worker.devices = DeviceMemory(worker, device_context)
 
 
 def _free_all(device_context: DeviceContext) -> None:

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
-from backhaul._devices.cuda import process
-from backhaul._devices.stream_order import Mark
+from backhaul._devices import seam
+from backhaul._devices.seam import Mark
 from backhaul._rpc.exception_copies import copy_of, copy_without_frames
 from backhaul._runtime import interrupts, runtime
 from backhaul._runtime.compile_marks import graph_break
@@ -86,30 +86,19 @@ class Future(torch.futures.Future[T]):
         if not _is_done(self):
             self._wait_until_done(timeout)
         if self._mark is not None:
-            return self._follow(_value_of(self))
+            return seam.streams.join(self._mark, _value_of(self))  # type: ignore[no-any-return]
         return _value_of(self)  # type: ignore[no-any-return]
-
-    def _follow(self, value: T) -> T:
-        """Make the device streams of the calling thread wait until the value is computed; return the value."""
-        if self._mark is not None and process.stream_order is not None:
-            process.stream_order.join(self._mark, value)
-        return value
 
     @graph_break
     def value(self) -> T:
         """The value of a future that is done; raises its exception if it has one."""
-        return self._follow(super().value())
+        return seam.streams.join(self._mark, super().value())
 
     @graph_break
     def set_result(self, result: T) -> None:
         """Complete the future with a value."""
-        self._note_streams()
+        self._mark = seam.streams.mark(self._mark)
         super().set_result(result)
-
-    def _note_streams(self) -> None:
-        """Note the work on this thread's device streams: it must end before the value is used."""
-        if process.stream_order is not None and not _is_done(self):
-            self._mark = process.stream_order.mark()
 
     def _wait_until_done(self, timeout: float | None) -> None:
         if not _is_done(self):
@@ -370,6 +359,4 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
         _count_down(missing, one_shot.open)
         with blocking():
             deadlines.wait(one_shot, None, "not all futures were done")
-    if process.stream_order is not None:
-        return [member.wait() for member in members]
-    return [_value_of(member) for member in members]
+    return list(map(seam.streams.value_of, members))

@@ -25,7 +25,7 @@ from backhaul._rpc.cluster.membership_events import MembershipEvents
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.cluster.partition_healing import PartitionHealing
 from backhaul._rpc.cluster.peers import Peers
-from backhaul._rpc.device_memory import DeviceMemory
+from backhaul._rpc.device_memory import start_devices
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.liveness.heartbeats import Heartbeats
 from backhaul._rpc.security.rate_limits import RateLimits, bounds_of
@@ -71,9 +71,7 @@ class Node:
         Enrollment(worker, self.peers, self.admission, self.membership, calls)
         self.leaving = Leaving(worker, self.peers, calls, self.client.idleness.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
-        self.devices = (
-            None if worker.device_context is None else DeviceMemory(worker, self.peers, worker.device_context)
-        )
+        worker.devices.start(self.peers)
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down
         worker.attach(self)
@@ -88,8 +86,7 @@ class Node:
         worker.counters["shm_lent"] = lambda: worker.endpoint.shm_lent
 
     def _bytes_sent(self) -> int:
-        of_devices = 0 if self.devices is None else self.devices.bytes_sent
-        return self.peers.connections.bytes_sent - self.heartbeat.bytes_sent + of_devices
+        return self.peers.connections.bytes_sent - self.heartbeat.bytes_sent + self.worker.devices.bytes_sent
 
     def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
         """End this worker; see ``backhaul.shutdown``. ``strict``: run the audits. ``alone``: other workers continue."""
@@ -114,8 +111,7 @@ class Node:
                     raise LeakError(f"worker '{self.worker.name}': {'; '.join(problems)}", worker=self.worker.name)
             finally:
                 try:
-                    if self.devices is not None:
-                        self.devices.settle(max(deadline - self.worker.runtime.now(), 0.5))
+                    self.worker.devices.settle(max(deadline - self.worker.runtime.now(), 0.5))
                 finally:
                     self._end(deadline - self.worker.runtime.now())
         finally:
@@ -171,7 +167,7 @@ def start_node(
 ) -> Node:
     """Make the worker that ``own`` describes, and start it."""
     worker = Worker(own.info, own.incarnation, endpoint, options, runtime)
-    worker.device_context = process.start(own, worker.options.devices.slot_bytes)
+    start_devices(worker, own)
     node = Node(worker, own, records)
     for extend in extensions:
         extend(node)

@@ -57,6 +57,11 @@ class Encoded(msgspec.Struct, eq=False):
     lease: Lease | None = None
     unrecorded: Sequence[str] = ()
 
+    def discard(self) -> None:
+        """The values are not going to be sent: free their slots at once."""
+        if self.lease is not None:
+            self.lease.end()
+
 
 def encode(
     values: Sequence[Any],
@@ -91,8 +96,7 @@ def encode(
 def _refuse_tangents(encoded: Encoded, values: Sequence[Any], names: Sequence[str]) -> None:
     for tensor in encoded.tensors:
         if forward_ad.unpack_dual(tensor).tangent is not None:
-            if encoded.lease is not None:
-                encoded.lease.end()
+            encoded.discard()
             path = path_to(tensor, values, names)
             raise SerializationError(
                 f"{path} carries a forward-mode tangent, which cannot be sent to another worker; run the forward-mode "

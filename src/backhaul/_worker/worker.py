@@ -18,7 +18,7 @@ from signal import default_int_handler
 from types import TracebackType
 from typing import Any, TypeVar
 
-from backhaul._devices.device_context import DeviceContext
+from backhaul._devices.seam import NO_DEVICES, WorkerDevices
 from backhaul._options import Options
 from backhaul._runtime import interrupts, worker_patches
 from backhaul._runtime.compile_marks import graph_break
@@ -85,7 +85,7 @@ class Worker:
         receiver: Hands frames to the parts that registered for them.
         loopback: The channel to itself.
         observer: Sees what this worker does while a profile is open, else None.
-        device_context: Set where this worker has CUDA devices.
+        devices: Its devices; the null object where it has none.
         counters: Numbers of all parts, for people; see ``get_debug_info``.
         parts: What ``attach`` has stored, by type. Only for reading, on hot paths; others call ``part``.
         context: The context variables of this worker's tasks. Run code in copies of it only.
@@ -113,7 +113,7 @@ class Worker:
         self.loopback: Channel = Loopback(self.thread_pool, self.receiver)
         self.closed = False
         self.observer: Observer | None = None
-        self.device_context: DeviceContext | None = None
+        self.devices: WorkerDevices = NO_DEVICES
         self.counters: dict[str, Callable[[], int]] = {}
         self.parts: dict[type, Any] = {}
         self.on_close: Listeners[[], None] = Listeners(newest_first=True)

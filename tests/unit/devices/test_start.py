@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul._devices import seam
 from backhaul._devices.cuda import device_query, driver, library, process
 from backhaul._devices.device_context import DeviceContext
 from backhaul._devices.stream_order import StreamOrder
@@ -38,7 +39,7 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(driver, "_raw_current", fail)
     monkeypatch.setattr(driver, "_has_context", fail)
     monkeypatch.setattr(device_query, "has_driver", lambda: True)
-    monkeypatch.setattr(process, "stream_order", None)
+    monkeypatch.setattr(seam, "streams", seam.NO_STREAMS)
     monkeypatch.setattr(process, "require", lambda feature: None)  # a build without CUDA lacks its names
     driver._identities_by_query.cache_clear()
     yield monkeypatch
@@ -139,7 +140,7 @@ def test_workers_with_devices_do_not_start_cuda_for_other_tensors(
     x = torch.ones(2, requires_grad=True)
     with bh.cluster(2) as workers:
         assert [worker.part(Node).peers.own.record.devices for worker in workers] == [IDENTITIES] * 2
-        assert all(worker.device_context is not None for worker in workers)
+        assert all(worker.devices is not seam.NO_DEVICES for worker in workers)
         with bh.context() as ctx:
             ctx.backward(bh.rpc_sync("worker1", scale, args=(x,)).sum())
             assert bh.get_gradients(ctx)[x].tolist() == [3.0, 3.0]

@@ -15,6 +15,7 @@ from backhaul._autograd.forward.functions import Grads
 from backhaul._autograd.ids import ROOTS
 from backhaul._autograd.messages import PassTally
 from backhaul._autograd.plan.plan import Plan
+from backhaul._devices import seam
 from backhaul._rpc.calls.client import CallClient
 from backhaul._runtime.runtime import Lock
 from backhaul._worker import deadlines
@@ -75,8 +76,7 @@ class PassDriver:
                 raise scope.cancelled_error(f"backward of context {self.spec.context} was not done")
             if not over.opened:
                 raise self._too_late(timeout, cut_by)
-        if self._worker.device_context is not None:
-            self._worker.device_context.stream_order.arrive()
+        seam.streams.arrive()
         if self.ledger.error is not None:
             raise self.ledger.error
 

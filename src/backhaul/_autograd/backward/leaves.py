@@ -32,7 +32,7 @@ from backhaul._autograd.torch_engine.run import (
     run_engine,
     set_grad_enabled,
 )
-from backhaul._devices.cuda import process
+from backhaul._devices import seam
 from backhaul._runtime import interrupts
 
 
@@ -125,8 +125,7 @@ class Leaves:
             return [None] * len(ends)
         asked = [leaf if leaf.layout is torch.strided else leaf_edge(leaf) for leaf in wanted]
         grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
-        if process.stream_order is not None:
-            process.stream_order.adopt(grads)  # made on streams of the forward, used on those of this thread
+        seam.streams.adopt(grads)  # made on streams of the forward, used on those of this thread
         found = grads[len(wanted) :]
         if check is not None:
             check(found)
@@ -184,8 +183,7 @@ class Leaves:
                 warnings.simplefilter(
                     "ignore"
                 )  # torch warns about .grad of a tensor that is no leaf; the user asked for it
-                if process.stream_order is not None:
-                    process.stream_order.adopt(leaf.grad)
+                seam.streams.adopt(leaf.grad)
                 leaf.grad = add(leaf.grad, grad)
             return
         hooks = leaf._post_accumulate_grad_hooks

@@ -23,6 +23,7 @@ from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally, Report
 from backhaul._autograd.plan.plan import Orders
 from backhaul._autograd.plan.planner import OrdersSource
+from backhaul._devices import seam
 from backhaul._transport.base import Channel
 from backhaul._wire.frames import Frame
 from backhaul._worker.thread_pool import Task
@@ -220,8 +221,7 @@ class LocalPass:
 
     def _pack(self, outcomes: Iterable[Outcome], parcels: Parcels) -> None:
         """Groups have run: add their tallies to the report, and put their gradients into parcels."""
-        if self._worker.device_context is not None:
-            self._worker.device_context.stream_order.depart()  # receivers of the gradients continue after the groups
+        seam.streams.depart()  # receivers of the gradients continue after the groups
         for tally, fired in outcomes:
             if tally is not None:
                 self._reports.add(tally)

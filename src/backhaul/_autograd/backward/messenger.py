@@ -12,7 +12,7 @@ from backhaul._autograd.context import Context
 from backhaul._autograd.forward.recording import enter, leave
 from backhaul._autograd.ids import NO_CONTEXT, MessageId
 from backhaul._autograd.messages import Abort, AutogradKind, PassSpec, Report, in_parts
-from backhaul._devices.cuda import process
+from backhaul._devices import seam
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.pending import fault_frame
 from backhaul._transport.base import Channel, ChannelClosedError
@@ -112,7 +112,7 @@ class PassMessenger:
             return None
         shown = options.security.trusted if options.security.tracebacks is None else options.security.tracebacks
         plain = spec.driver in self._client.peers.plain
-        process.judge(error, name)
+        seam.streams.explain(error, name)
         fault, encoded = encode_fault(error, name, plain=plain, tracebacks=shown)
         try:
             driver = self._client.peers.find(spec.driver)

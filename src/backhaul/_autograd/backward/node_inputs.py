@@ -12,7 +12,7 @@ from backhaul._autograd.backward.groups import RecvMasks
 from backhaul._autograd.forward.functions import Grads, add, recv_of
 from backhaul._autograd.ids import MessageId
 from backhaul._autograd.torch_engine.run import LeafNode, Node
-from backhaul._devices.cuda import process
+from backhaul._devices import seam
 
 
 class _Slot:
@@ -28,8 +28,7 @@ class _Slot:
     def sums(self) -> dict[int, torch.Tensor]:
         """The gradient of each input, summed in the order of edges, whatever the order of arrival."""
         found = {}
-        if process.stream_order is not None:
-            process.stream_order.adopt(self.inputs)  # another thread may have run the nodes that made them
+        seam.streams.adopt(self.inputs)  # another thread may have run the nodes that made them
         for number, contributions in self.inputs.items():
             total: torch.Tensor | None = None
             for _, grad in sorted(contributions, key=lambda item: item[0]):

@@ -12,7 +12,8 @@ from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.torch_engine.anomaly import StopEngine, begin_stop, end_stop, watching
 from backhaul._autograd.torch_engine.hooks import own_hook
 from backhaul._autograd.torch_engine.run import Node, run_engine
-from backhaul._devices.cuda import process
+from backhaul._devices import seam
+from backhaul._devices.seam import Mark
 
 
 class NodeRunner:
@@ -37,14 +38,14 @@ class NodeRunner:
     def run(self, node: Node, sums: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
         """Run one node with its inputs; return its outputs."""
         taken: list[tuple[Any, ...]] = []
-        stream_order, mark, silenced = process.stream_order, None, False
+        streams, silenced = seam.streams, False
+        mark: Mark | None = None
 
         @own_hook
         def take(outputs: tuple[Any, ...], _: object) -> None:
             nonlocal mark, silenced
             taken.append(outputs)
-            if stream_order is not None:
-                mark = stream_order.mark()  # of the node's streams, which are current here
+            mark = streams.mark(None)  # of the node's streams, which are current here
             silenced = begin_stop()
             raise StopEngine
 
@@ -67,9 +68,7 @@ class NodeRunner:
                 behind = [GradientEdge(next_, number) for next_, number in node.next_functions if next_ is not None]
                 run_engine(edges, list(sums.values()), behind, retain=self._spec.retain, create=self._spec.create)
         except StopEngine:
-            if stream_order is not None and mark is not None:
-                stream_order.join(mark, taken[0])  # the engine does this at the end of a run; it was stopped
-            return taken[0]
+            return streams.join(mark, taken[0])  # the engine does this at the end of a run; it was stopped
         finally:
             if silenced:
                 end_stop()

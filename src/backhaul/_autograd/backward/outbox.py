@@ -10,7 +10,7 @@ from backhaul._autograd.backward.pass_errors import peer_lost
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import Grads, Recv, record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
-from backhaul._devices.channel_link import ChannelLink, hand_over
+from backhaul._devices import seam
 from backhaul._rpc.calls.pending import check_size
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._runtime.observer import GradientKey, Observer
@@ -34,9 +34,10 @@ _DESCRIPTION_BYTES = 64  # about what the description of a buffer takes
 class _Parcel:
     """Gradients that go to one worker together."""
 
-    __slots__ = ("buffers", "gradients", "keep", "leases", "nbytes")
+    __slots__ = ("buffers", "gradients", "keep", "leases", "nbytes", "peer")
 
-    def __init__(self) -> None:
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
         self.leases: list[Lease] = []  # the slots of device memory that hold them
         self.gradients: list[Gradient] = []
         self.buffers: list[Buffer] = []
@@ -65,15 +66,15 @@ class GradientOutbox:
             return
         for recv, grads in fired:
             to = recv.sender
-            encoded, note = self._encode(share, recv, grads)
+            peer, encoded, note = self._encode(share, recv, grads)
             nbytes = _DESCRIPTION_BYTES + len(encoded.payload.pickle)
             for buffer in encoded.buffers:
                 nbytes += _DESCRIPTION_BYTES + len(buffer)
             parcel = parcels.get(to)
             if parcel is None or parcel.nbytes + nbytes > _MAX_PARCEL_BYTES:
                 if parcel is not None:
-                    self._send(share, to, parcel)
-                parcel = parcels[to] = _Parcel()
+                    self._send(share, parcel)
+                parcel = parcels[to] = _Parcel(peer)
             parcel.nbytes += nbytes
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
             parcel.buffers += encoded.buffers
@@ -82,17 +83,16 @@ class GradientOutbox:
                 parcel.leases.append(encoded.lease)
             if parcel.nbytes > _MAX_PARCEL_BYTES or len(parcel.gradients) >= TOGETHER:
                 del parcels[to]
-                self._send(share, to, parcel)
+                self._send(share, parcel)
 
     def ship(self, share: LocalPass, parcels: Parcels) -> None:
         """Send all parcels."""
-        for to, parcel in parcels.items():
-            self._send(share, to, parcel)
+        for parcel in parcels.values():
+            self._send(share, parcel)
 
     def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
-        if self._worker.device_context is not None:
-            self._worker.device_context.stream_order.depart()
+        seam.streams.depart()
         parcels: Parcels = {}
         self.put(share, ((recv, grads),), parcels)
         self.ship(share, parcels)
@@ -103,17 +103,17 @@ class GradientOutbox:
         for recv, grads in fired:
             observer.prepare(spec.profiles, recv.sender)
             begun = observer.now()
-            encoded, note = self._encode(share, recv, grads)
-            parcel = _Parcel()
+            peer, encoded, note = self._encode(share, recv, grads)
+            parcel = _Parcel(peer)
             parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
             parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
             if encoded.lease is not None:
                 parcel.leases.append(encoded.lease)
-            frame, now = self._frame(share, recv.sender, parcel)
+            frame, now = self._frame(share, parcel)
             observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
-            self._send_frame(share, self._peers.find(recv.sender), parcel, frame, now=now)
+            self._send_frame(share, parcel, frame, now=now)
 
-    def _encode(self, share: LocalPass, recv: Recv, grads: Grads) -> tuple[Encoded, AutogradNote | None]:
+    def _encode(self, share: LocalPass, recv: Recv, grads: Grads) -> tuple[Peer, Encoded, AutogradNote | None]:
         if share.failed:
             raise ContextError(
                 f"pass {share.spec.number} of context {share.spec.context} was aborted; its driver raises the reason",
@@ -121,13 +121,14 @@ class GradientOutbox:
             )
         if recv.message in share.context.orphans:
             raise peer_lost(share.spec, *share.context.orphans[recv.message], (recv.message,))
-        link = self._link_for(recv) if self._peers.linked else None
-        names, plain = ["a gradient"] * len(grads), recv.sender in self._peers.plain
-        encoded = encode(grads, names=names, plain=plain, link=link)
+        peer = self._peers.with_id(recv.sender) or self._peers.find(recv.sender)  # which raises the error
+        # In device memory, gradients go back the way that their message came.
+        link = peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
+        encoded = encode(grads, names=["a gradient"] * len(grads), plain=peer.plain, link=link)
         spec = share.spec
         if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
-            return encoded, None
-        return encoded, record_send(
+            return peer, encoded, None
+        note = record_send(
             self._container,
             share.context,
             recv.sender,
@@ -136,34 +137,25 @@ class GradientOutbox:
             born_in=(spec.driver, spec.number),
             replied=not recv.replied,
         )
+        return peer, encoded, note
 
-    def _link_for(self, recv: Recv) -> ChannelLink | None:
-        """The link that takes gradients in device memory back the way that their message came."""
-        peer = self._peers.linked.get(recv.sender)
-        if peer is None or peer.link is None:
-            return None
-        return peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
-
-    def _frame(self, share: LocalPass, to: int, parcel: _Parcel) -> tuple[Frame, bool]:
+    def _frame(self, share: LocalPass, parcel: _Parcel) -> tuple[Frame, bool]:
         """The frame of a parcel, and whether it is sent at once."""
-        tally, now = share.depart(to, few=to in self._peers.plain)
+        tally, now = share.depart(parcel.peer.record.id, few=parcel.peer.plain)
         message = Gradients(share.spec, parcel.gradients, tally)
         return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep), now
 
-    def _send(self, share: LocalPass, to: int, parcel: _Parcel) -> None:
-        peer = self._peers.with_id(to) or self._peers.find(to)  # which raises the error
-        frame, now = self._frame(share, to, parcel)
-        self._send_frame(share, peer, parcel, frame, now=now)
+    def _send(self, share: LocalPass, parcel: _Parcel) -> None:
+        frame, now = self._frame(share, parcel)
+        self._send_frame(share, parcel, frame, now=now)
 
-    def _send_frame(self, share: LocalPass, peer: Peer, parcel: _Parcel, frame: Frame, *, now: bool) -> None:
+    def _send_frame(self, share: LocalPass, parcel: _Parcel, frame: Frame, *, now: bool) -> None:
+        peer = parcel.peer
         if peer.plain:
             check_size(frame, peer, "a message of gradients")
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
-            if peer.link is not None:
-                for lease in parcel.leases:
-                    hand_over(lease, channel)
-                peer.link.tell()
+            peer.link.depart_with(parcel.leases, channel)
             left = None if share.deadline is None else max(share.deadline - self._worker.runtime.now(), 0.0)
             if now:
                 channel.send(frame, timeout=left)

@@ -34,7 +34,7 @@ from backhaul._autograd.torch_engine.anomaly import watching
 from backhaul._autograd.torch_engine.graph_task import GraphTask, new_task_number
 from backhaul._autograd.torch_engine.hooks import node_hooks
 from backhaul._autograd.torch_engine.run import renumber
-from backhaul._devices.cuda import process
+from backhaul._devices import seam
 
 
 class Outcome(NamedTuple):
@@ -224,8 +224,7 @@ class ReadyGroups:
             return None
         if len(group.sources) == 1 and not self._spec.restricted:
             return [self._run(group, {source: grads}, send_early)]
-        if process.stream_order is not None:
-            process.stream_order.depart()  # another thread may continue with them
+        seam.streams.depart()  # another thread may continue with them
         with self._lock:
             self._waiting[source] = grads
         return self._try(group, (source,), send_early)
@@ -274,9 +273,8 @@ class ReadyGroups:
             here = {source: self._waiting.pop(source) for source in arrived if source in self._waiting}
         if not here:
             return []
-        if process.stream_order is not None:
-            process.stream_order.arrive()  # other threads may have brought some of the gradients
-            process.stream_order.adopt(here)
+        seam.streams.arrive()  # other threads may have brought some of the gradients
+        seam.streams.adopt(here)
         if gathering.stepper is None:
             return [self._run(group, here, send_early)]
         fired, over = gathering.stepper.feed(here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from backhaul._autograd.forward.functions import Grads, record_recv
 from backhaul._autograd.ids import MessageId, split
 from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, PassTally, Report
 from backhaul._autograd.untrusted import check_abort, check_gradients, check_report
-from backhaul._devices.links import DeviceLink
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.security.policy import internal
 from backhaul._runtime import interrupts
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 SHARE_OUT_SECONDS = 0.001
 """If one gradient takes longer than this, other threads get the gradients that arrived with it."""
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class GradientReceiver:
@@ -75,6 +77,8 @@ class GradientReceiver:
         self._messenger = messenger
         self._request_orders = request_orders
         self._failures = failures
+        self._link_of = peers.link_of
+        self._bring = worker.devices.bring
         worker.attach(self)
         worker.on_frame(AutogradKind.GRADIENT, self._on_gradients, check=check_gradients)
         worker.on_frame(AutogradKind.REPORT, self._on_report, check=check_report)
@@ -218,22 +222,14 @@ class GradientReceiver:
             return None
         source, payload, note = gradient.message, gradient.payload, gradient.note
         try:
-            if self._worker.device_context is None:
-                tensors = tensors_of(payload, buffers)
-            else:
-                link = self._link_of(channel)
-                tensors = tensors_of(payload, buffers, None if link is None else link.arrive(channel))
+            tensors = tensors_of(payload, buffers, self._link_of(channel).arrive(channel))
             if note is not None:
                 record = share.context.sends.get(source)
                 replied = record is not None and not record.replied
                 tensors = record_recv(share.context, split(note.message)[0], note, tensors, replied=replied)
-            else:
+            elif type(tensors) is not list or any(map(_requires_grad, tensors)):
                 tensors = detached(tensors)
-            grads: Grads = load(payload, buffers, tensors)
-            if self._worker.device_context is not None:
-                record = share.context.sends.get(source)
-                if record is not None:
-                    grads = record.bring(grads)
+            return self._bring(share.context.sends.get(source), load(payload, buffers, tensors))
         except BaseException as error:  # user code may raise anything
             self._decline(channel, (gradient,))
             if isinstance(error, Exception) or interrupts.from_signal(error):
@@ -243,18 +239,12 @@ class GradientReceiver:
                 sender = None if peer is None else peer.info.name
                 share.fail(source, pass_errors.undecodable(self._worker.name, sender, source, error))
             return None
-        return grads
-
-    def _link_of(self, channel: Channel) -> DeviceLink | None:
-        peer = self._peers.of(channel)
-        return None if peer is None else peer.link
 
     def _decline(self, channel: Channel, gradients: Iterable[Gradient]) -> None:
         """Gradients will not be used: free the slots of device memory that hold them."""
-        link = None if self._worker.device_context is None else self._link_of(channel)
-        for gradient in gradients if link is not None else ():
-            assert link is not None
-            decline(gradient.payload, link.answer(channel))
+        link = self._link_of(channel).answer(channel)
+        for gradient in gradients:
+            decline(gradient.payload, link)
 
     def _complain_of_missing(self, spec: PassSpec, source: MessageId) -> None:
         error = pass_errors.missing_source(self._worker.name, spec.context, source, freed=False)

@@ -20,7 +20,7 @@ from backhaul._autograd.forward.functions import Grads, recv_of
 from backhaul._autograd.ids import MessageId
 from backhaul._autograd.torch_engine.graph_task import GraphTask
 from backhaul._autograd.torch_engine.run import Node
-from backhaul._devices.cuda import process
+from backhaul._devices import seam
 
 Compute = Callable[[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[RecvEnd]], list[Fired]]
 """Runs the engine from edges with seeds to the group's leaves and to recv nodes; returns the answers."""
@@ -48,14 +48,12 @@ class _Answers:
         if len(found) < len(end.nodes):
             return []
         del self._unanswered[end.recv.message]
-        if process.stream_order is not None:
-            process.stream_order.adopt(found)
+        seam.streams.adopt(found)
         return [(end.recv, end.answer(found))]
 
     def rest(self, ran: Callable[[Node], bool]) -> list[RecvEnd]:
         """The messages without an answer, with the nodes that have not run."""
-        if process.stream_order is not None:
-            process.stream_order.adopt([self._arrived.get(message) for message in self._unanswered])
+        seam.streams.adopt([self._arrived.get(message) for message in self._unanswered])
         return [
             RecvEnd(end.recv, {index: node for index, node in end.nodes.items() if not ran(node)})
             for end in self._unanswered.values()
@@ -129,12 +127,10 @@ class Stepper:
             with self._lock:
                 fed, self._fed = self._fed, []
                 if not fed:
-                    if process.stream_order is not None:
-                        process.stream_order.depart()  # the thread that feeds the next source continues from here
+                    seam.streams.depart()  # the thread that feeds the next source continues from here
                     self._running = False
                     return False
-            if process.stream_order is not None:
-                process.stream_order.arrive()  # other threads may have fed the sources
+            seam.streams.arrive()  # other threads may have fed the sources
             for source, grads in fed:
                 self._inputs.enter(source, grads)
                 self._missing.discard(source)

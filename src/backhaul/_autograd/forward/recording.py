@@ -95,8 +95,7 @@ def leave(token: contextvars.Token[Scope | None]) -> None:
 
 
 def _lost_gradient(encoded: Encoded, context: Context) -> SerializationError:
-    if encoded.lease is not None:
-        encoded.lease.end()
+    encoded.discard()
     first = encoded.unrecorded[0]
     return SerializationError(
         f"{first} requires grad inside context {context.id}, but the serialization of its class loses the gradient; "

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from backhaul._devices.tensor_walk import tensors_in
+from backhaul._devices import seam
 from backhaul._rpc.calls.coroutine_loop import CoroutineLoop, stepwise
 from backhaul._rpc.futures import Future
 from backhaul._wire.callables import label_of
@@ -98,22 +98,8 @@ class AsyncResults:
 
     def pass_on(self, given: object) -> Callable[[], None]:
         """Let the event loop go on with arguments of a handler. Returns what its thread has to call first."""
-        if self._worker.device_context is None:
-            return _nothing
-        stream_order, tensors = self._worker.device_context.stream_order, list(tensors_in(given))
-        stream_order.depart()
-
-        def go_on() -> None:
-            stream_order.arrive()
-            stream_order.adopt(tensors)
-            tensors.clear()  # so that memory which came with a request goes back before the reply does
-
-        return go_on
+        return seam.streams.carry(given)
 
     def close(self) -> None:
         """Stop the event loop, if there is one."""
         self._loop.close()
-
-
-def _nothing() -> None:
-    """Do nothing: there are no devices."""

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-from backhaul._devices.channel_link import hand_over
 from backhaul._rpc.calls.cancellation import Cancellation
 from backhaul._rpc.calls.idleness import Idleness
 from backhaul._rpc.calls.paused_calls import PausedCalls
@@ -84,13 +83,11 @@ class CallClient:
 
     def has_place_for(self, worker: str, device: torch.device) -> bool:
         """Whether results on a CUDA device of ``worker`` can arrive here without a copy to the host."""
-        if device.type != "cuda":
-            return False
         try:
             peer = self.peers.find(worker)
         except UnknownWorkerError:
             return False  # a call to that worker raises the error
-        return peer is self.peers.own or (peer.link is not None and peer.link.takes_from(f"cuda:{device.index or 0}"))
+        return peer.link.takes_from(device)
 
     # Calls.
 
@@ -240,8 +237,7 @@ class CallClient:
             self.pending.add(number, pending)
             if self._closed:
                 raise ChannelClosedError("this worker was shut down")
-            if pending.lease is not None:
-                hand_over(pending.lease, channel)
+            peer.link.depart(pending.lease, channel)
             if self.outlet is not None:
                 self.outlet(pending, functools.partial(self._send_late, pending, channel, frame, left or None))
             else:

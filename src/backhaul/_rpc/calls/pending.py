@@ -103,18 +103,14 @@ class Pending:
             # objects of the caller, such as a remote reference, would live until the next garbage collection.
             raise copy.copy(outcome) from outcome.__cause__
         if outcome.kind == Kind.FAULT:
-            if self.peer.link is not None:
-                self.peer.link.arrive(self.channel)
+            self.peer.link.arrive(self.channel)
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
         notes: Mapping[str, bytes] = {}
         payload: Payload | None = None
         try:
             reply = decode_reply(outcome.body)
             payload, notes, buffers = reply.payload, reply.notes, outcome.buffers
-            if self.peer.link is None:
-                tensors = tensors_of(payload, buffers)
-            else:
-                tensors = tensors_of(payload, buffers, self.peer.link.arrive(self.channel))
+            tensors = tensors_of(payload, buffers, self.peer.link.arrive(self.channel))
             for interceptor, kept in self.kept:
                 tensors = interceptor.reply_in(self.peer, kept, notes.get(interceptor.key), tensors)
             if not self.kept and may_require_grad(tensors):
@@ -123,7 +119,7 @@ class Pending:
             (value,) = load(payload, buffers, tensors, worker)
             return value
         except BaseException as error:
-            if self.peer.link is not None and payload is not None:
+            if payload is not None:
                 decline(payload, self.peer.link.answer(self.channel))
             interceptors.discard(self.peer, notes)
             if isinstance(error, LimitError) or interrupts.from_signal(error):
@@ -171,9 +167,6 @@ class AsyncCall(Pending):
         self.timeout = timeout
         self.label = label
         self.future: Future[Any] = Future()
-
-
-SMALL_BYTES = 1 << 15  # every worker accepts frames of this size
 
 
 class Labelled(Protocol):

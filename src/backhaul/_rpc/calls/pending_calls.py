@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+from backhaul._devices import seam
 from backhaul._rpc.calls.idleness import Idleness
 from backhaul._rpc.calls.pending import AsyncCall, Outcome, Pending, SyncCall
 from backhaul._rpc.cluster.peers import Peer, Peers
@@ -109,9 +110,9 @@ class PendingCalls:
             if not isinstance(error, Exception):
                 raise
         else:
-            if pending.peer.link is not None:
-                pending.future._note_streams()
-            set_result(pending.future, value)
+            future = pending.future
+            future._mark = seam.streams.mark(future._mark)
+            set_result(future, value)
         finally:
             self._completing.pop(pending, None)
             if self._idleness.callbacks:
@@ -143,8 +144,7 @@ class PendingCalls:
         peer = self._peers.of(channel)
         if frame.kind == Kind.REPLY and peer is not None:
             reply = unpack(frame.body, Reply)
-            if peer.link is not None:
-                decline(reply.payload, peer.link.answer(channel))
+            decline(reply.payload, peer.link.answer(channel))
             self._interceptors.discard(peer, reply.notes)
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:

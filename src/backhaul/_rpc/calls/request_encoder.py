@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from backhaul._devices.links import DeviceLink
 from backhaul._rpc.arguments import keywords as keyword_arguments
 from backhaul._rpc.arguments import positional
-from backhaul._rpc.calls.pending import SMALL_BYTES, Pending, check_size
+from backhaul._rpc.calls.pending import Pending, check_size
 from backhaul._rpc.interceptors import PROFILE, Interceptors
 from backhaul._rpc.security.policy import name_for
 from backhaul._wire.callables import Named
@@ -52,9 +51,9 @@ class RequestEncoder:
         peer = pending.peer
         values = args if type(args) is tuple else positional(args)
         named = None if kwargs is None else keyword_arguments(kwargs)
-        count, keywords = len(values), bool(named)
+        count, keywords = len(values), False
         if named:
-            values = (named, *values)
+            values, keywords = (named, *values), True
         if known is not None and not peer.plain and (peer.main_shared or not known.in_main):
             name, names = known.name, _value_names(False, keywords, count)
         else:
@@ -63,11 +62,9 @@ class RequestEncoder:
             names = _value_names(not name, keywords, count)
             values = values if name else (function, *values)
         try:
-            encoded = (
-                encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain)
-                if peer.link is None
-                else self._encode_linked(pending, peer.link, values, names)
-            )
+            link = peer.link.request(None if self.keeps_requests else peer.channel)
+            encoded = encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain, link=link)
+            pending.lease = encoded.lease
         except SerializationError as error:
             raise SerializationError(
                 f"call to {pending.label}: {error}; nothing was sent", path=error.path, device=error.device
@@ -89,7 +86,7 @@ class RequestEncoder:
         body, buffers = pack(Request(name, encoded.payload, keywords, notes, left)), encoded.buffers
         frame = Frame(Kind.REQUEST, pending.number, body, buffers, encoded.keep)
         size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-        if size > SMALL_BYTES or peer.plain or peer.record.bounds is not None:
+        if size > peer.unchecked_bytes:
             try:
                 check_size(frame, peer, "call to", pending)
             except (FrameTooLargeError, LimitError):
@@ -103,17 +100,6 @@ class RequestEncoder:
                 notes[carrier.key] = carrier.note_parcels(pending.peer, encoded)
         if pending.trace is not None:
             notes[PROFILE] = pending.trace.encoded()
-
-    def _encode_linked(
-        self, pending: Pending, link: DeviceLink, values: Sequence[Any], names: Sequence[str]
-    ) -> Encoded:
-        """As ``encode`` of the codec, for a peer that takes tensors on devices."""
-        peer = pending.peer
-        way = link.request(None if self.keeps_requests else peer.channel)
-        encoded = encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain, link=way)
-        pending.lease = encoded.lease
-        link.depart()
-        return encoded
 
 
 class _ValueNames(Sequence[str]):

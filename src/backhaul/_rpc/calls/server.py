@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from backhaul._devices.cuda import process
-from backhaul._devices.links import DeviceLink
+from backhaul._devices import seam
 from backhaul._rpc.calls.async_results import ASYNC_MARK, AsyncResults, answers_later
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.pending import SMALL_BYTES, check_size, fault_frame
+from backhaul._rpc.calls.pending import check_size, fault_frame
 from backhaul._rpc.calls.served_call import ServedCall, never_dropped_names
 from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import PROFILE
@@ -188,10 +187,7 @@ class CallServer:
             call.trace = observer.serve(notes[PROFILE], call.peer.record.id, arrived)
         try:
             function = self._find(name, call) if name else None
-            if call.peer.link is None:
-                tensors = tensors_of(payload, buffers)
-            else:
-                tensors = tensors_of(payload, buffers, call.peer.link.arrive(call.channel))
+            tensors = tensors_of(payload, buffers, call.peer.link.arrive(call.channel))
             if notes or may_require_grad(tensors):
                 tensors = self._show(call, notes, tensors)
             values = load(payload, buffers, tensors, self._worker)
@@ -199,8 +195,7 @@ class CallServer:
                 function = values.pop(0)
             kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
         except BaseException as error:  # code of the user's may raise anything
-            if call.peer.link is not None:
-                decline(payload, call.peer.link.answer(call.channel))
+            decline(payload, call.peer.link.answer(call.channel))
             self._client.interceptors.discard(call.peer, notes)
             if isinstance(error, LimitError) or (
                 isinstance(error, FunctionNotFoundError) and error.worker == self._worker.name
@@ -223,8 +218,7 @@ class CallServer:
 
     def _drop(self, call: ServedCall, name: str, request: Request) -> Exception:
         """Drop a request that waited for a thread until its caller gave up. Returns the error for its reply."""
-        if call.peer.link is not None:
-            decline(request.payload, call.peer.link.answer(call.channel))
+        decline(request.payload, call.peer.link.answer(call.channel))
         name, worker, caller = name or "a function", self._worker.name, call.peer.info.name
         why = "was cancelled" if call.cancelled else "has no time left"
         if call.orphaned:
@@ -286,17 +280,14 @@ class CallServer:
             return
         notes: dict[str, bytes] = {}
         try:
-            encoded = (
-                encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain)
-                if peer.link is None
-                else self._encode_linked(call, peer.link, result)
-            )
+            link = peer.link.answer(call.channel)
+            encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain, link=link)
             if call.kept or encoded.parcels:
                 self._add_notes(call, encoded, notes)
             body, buffers = pack(Reply(encoded.payload, notes)), encoded.buffers
             frame = Frame(Kind.REPLY, call.number, body, buffers, encoded.keep)
             size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-            if size > SMALL_BYTES or peer.plain or peer.record.bounds is not None:
+            if size > peer.unchecked_bytes:
                 check_size(frame, peer, "the result of", call)
         except SerializationError as error:
             name = self._worker.name
@@ -313,8 +304,7 @@ class CallServer:
             if not isinstance(error, Exception) and not interrupts.postpone(error):
                 raise  # a signal came while the program completed the future of this call
         else:
-            if encoded.lease is not None:
-                encoded.lease.sent = True
+            peer.link.depart(encoded.lease, call.channel)
             self._send(call, frame, notes)
 
     def _add_notes(self, call: ServedCall, encoded: Encoded, notes: dict[str, bytes]) -> None:
@@ -327,14 +317,6 @@ class CallServer:
         for carrier in interceptors.of_parcels if encoded.parcels else ():
             notes[carrier.key] = carrier.note_parcels(call.peer, encoded)
 
-    @staticmethod
-    def _encode_linked(call: ServedCall, link: DeviceLink, result: Any) -> Encoded:
-        """As ``encode``, for a peer that takes tensors on devices."""
-        peer, way = call.peer, link.answer(call.channel)
-        encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain, link=way)
-        link.depart()
-        return encoded
-
     def _reply_fault(self, call: ServedCall, error: BaseException) -> None:
         if call.trace is not None:
             call.trace.resumed()
@@ -343,10 +325,9 @@ class CallServer:
             return
         options = self._worker.options
         shown = options.security.trusted if options.security.tracebacks is None else options.security.tracebacks
-        process.judge(error, self._worker.name)
+        seam.streams.explain(error, self._worker.name)
         fault, encoded = encode_fault(error, self._worker.name, plain=call.peer.plain, tracebacks=shown)
-        if call.peer.link is not None:
-            call.peer.link.depart()
+        call.peer.link.depart(None, call.channel)
         self._send(call, fault_frame(call.peer, Kind.FAULT, fault, encoded, number=call.number))
 
     def _send(self, call: ServedCall, frame: Frame, notes: Mapping[str, bytes] = NO_NOTES) -> None:

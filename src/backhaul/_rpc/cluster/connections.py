@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from backhaul._devices.seam import NO_LINK, PeerLink
 from backhaul._rpc.cluster.certificate_names import CertificateNames
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._runtime import interrupts
@@ -41,6 +42,13 @@ class Members(Protocol):
         """Workers that have left and had the name or the id of this worker."""
 
 
+class _Links(dict[Channel, PeerLink]):
+    """The device link of each channel's peer; the null link for a channel whose peer is not known."""
+
+    def __missing__(self, channel: Channel) -> PeerLink:
+        return NO_LINK
+
+
 class Connections:
     """The channels of one worker to all members. Thread-safe.
 
@@ -48,6 +56,7 @@ class Connections:
         certificates: Which names the peer of a channel may have.
         of: ``of(channel)`` is the member at the other end, or None if it has not said hello. The bound C function of
             a dictionary, because every request asks.
+        links: The device link of the member at the other end of each channel. Others only read it.
     """
 
     of: Callable[[Channel], Peer | None]
@@ -57,8 +66,10 @@ class Connections:
         self._own = own
         self._members = members
         self.certificates = CertificateNames(worker.options)
-        self._lock = threading.Lock()  # guards _by_channel, _refusals, _closed_bytes and the channels of all peers
+        # Guards _by_channel, links, _refusals, _closed_bytes and the channels of all peers.
+        self._lock = threading.Lock()
         self._by_channel: dict[Channel, Peer] = {}
+        self.links = _Links()
         self._refusals: dict[Channel, str] = {}  # the reason that a peer gave before it closed the channel
         self._closed_bytes = 0  # bytes sent over channels that are gone
         self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
@@ -155,11 +166,11 @@ class Connections:
         """From now on this channel is one of the peer's."""
         with self._lock:
             self._by_channel[channel] = peer
+            self.links[channel] = peer.link
             peer.add_channel(channel)
-        if peer.link is not None:
-            peer.link.opened(channel)
-            if channel not in self._by_channel:  # lost meanwhile; nobody reports that again
-                peer.link.lost(channel)
+        peer.link.opened(channel)
+        if channel not in self._by_channel:  # lost meanwhile; nobody reports that again
+            peer.link.lost(channel)
 
     def adopt_incoming(self, channel: Channel, peer: Peer) -> None:
         """A peer has opened this channel and has been admitted."""
@@ -210,6 +221,7 @@ class Connections:
     def _on_lost(self, channel: Channel, reason: str) -> None:
         with self._lock:
             peer = self._by_channel.pop(channel, None)
+            self.links.pop(channel, None)
             reason = self._refusals.pop(channel, reason)
             if peer is not None:
                 peer.remove_channel(channel)
@@ -222,8 +234,7 @@ class Connections:
         if peer.gone:
             reason = f"worker '{peer.info.name}' {peer.gone}"
         self.on_lost.notify(peer, channel, reason)
-        if peer.link is not None:
-            peer.link.lost(channel)
+        peer.link.lost(channel)
 
 
 def _unreachable(peer: Peer, why: str) -> PeerLostError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-from backhaul._devices.links import DeviceLink, link_to
+from backhaul._devices.seam import PeerLink
 from backhaul._rpc.cluster.connections import Connections
 from backhaul._rpc.cluster.membership_table import MembershipTable, Refusal, Standing, WorkerRecord
 from backhaul._rpc.cluster.send_pacing import SendPacing
@@ -19,6 +19,8 @@ from backhaul._wire.messages import Departure
 from backhaul._worker.listeners import Listeners
 from backhaul._worker.worker import Worker
 from backhaul.errors import UnknownWorkerError
+
+_SMALL_BYTES = 1 << 15  # every worker accepts frames of this size
 
 
 class ConnectAttempts:
@@ -41,7 +43,8 @@ class Peer:
         main_shared: Whether it runs the same ``__main__`` as this worker.
         plain: Whether nothing may be pickled between the two workers. A worker that does not trust others takes no
             pickles and sends none.
-        link: For tensors on devices; None where there are none.
+        link: Takes tensors on devices; the null link where there are none.
+        unchecked_bytes: The peer accepts every frame of at most this size; -1: each frame must be checked.
         channel: The channel through which this worker sends; None: the next use opens one.
         incoming: The channel that the peer opened. Two workers that call each other at once have two channels.
         channels: All channels that are not known to be lost. A peer that connects again has several.
@@ -66,6 +69,7 @@ class Peer:
         "plain",
         "record",
         "suspicion",
+        "unchecked_bytes",
     )
 
     def __init__(self, record: WorkerRecord, own: WorkerRecord, worker: Worker) -> None:
@@ -73,7 +77,8 @@ class Peer:
         self.info = record.info
         self.main_shared = record.id == own.id or (record.main == own.main and record.main != "")
         self.plain = record.id != own.id and not (record.trusting and own.trusting)
-        self.link: DeviceLink | None = link_to(own, record, worker.device_context, open=not self.plain)
+        self.link: PeerLink = worker.devices.link_to(own, record, open=not self.plain)
+        self.unchecked_bytes = -1 if self.plain or record.bounds is not None else _SMALL_BYTES
         self.channel: Channel | None = None
         self.incoming: Channel | None = None
         self.channels: tuple[Channel, ...] = ()
@@ -114,20 +119,21 @@ class Peers:
         changing: Held while members come and go, also by ``Admission``, which decides before it changes.
         connections: The channels to the members.
         plain: The ids of the members with ``Peer.plain``.
-        linked: The members with a device link, by id.
         shutting_down: Whether this worker ends or waits for the cluster's shutdown. Nobody may join any more, and
             members that go are no news.
-        with_id, of, channel_to, on_lost: Bound functions: the member with an id or None, and those of ``Connections``.
+        with_id, of, link_of, channel_to, on_lost: Bound functions: the member with an id or None, the link of a
+            channel, and those of ``Connections``.
     """
 
     with_id: Callable[[int], Peer | None]
     of: Callable[[Channel], Peer | None]
+    link_of: Callable[[Channel], PeerLink]
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
         self._worker = worker
         self.table = MembershipTable(own)
         self.changing = worker.runtime.lock()
-        self._lock = threading.Lock()  # guards _by_id, _by_name, plain and linked
+        self._lock = threading.Lock()  # guards _by_id, _by_name and plain
         # What happened to a member (``joined``, ``left``, ``lost`` or ``replaced``), the member, and why. Listeners are
         # called before the change has any other effect. They must not block.
         self.on_change: Listeners[[str, Peer, str], None] = Listeners()
@@ -135,19 +141,17 @@ class Peers:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.plain: set[int] = set()
-        self.linked: dict[int, Peer] = {}
         self.shutting_down = False
         self.connections = Connections(worker, own, self)
         self.with_id = self._by_id.get
         self.of = self.connections.of
+        self.link_of = self.connections.links.__getitem__
         self.channel_to = self.connections.channel_to
         self.on_lost = self.connections.on_lost
         self.own = self._by_id[own.id] = self._by_name[own.name] = Peer(own, own, worker)
         for record in records:
             self.admit(record)
         self.own.channel = worker.loopback
-        if self.own.link is not None:
-            self.linked[own.id] = self.own
         self.connections.adopt(worker.loopback, self.own)
 
     # Finding members.
@@ -245,8 +249,6 @@ class Peers:
                 self._remove(old)
             if peer.plain:
                 self.plain.add(record.id)
-            if peer.link is not None:
-                self.linked[record.id] = peer
         self.on_change.notify("joined", peer, "")
         return ""
 
@@ -279,8 +281,6 @@ class Peers:
     def _remove(self, peer: Peer) -> None:
         """Take a worker off the tables, except where another has taken its place."""
         self.plain.discard(peer.record.id)
-        if self.linked.get(peer.record.id) is peer:
-            del self.linked[peer.record.id]
         if self._by_id.get(peer.record.id) is peer:
             del self._by_id[peer.record.id]
         if self._by_name.get(peer.info.name) is peer:

@@ -135,7 +135,7 @@ class UntrustedServer(CallServer):
     def _turn_down(self, peer: Peer, channel: Channel, frame: Frame, error: BackhaulError) -> Task:
         answer = ServedCall(peer, channel, frame.number, self._worker.runtime.now)
         self._requests[channel, frame.number] = answer
-        if peer.link is not None and not peer.plain:  # those who do not trust each other share no device memory
+        if not peer.plain:  # those who do not trust each other share no device memory
             decline(unpack(frame.body, Request).payload, peer.link.answer(channel))
         return functools.partial(self._refuse, answer, error)
 

@@ -22,7 +22,7 @@ from backhaul._autograd.forward.functions import Grads, Recv, SendRecord, recv_o
 from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.plan.plan import Orders
-from backhaul._devices.cuda import process
+from backhaul._devices import seam
 from backhaul._devices.tensor_walk import tensors_in
 from tests.unit.autograd.graphs import CONTEXT, Graph
 
@@ -256,8 +256,9 @@ class Streams:
     def mark(self, earlier: object = None) -> object:
         return earlier or self
 
-    def join(self, mark: object, value: object = None) -> None:
+    def join(self, mark: object, value: object = None) -> object:
         self.adopt(value)
+        return value
 
     def adopt(self, value: object) -> None:
         self.used[threading.get_ident()] += tensors_in(value)
@@ -268,7 +269,7 @@ def test_memory_of_gradients_is_kept_for_the_thread_that_goes_on_with_them(
     circular: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = Streams()
-    monkeypatch.setattr(process, "stream_order", streams)
+    monkeypatch.setattr(seam, "streams", streams)
     leaf = torch.ones(2, requires_grad=True)
     leaf.register_hook(lambda grad: grad)  # so that both sources run together
     context = Context(CONTEXT)

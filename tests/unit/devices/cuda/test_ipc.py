@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from backhaul._devices import seam
 from backhaul._devices.cuda import driver, library, process
 from backhaul._devices.cuda.ipc import view_at
 from backhaul._devices.stream_order import StreamOrder
@@ -50,16 +51,16 @@ def test_without_cuda_there_is_nothing() -> None:
         return
     assert not driver.available()
     assert driver.identities() == process.identities() == ()
-    assert process.stream_order is None
+    assert seam.streams is seam.NO_STREAMS
 
 
 def test_a_forked_child_has_no_streams_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "stream_order", StreamOrder(FakeCuda()))
+    monkeypatch.setattr(seam, "streams", StreamOrder(FakeCuda()))
     child = os.fork()
     if not child:
-        os._exit(process.stream_order is not None)
+        os._exit(seam.streams is not seam.NO_STREAMS)
     assert os.waitpid(child, 0)[1] == 0
-    assert process.stream_order is not None
+    assert seam.streams is not seam.NO_STREAMS
 
 
 class FakeLibrary:
