@@ -1,1 +1,1 @@
-"""Calls between workers: who is there, what runs where, what comes back."""
+"""Calls between workers: the members of the cluster, calls and their results, failures and limits."""

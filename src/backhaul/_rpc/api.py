@@ -51,8 +51,8 @@ def init(
         world_size: How many workers there are.
         store: A ``torch.distributed.Store`` for the rendezvous, in place of ``options.init_method``.
         join: The address of any member (``get_address``), or several to try. This needs a secret
-            (``Security.secret`` or ``BACKHAUL_SECRET``) and no store; ``rank`` is the id that the worker wants, any if
-            not given. True: the store says where the members are.
+            (``Security.secret`` or ``BACKHAUL_SECRET``) and no store. ``rank`` is the id that the worker asks for;
+            without ``rank`` it gets a free id. True: the store has the addresses of the members.
         options: See ``Options``.
 
     Raises:
@@ -148,9 +148,9 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
 def leave(*, timeout: float | None = None) -> None:
     """End the current worker. The other workers continue.
 
-    Waits until no call is under way here. Then tells all other workers, which forget this one: from then on, calls to
-    it raise ``UnknownWorkerError``. Once this returns, the worker's threads and sockets are gone. Does nothing if there
-    is no worker.
+    Waits until this worker has no call under way. Then announces its departure to all other workers. From then on,
+    their calls to it raise ``UnknownWorkerError``. Once this returns, the worker's threads and sockets are gone. Does
+    nothing if there is no worker.
 
     Args:
         timeout: Seconds to wait at most; default ``options.shutdown_timeout``. The worker ends in any case.
@@ -184,11 +184,11 @@ def get_address() -> str:
 def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], None]:
     """Call ``callback`` when workers join, leave or are lost, as the current worker sees it.
 
-    The callback runs on a thread of the worker, with the worker current, for one event after the other. A worker does
-    not notice the loss of a worker that it has never been connected to.
+    The callback runs on a thread of the worker, with the worker current. It gets one event at a time. A worker does not
+    notice the loss of a worker to which it has never been connected.
 
     Returns:
-        A function that ends this.
+        A function that ends the subscription.
 
     Example:
         >>> import backhaul as bh
@@ -214,8 +214,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None, ignore_rref
     Args:
         graceful: Whether to wait for the other workers.
         timeout: Seconds to wait at most; default ``options.shutdown_timeout``.
-        ignore_rref_leak: If False, this worker releases the references that it holds, and it is an error if other
-            workers still refer to its values in the end. Pass the same value on all workers.
+        ignore_rref_leak: If False, this worker releases the references that it holds, and raises ``LeakError`` if other
+            workers still refer to its values at the end. Pass the same value on all workers.
 
     Raises:
         LeakError: See ``ignore_rref_leak``.
@@ -250,7 +250,7 @@ def rpc_sync(
     """Call ``func(*args, **kwargs)`` on another worker and return its result.
 
     Args:
-        to: Name, id or ``WorkerInfo`` of the worker that runs it; it may be this one.
+        to: Name, id or ``WorkerInfo`` of the worker that runs ``func``; it may be the current worker.
         func: Any callable. A function that both workers can import is sent by name, any other by value. Or a name
             that the other worker has exposed, see ``expose``.
         args: Positional arguments, a tuple or a list; they are copied. For one argument: ``args=(x,)``.
@@ -265,7 +265,8 @@ def rpc_sync(
         CallTimeoutError: There was no reply in time.
         CallCancelledError: The handler that makes the call was cancelled.
         PeerLostError: The worker cannot be reached, or was lost during the call.
-        PermissionDeniedError: That worker does not let this one call ``func``; see ``Options.security.trusted``.
+        PermissionDeniedError: The other worker does not allow this one to call ``func``; see
+            ``Options.security.trusted``.
         SerializationError: An argument or the result cannot be sent, or ``func`` is sent by value and keeps state in
             globals.
         UnknownWorkerError: There is no such worker.
@@ -327,8 +328,8 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 
 @graph_break
 def get_debug_info() -> dict[str, int]:
-    """Counters of the current worker: its calls that are pending, were cancelled, and were made again; calls that it
-    served, and that it dropped because their callers had given up; bytes sent; its shared memory, and how many slots of
+    """Counters of the current worker: its own calls that are pending, cancelled or retried; calls that it has served,
+    and calls that it dropped because their callers had given up; bytes sent; its shared memory, and how many slots of
     it other workers use; contexts; backward passes that it drives.
     """
     return {name: count() for name, count in current_worker().counters.items()}

@@ -51,7 +51,7 @@ class Audit(Protocol):
         """All workers have called ``begin``. Returns a text for each thing that is left, for an error message."""
 
 
-# Over the limit of attributes because it holds one object of each part. It only makes the parts and ends them in order.
+# Over the limit because it holds one object of each part. It only makes the parts and ends them in order.
 class Node:
     """The RPC parts of one worker, attached to it."""
 

@@ -78,7 +78,7 @@ def encode(
         names: The names of the values in that error.
         main_shared: Whether ``__main__`` is the same program at the other end.
         plain: Whether pickle is forbidden.
-        link: Takes tensors of devices. None: tensors of devices cannot be sent.
+        link: Sends tensors on devices. None: tensors on devices cannot be sent.
     """
     try:
         flat = _encode_plain(values, link)

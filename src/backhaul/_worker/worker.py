@@ -48,7 +48,7 @@ _entered: contextvars.ContextVar[tuple[contextvars.Token[Worker | None], ...]] =
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 _alive_lock = threading.Lock()  # guards _alive and _closed_last
 _closed_last: str | None = None  # the name of the worker that was closed last, for a better error message
-_default: Worker | None = None  # the worker that the program has chosen to be current where no other is
+_default: Worker | None = None  # the worker that is current where no other is, as the program has chosen
 _only: Worker | None = None  # ``_default`` while it is alive, else the only worker of the process, else None
 
 find_outside_context: Callable[[], Worker | None] | None = None
@@ -85,11 +85,12 @@ class Worker:
         receiver: Hands frames to the parts that registered for them.
         loopback: The channel to itself.
         observer: Sees what this worker does while a profile is open, else None.
-        devices: Its devices; the null object where it has none.
-        counters: Numbers of all parts, for people; see ``get_debug_info``.
-        parts: What ``attach`` has stored, by type. Only for reading, on hot paths; others call ``part``.
+        devices: The devices of this worker; a null object if it has none.
+        counters: Functions that return the counters of all parts; see ``get_debug_info``.
+        parts: The objects that ``attach`` has stored, by type. Read it directly on hot paths only; else call ``part``.
         context: The context variables of this worker's tasks. Run code in copies of it only.
-        on_close: Called when the worker is closed. The last one registered is first: layers end from the top.
+        on_close: Listeners that are called when the worker is closed. The listener that was registered last is called
+            first, so that layers end from the top.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Worker:
         return self.thread_pool.blocking(self.observer)
 
     def abandon(self) -> bool:
-        """Count as closed from now on, and free nothing. Return False if the worker was closed before."""
+        """Mark the worker as closed, and free nothing. Return False if the worker was closed before."""
         global _closed_last, _default
         with _alive_lock:
             if self.closed:
@@ -212,8 +213,8 @@ class Worker:
 def current_worker() -> Worker:
     """The worker that module-level functions act on.
 
-    It is the one made current by a ``with`` or by the handler that runs, else the first of a cluster that was started
-    without a ``with``, else the only one of the process.
+    It is the worker made current by a ``with``, or the worker whose handler runs here. Otherwise it is the first worker
+    of a cluster that was started without a ``with``. Otherwise it is the only worker of the process.
 
     Raises:
         NotInitializedError: There is none, or several and none is current.

@@ -1,1 +1,1 @@
-"""The members of the cluster: who they are, how they connect, join and leave."""
+"""The members of the cluster: the table of members, and how they connect, join and leave."""

@@ -1,9 +1,10 @@
-"""What stands between a worker and peers that it does not trust, or does not trust without limit. A worker without
-either has none of this in its way.
+"""Guards a worker against peers that it does not trust, or for which it has limits. A worker that trusts its peers
+without limits does not use this module.
 
-Every kind of frame has its check here or is not taken at all. A frame that breaks a rule closes its channel; a call
-that asks for too much, or for what it may not have, is answered with an error. The values of a frame are counted before
-anything is made of it; so are those of messages inside of it, such as notes and records.
+Each kind of frame has a check, given at its registration (``Worker.on_frame``); a frame without a check is refused. A
+frame that breaks a rule closes its channel. A call that exceeds a limit, or that the policy (``policy``) forbids, is
+answered with an error. The values of a frame, and of the messages inside it such as notes and records, are counted
+before anything is decoded.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def guard_frames(worker: Worker, client: CallClient) -> None:
             raise ProtocolError(str(too_many))
         if check is before_hello:
             if frame.kind != Kind.REFUSE and peer is not None:
-                raise ProtocolError(f"'{peer.info.name}' says again who it is")
+                raise ProtocolError(f"worker '{peer.info.name}' sent a second hello")
             return handler(channel, frame)
         if peer is None or check is None:
-            raise ProtocolError(f"a frame of kind {frame.kind}, which is not taken here, or not before a hello")
+            raise ProtocolError(f"a frame of kind {frame.kind} is not accepted here, or not before a hello")
         try:
             return handler(channel, frame) if check(worker, peer, frame) else None
         except LimitError as error:
