@@ -25,15 +25,15 @@ import torch
 import backhaul as bh
 from backhaul._autograd.backward import context_release, engine, leaves, outbox, pass_ledger, ready_groups, receiver
 from backhaul._rpc import futures
-from backhaul._rpc.calls import client, pending, request_encoder, server
+from backhaul._rpc.calls import client, pending_call, request_encoder, server
 from backhaul._transport.sockets import channel, endpoint
 from backhaul._worker import thread_pool
 
 STAGES: list[tuple[type, str]] = [
     (client.CallClient, "call"),
     (request_encoder.RequestEncoder, "encode"),
-    (pending.Pending, "read"),
-    (pending.SyncCall, "settle"),
+    (pending_call.Pending, "read"),
+    (pending_call.SyncCall, "settle"),
     (futures.Future, "wait"),
     (server.CallServer, "_run"),
     (server.CallServer, "_decode"),

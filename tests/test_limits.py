@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 
-from tools.limits import _reason, attributes_of, count_methods, excesses, repeated_names
+from tools.limits import ROOT, _reason, attributes_of, count_methods, excesses, repeated_names
 
 
 def test_what_is_over_a_limit_has_a_reason() -> None:
@@ -23,3 +24,9 @@ def test_the_count() -> None:
     assert attributes_of(node) == {"a", "b", "c", "d"}
     assert _reason("# Over the limit because it is a table\n# of two lines.") == "it is a table of two lines."
     assert _reason("# It is large.") == ""
+
+
+def test_the_page_names_what_is_over_a_limit() -> None:
+    page = (ROOT / "docs" / "design" / "sizes.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    assert named == {(each.name or each.path, each.path) for each in excesses()}, "run `python -m tools.limits --table`"

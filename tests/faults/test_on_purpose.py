@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import backhaul as bh
-from backhaul._rpc.calls.pending import Pending
+from backhaul._rpc.calls.pending_call import Pending
 from backhaul._rpc.node import Node
 from backhaul.testing.faults import Faults
 

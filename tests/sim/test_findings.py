@@ -14,7 +14,7 @@ import torch
 
 import backhaul as bh
 from backhaul._autograd.messages import AutogradKind
-from backhaul._rpc.calls.pending import Pending
+from backhaul._rpc.calls.pending_call import Pending
 from backhaul._rpc.node import join
 from backhaul._sim.channel import SimChannel
 from backhaul._sim.cluster import SimCluster, SimProgram

@@ -13,7 +13,7 @@ import torch
 from backhaul._wire.codec import Encoded
 
 if TYPE_CHECKING:
-    from backhaul._rpc.calls.pending import Pending
+    from backhaul._rpc.calls.pending_call import Pending
     from backhaul._rpc.cluster.peers import Peer
     from backhaul._rpc.futures import Future
     from backhaul._rpc.node import Node

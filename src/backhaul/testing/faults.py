@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.pending import Pending
+from backhaul._rpc.calls.pending_call import Pending
 from backhaul._transport.base import ChannelClosedError
 
 

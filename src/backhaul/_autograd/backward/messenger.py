@@ -14,7 +14,7 @@ from backhaul._autograd.ids import NO_CONTEXT, MessageId
 from backhaul._autograd.messages import Abort, AutogradKind, PassSpec, Report, in_parts
 from backhaul._devices import seam
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.pending import fault_frame
+from backhaul._rpc.calls.pending_call import fault_frame
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.faults import encode_fault
 from backhaul._wire.frames import Frame

@@ -11,7 +11,7 @@ from backhaul._autograd.container import Container
 from backhaul._autograd.forward.functions import Grads, Recv, record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
 from backhaul._devices import seam
-from backhaul._rpc.calls.pending import check_size
+from backhaul._rpc.calls.pending_call import check_size
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._runtime.observer import GradientKey, Observer
 from backhaul._transport.base import ChannelClosedError

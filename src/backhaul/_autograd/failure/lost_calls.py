@@ -11,7 +11,7 @@ from backhaul._autograd.failure.member_calls import POLL_SECONDS
 from backhaul._autograd.failure.recovery_tasks import RecoveryTasks
 from backhaul._autograd.failure.replay import ReplayEntry
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.pending import Pending, SyncCall
+from backhaul._rpc.calls.pending_call import Pending, SyncCall
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.futures import Future
 from backhaul._wire.frames import Frame

@@ -8,7 +8,7 @@ from backhaul._autograd.container import Container
 from backhaul._autograd.failure.member_calls import PROBE_SECONDS, MemberCalls
 from backhaul._autograd.failure.replay import Place
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.pending import SyncCall
+from backhaul._rpc.calls.pending_call import SyncCall
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import ContextError, PeerLostError
 

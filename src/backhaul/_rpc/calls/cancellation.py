@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 
-from backhaul._rpc.calls.pending import SyncCall
-from backhaul._rpc.calls.pending_calls import PendingCalls, send_cancels
+from backhaul._rpc.calls.call_table import PendingCalls, send_cancels
+from backhaul._rpc.calls.pending_call import SyncCall
 from backhaul._worker.deadlines import CancelScope
 from backhaul._worker.thread_pool import ThreadPool
 from backhaul.errors import CallCancelledError

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
+from backhaul._rpc.calls.call_table import PendingCalls
 from backhaul._rpc.calls.cancellation import Cancellation
 from backhaul._rpc.calls.idleness import Idleness
 from backhaul._rpc.calls.paused_calls import PausedCalls
-from backhaul._rpc.calls.pending import AsyncCall, Outcome, Pending, SyncCall
-from backhaul._rpc.calls.pending_calls import PendingCalls
+from backhaul._rpc.calls.pending_call import AsyncCall, Outcome, Pending, SyncCall
 from backhaul._rpc.calls.request_encoder import RequestEncoder
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.futures import Future

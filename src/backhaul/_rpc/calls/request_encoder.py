@@ -8,7 +8,7 @@ from typing import Any
 
 from backhaul._rpc.arguments import keywords as keyword_arguments
 from backhaul._rpc.arguments import positional
-from backhaul._rpc.calls.pending import Pending, check_size
+from backhaul._rpc.calls.pending_call import Pending, check_size
 from backhaul._rpc.interceptors import PROFILE, Interceptors
 from backhaul._rpc.security.policy import name_for
 from backhaul._wire.callables import Named

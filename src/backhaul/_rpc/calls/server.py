@@ -17,7 +17,7 @@ import torch
 from backhaul._devices import seam
 from backhaul._rpc.calls.async_results import ASYNC_MARK, AsyncResults, answers_later
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.pending import check_size, fault_frame
+from backhaul._rpc.calls.pending_call import check_size, fault_frame
 from backhaul._rpc.calls.served_call import ServedCall, never_dropped_names
 from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import PROFILE

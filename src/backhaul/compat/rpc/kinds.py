@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.jit._builtins import _find_builtin
 
-from backhaul._rpc.calls.pending import Pending
+from backhaul._rpc.calls.pending_call import Pending
 
 _kind_of_call: contextvars.ContextVar[str | None] = contextvars.ContextVar("backhaul_compat_kind", default=None)
 

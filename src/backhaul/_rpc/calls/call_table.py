@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from backhaul._devices import seam
 from backhaul._rpc.calls.idleness import Idleness
-from backhaul._rpc.calls.pending import AsyncCall, Outcome, Pending, SyncCall
+from backhaul._rpc.calls.pending_call import AsyncCall, Outcome, Pending, SyncCall
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._rpc.futures import set_result
 from backhaul._rpc.interceptors import Interceptors
