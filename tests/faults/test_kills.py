@@ -11,7 +11,9 @@ from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.ids import ContextId
 from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._runtime.runtime import Runtime
+from backhaul._wire.callables import resolve
 from tools.kill_tests import RANDOM, KillOutcome, KillSetting, run, table
+from tools.triggers import STAGES
 
 SAMPLE = (
     "request half read",
@@ -24,6 +26,15 @@ SAMPLE = (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+
+
+def test_functions_that_stages_look_for_in_frames_exist() -> None:
+    """A stage that waits for a function which was renamed is never reached, and kills nobody."""
+    texts = [text for stage in STAGES for text in getattr(stage.arm, "args", ()) if isinstance(text, bytes)]
+    functions = [text.decode() for text in texts if text.startswith(b"backhaul.")]
+    assert len(functions) >= 6
+    for function in functions:
+        assert callable(resolve(function))
 
 
 @pytest.mark.timeout(240)
