@@ -443,7 +443,7 @@ def test_replies_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
             for number in range(1, 200):
                 sock.sendall(wire(Frame(Kind.REQUEST, number, pack(request))))
         check(workers)
-        while workers[1].part(Node).server._ledger.calls:  # type: ignore[attr-defined]
+        while workers[1].part(Node).server._usage.calls:  # type: ignore[attr-defined]
             check(workers)
         read_to_end(sock)  # it was closed
 

@@ -83,10 +83,10 @@ class UntrustedServer(CallServer):
     def __init__(self, worker: Worker, client: CallClient) -> None:
         super().__init__(worker, client)
         self._send_timeout = _SEND_SECONDS
-        self._quotas = RateLimits.of(worker.options)
-        self._ledger = PeerUsage(worker.name, self._quotas)
+        self._rate_limits = RateLimits.of(worker.options)
+        self._usage = PeerUsage(worker.name, self._rate_limits)
         self._policy = None if worker.options.security.trusted else Policy(worker.name, worker.options.security.allow)
-        worker.counters["num_calls_in_flight"] = lambda: self._ledger.calls
+        worker.counters["num_calls_in_flight"] = lambda: self._usage.calls
 
     def _on_request(self, channel: Channel, frame: Frame) -> Task:
         peer = self._client.peers.of(channel)
@@ -98,10 +98,12 @@ class UntrustedServer(CallServer):
         if too_many is not None:
             return self._turn_down(peer, channel, frame, too_many)
         request = unpack(frame.body, Request)
-        error: BackhaulError | None = excess_tensors(self._worker, self._quotas, request.payload, "the call")
+        error: BackhaulError | None = excess_tensors(self._worker, self._rate_limits, request.payload, "the call")
         if self._policy is not None:
             if not request.function:
-                raise ProtocolError("a function by value, which this worker does not take (trusted=False)")
+                raise ProtocolError(
+                    "a function by value, which this worker refuses because it does not trust its peers"
+                )
             error = (
                 error
                 or excess_notes(self._worker, self._client.interceptors, request.notes)
@@ -118,7 +120,7 @@ class UntrustedServer(CallServer):
                 self._policy.find(request.function, peer.info.name)
             # Our own calls are counted and not refused: passes that are under way must be able to end.
             must = find_internal(request.function) is not None
-            self._ledger.take(peer.record.id, peer.info.name, frame.nbytes, must=must)
+            self._usage.take(peer.record.id, peer.info.name, frame.nbytes, must=must)
         except (LimitError, PermissionDeniedError) as refused:
             return self._turn_down(peer, channel, frame, refused)
         task = super()._on_request(channel, frame)
@@ -136,8 +138,9 @@ class UntrustedServer(CallServer):
     def _turn_down(self, peer: Peer, channel: Channel, frame: Frame, error: BackhaulError) -> Task:
         answer = ServedCall(peer, channel, frame.number, self._worker.runtime.now)
         self._requests[channel, frame.number] = answer
-        if not peer.plain:  # those who do not trust each other share no device memory
-            decline(unpack(frame.body, Request).payload, peer.link.answer(channel))
+        link = None if peer.plain else peer.link.answer(channel)  # without trust there is no shared device memory
+        if link is not None:  # else the message has no slots, and is not decoded: it may exceed a limit
+            decline(unpack(frame.body, Request).payload, link)
         return functools.partial(self._refuse, answer, error)
 
     def _refuse(self, answer: ServedCall, error: BackhaulError) -> None:
@@ -173,4 +176,4 @@ class UntrustedServer(CallServer):
     def _give_back(self, answer: ServedCall) -> None:
         charge = vars(answer).pop("charge", 0)  # at once: a call may end, and be cancelled, on two threads
         if charge:
-            self._ledger.give_back(answer.peer.record.id, charge)
+            self._usage.give_back(answer.peer.record.id, charge)
