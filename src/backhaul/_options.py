@@ -207,6 +207,8 @@ class Options:
             and the error at the end names them. The default is long because the processes of a large launch on few
             cores may take minutes to import torch.
         backward_timeout: How long a backward pass may take; 0 means no limit.
+        autograd: ``"plain"`` records calls outside contexts, so that ``loss.backward()`` and ``torch.autograd.grad``
+            run over all workers. ``"context"`` records calls inside ``backhaul.context()`` only.
         shutdown_timeout: How long ``shutdown`` waits for the other workers by default.
         security: Secrets, certificates, and what other workers may do.
         liveness: Heartbeats, and when a silent peer is lost.
@@ -232,6 +234,7 @@ class Options:
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
+    autograd: Literal["plain", "context"] = "plain"
     shutdown_timeout: float = 60.0
     security: Security = field(default_factory=Security)
     liveness: Liveness = field(default_factory=Liveness)
@@ -244,6 +247,8 @@ class Options:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if self.transport not in ("auto", "unix", "tcp"):
             raise ValueError(f"transport must be 'auto', 'unix' or 'tcp', got {self.transport!r}")
+        if self.autograd not in ("plain", "context"):
+            raise ValueError(f"autograd must be 'plain' or 'context', got {self.autograd!r}")
         for name, kind in _GROUPS.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(

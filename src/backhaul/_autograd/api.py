@@ -301,6 +301,11 @@ def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
 # For the layers above.
 
 
+def passes_started() -> int:
+    """How many backward passes the current worker has started. Another pass may have changed ``.grad`` of leaves."""
+    return current_worker().part(Engine).latest_pass
+
+
 def find_gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:
     """As ``get_gradients``; None if no call of the context has reached this worker, so that it holds no gradients here.
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import cast
 
 from backhaul._autograd.context import Context
-from backhaul._autograd.ids import COUNTER_BITS, ContextId, MessageId
+from backhaul._autograd.ids import COUNTER_BITS, PLAIN, ContextId, MessageId
+from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._types import first_number
 from backhaul.errors import UnknownContextError
 
@@ -20,6 +21,7 @@ class Container:
     """All contexts of one worker. Thread-safe.
 
     Attributes:
+        plain: The graph of messages outside contexts.
         find: The context of an id; None if it is not here.
         new_message: Makes an id that no other message in the cluster has.
     """
@@ -28,7 +30,8 @@ class Container:
     new_message: Callable[[], MessageId]
 
     def __init__(self, worker: int, incarnation: str = "") -> None:
-        self._contexts: dict[int, Context] = {}
+        self.plain = PlainGraph(worker)
+        self._contexts: dict[int, Context] = {PLAIN: self.plain}
         self._lock = threading.Lock()  # guards _contexts and _released together
         self._released: collections.OrderedDict[int, None] = collections.OrderedDict()
         first = worker << COUNTER_BITS | first_number(incarnation)
@@ -83,8 +86,8 @@ class Container:
             return self._contexts.pop(number, None)
 
     def select(self, wanted: Callable[[Context], bool]) -> list[Context]:
-        """The contexts for which ``wanted`` is true."""
+        """The contexts for which ``wanted`` is true, with the plain graph among them."""
         return [context for context in list(self._contexts.values()) if wanted(context)]
 
     def __len__(self) -> int:
-        return len(self._contexts)
+        return len(self._contexts) - 1  # the plain graph is always there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from backhaul._autograd.forward.functions import Recv, SendRecord
@@ -19,6 +20,7 @@ class Context(GradientTable):
 
     Attributes:
         id: The id, the same on every worker.
+        mark: What the receiving ends of messages carry, to tell the messages of different contexts apart.
         known: Ids of the workers with which this one exchanged messages of the context.
         sends: Send records by message.
         recvs: Recv ends by message.
@@ -37,7 +39,7 @@ class Context(GradientTable):
 
     def __init__(self, number: ContextId) -> None:
         super().__init__()
-        self.id = number
+        self.id = self.mark = number
         self.released = False
         self.known: set[int] = set()
         self.sends: dict[MessageId, SendRecord] = {}
@@ -68,11 +70,24 @@ class Context(GradientTable):
             if record is not None:
                 record.failed = True
 
-    def add_recv(self, recv: Recv) -> None:
-        """Record an incoming message. Its sender has this context too."""
+    def receive(self, message: MessageId, sender: int, order: tuple[int, ...], replied: bool) -> Recv:
+        """Record an incoming message, and return its receiving end. Its sender has this context too."""
+        recv = Recv(message, sender, order, replied, self.mark)
         with self.lock:
-            self.recvs[recv.message] = recv
-            self.known.add(recv.sender)
+            self.recvs[message] = recv
+            self.known.add(sender)
+        return recv
+
+    def spend(self, sources: Iterable[MessageId]) -> None:
+        """A pass that frees the graph has used these sources: no pass can use them again."""
+        with self.lock:
+            for source in sources:
+                if self.sends.pop(source, None) is not None:
+                    self.spent.add(source)
+
+    def orphaned(self, recv: Recv) -> tuple[str, str] | None:
+        """The name of the worker and the reason, if the sender of a message is gone for good."""
+        return self.orphans.get(recv.message)
 
     def know(self, worker: int) -> bool:
         """Note that a worker has this context; False if the context was released."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -11,10 +12,13 @@ from backhaul._autograd.forward.functions import add
 from backhaul._devices import seam
 from backhaul._devices.seam import Mark
 
+Key = Any
+"""What a gradient belongs to: a leaf or, in a table of results, any tensor or edge that the user named."""
+
 Contributions = list[tuple[tuple[int, ...], torch.Tensor]]
 """Gradients that are still to be summed, each with its place in program order."""
 
-Snapshot = tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, Contributions]]
+Snapshot = tuple[dict[Key, torch.Tensor], dict[Key, Contributions]]
 """All gradients at one time; see ``GradientTable.snapshot``."""
 
 
@@ -28,10 +32,10 @@ class GradientTable:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._mark: Mark | None = None  # the device work that has to be done before the gradients can be used
-        self._grads: dict[torch.Tensor, torch.Tensor] = {}
-        self._unsummed: dict[torch.Tensor, Contributions] = {}
+        self._grads: dict[Key, torch.Tensor] = {}
+        self._unsummed: dict[Key, Contributions] = {}
 
-    def accumulate(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None) -> None:
+    def accumulate(self, leaf: Key, grad: torch.Tensor, order: tuple[int, ...] | None) -> None:
         """Add to a leaf's gradient. With ``order``, contributions are summed in that order, whenever they arrive."""
         with self.lock:
             if order is not None:
@@ -66,7 +70,7 @@ class GradientTable:
             return seam.streams.join(self._mark, self._grads.get(leaf))
 
     @property
-    def gradients(self) -> Mapping[torch.Tensor, torch.Tensor]:
+    def gradients(self) -> Mapping[Key, torch.Tensor]:
         """Leaf -> gradient, a copy of the table."""
         with self.lock:
             self._sum_up()

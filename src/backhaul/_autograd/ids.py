@@ -13,6 +13,9 @@ ContextId = NewType("ContextId", int)
 NO_CONTEXT = ContextId(-1)
 """Stands where there is no context."""
 
+PLAIN = ContextId(-2)
+"""Names the graph of messages outside contexts, the same on every worker; see ``plain_graph``."""
+
 ROOTS = MessageId(0)
 """The roots of a pass, as a source; on a note: the message was not recorded."""
 

@@ -20,6 +20,7 @@ class AutogradKind(enum.IntEnum):
     ABORT = 18
     RELEASE = 19
     KNOW = 20
+    DROP = 21
 
 
 class AutogradNote(msgspec.Struct, array_like=True, frozen=True):
@@ -128,5 +129,11 @@ class Know(msgspec.Struct, array_like=True, frozen=True):
     context: int
 
 
-prepare(AutogradNote, Gradients, Report, Abort, Release, Know)
+class Drop(msgspec.Struct, array_like=True, frozen=True):
+    """Outside contexts: the receiver of these messages has no use for them any more. Their sender drops its records."""
+
+    messages: list[MessageId]
+
+
+prepare(AutogradNote, Gradients, Report, Abort, Release, Know, Drop)
 register(PassSpec, PassTally)

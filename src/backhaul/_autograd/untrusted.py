@@ -15,7 +15,7 @@ import torch
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.recording import UNRECORDED, ForwardRecorder
 from backhaul._autograd.ids import split
-from backhaul._autograd.messages import Abort, AutogradNote, Gradients, Know, Release, Report
+from backhaul._autograd.messages import Abort, AutogradNote, Drop, Gradients, Know, Release, Report
 from backhaul._autograd.plan.plan import Summary
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.node import Node
@@ -144,6 +144,11 @@ def check_release(worker: Worker, peer: Peer, frame: Frame) -> bool:
 
 def check_know(worker: Worker, peer: Peer, frame: Frame) -> bool:
     return split(unpack(frame.body, Know).context)[0] == worker.info.id
+
+
+def check_drop(worker: Worker, peer: Peer, frame: Frame) -> bool:
+    unpack(frame.body, Drop)
+    return True  # a worker can only drop messages that were sent to it, see ``PlainGraph.drop``
 
 
 def _takes_part(worker: Worker, peer: Peer, number: int) -> bool:

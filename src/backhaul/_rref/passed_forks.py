@@ -8,13 +8,13 @@ import msgspec
 
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.cluster.peers import Peer
-from backhaul._rref.cleanup import HandleCleaner
 from backhaul._rref.held_forks import HeldForks
 from backhaul._rref.members import identity_of, is_gone
 from backhaul._rref.notice_sender import NoticeSender
 from backhaul._rref.ownership import ForkId, Identity, RRefId, Update
 from backhaul._wire.codec import Encoded
 from backhaul._wire.messages import pack, prepare, unpack
+from backhaul._worker.cleaner import Cleaner
 
 
 class ForksNote(msgspec.Struct, array_like=True, frozen=True):
@@ -37,7 +37,7 @@ class PassedForks:
         lock: threading.Lock,
         notices: NoticeSender,
         held: HeldForks,
-        cleaner: HandleCleaner,
+        cleaner: Cleaner,
     ) -> None:
         self._client = client
         self._lock = lock  # guards the table; see ``RRefRegistry``

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.node import Node
-from backhaul._rref.cleanup import Deleted, HandleCleaner
-from backhaul._rref.held_forks import HeldForks
+from backhaul._rref.held_forks import Fork, HeldForks
 from backhaul._rref.members import identity_of
 from backhaul._rref.notice_sender import NoticeSender
 from backhaul._rref.owned_values import Entry, OwnedValues, take_notices
@@ -26,6 +25,7 @@ from backhaul._rref.ownership import ForkId, Identity, RRefId, Update
 from backhaul._rref.passed_forks import PassedForks
 from backhaul._transport.base import Channel
 from backhaul._types import WorkerInfo, first_number
+from backhaul._worker.cleaner import Cleaner
 from backhaul._worker.worker import current_worker
 
 
@@ -44,7 +44,7 @@ class RRefRegistry:
         self.notices = NoticeSender(worker, client, lock, self._apply_own, take_notices)
         self.held = HeldForks(worker, client, lock, self.notices, self.new_id)
         self.owned = OwnedValues(worker, client, lock, self.notices, self.held)
-        self.cleaner = HandleCleaner(worker, self._release)
+        self.cleaner = Cleaner(worker, "rref", self._release)
         self._passed = PassedForks(client, lock, self.notices, self.held, self.cleaner)
         client.interceptors.add_carrier(self._passed)
         node.peers.on_lost(self._on_lost)
@@ -85,7 +85,7 @@ class RRefRegistry:
     def _apply_own(self, updates: Sequence[Update]) -> None:
         self.owned.apply_own(updates)  # ``owned`` is made after ``notices``
 
-    def _release(self, batch: list[Deleted]) -> None:
+    def _release(self, batch: list[Entry | Fork]) -> None:
         """Release what deleted handles referred to."""
         forks = [item for item in batch if isinstance(item, tuple)]
         for item in batch:

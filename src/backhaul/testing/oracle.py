@@ -2,7 +2,8 @@
 
 ``make_program`` (``programs``) draws a program: parameters on several workers, operations, nested calls, calls back to
 the caller, unused results, in-place changes, shared weights and sub-graphs, hooks, non-linear custom functions, several
-roots. ``run_locally`` is plain autograd. ``run_distributed`` runs the same program through calls and ``backward``.
+roots. ``run_locally`` is autograd in one process. ``run_distributed`` runs the same program in a context, and
+``run_plain`` runs it without one, with ``torch.autograd.backward``.
 ``compare`` lists the differences: gradients of every parameter of every worker, how often each hook fired, how often
 each custom backward ran.
 
@@ -11,6 +12,8 @@ each custom backward ran.
     >>> program = make_program(random.Random(7).randrange, workers=3)
     >>> with bh.cluster(3):
     ...     compare(run_locally(program), run_distributed(program))
+    ...     compare(run_locally(program), run_plain(program))
+    []
     []
 """
 
@@ -164,20 +167,27 @@ def serve(run: int, body: Body, args: list[torch.Tensor]) -> list[torch.Tensor]:
     return run_body(body, args, _state(run), lambda worker, b, a: rpc_sync(worker, serve, args=(run, b, a)))
 
 
-def penalize(context_id: int, run: int) -> list[torch.Tensor]:
-    """A loss computed from the gradients of this worker's parameters."""
-    grads = get_gradients(context_id)
+def penalize(context_id: int | None, run: int) -> list[torch.Tensor]:
+    """A loss computed from the gradients of this worker's parameters. They are in ``.grad`` if there is no context."""
+    grads = _gradients(context_id, _state(run))
     return [torch.tanh(grads[p]).pow(2).sum() for p in _state(run).parameters if p in grads]
+
+
+def _gradients(context_id: int | None, state: State) -> dict[torch.Tensor, torch.Tensor]:
+    if context_id is None:
+        return {p: p.grad for p in state.parameters if p.grad is not None}
+    return get_gradients(context_id) if _has_context(context_id) else {}
 
 
 def collect(context_id: int | None, run: int) -> tuple[list[torch.Tensor | None], dict[str, int]]:
     """Return this worker's gradients and counts, and drop the state of the run."""
     worker = current_worker()
     state = _states.pop((worker.name + worker.incarnation, run))
-    if context_id is None:
-        return [None] * len(state.parameters), dict(state.counts)
-    grads = get_gradients(context_id) if _has_context(context_id) else {}
-    return [grads[p].detach() if p in grads else None for p in state.parameters], dict(state.counts)
+    grads = _gradients(context_id, state)
+    found = [grads[p].detach() if p in grads else None for p in state.parameters]
+    for parameter in state.parameters:
+        parameter.grad = None  # a recorded gradient refers to its parameter, so both would never be freed
+    return found, dict(state.counts)
 
 
 def _has_context(context_id: int) -> bool:
@@ -190,33 +200,47 @@ def _has_context(context_id: int) -> bool:
 
 def run_distributed(program: Program, *, order: int = 1, mode: Mode = "exact", **options: Any) -> Result:
     """Run a program over the workers of the current cluster. The current worker drives it and must have id 0."""
+    with context() as ctx:
+        return _run(
+            program,
+            order,
+            int(ctx),
+            lambda loss, create: backward(ctx, loss, create_graph=create, mode=mode, **options),
+        )
+
+
+def run_plain(program: Program, *, order: int = 1) -> Result:
+    """As ``run_distributed``, outside contexts: ``torch.autograd.backward`` runs over all workers."""
+    return _run(program, order, None, lambda loss, create: torch.autograd.backward(loss, create_graph=create))
+
+
+def _run(
+    program: Program, order: int, context_id: int | None, run_backward: Callable[[list[torch.Tensor], bool], None]
+) -> Result:
     run = next(_runs)
     if get_worker_info().id != 0:
         raise ValueError(f"worker 0 must drive the program, but this is worker {get_worker_info().id}")
     everyone = range(program.workers)
     for future in [rpc_async(worker, prepare, args=(program, run)) for worker in everyone]:
         future.wait()
-    with context() as ctx:
-        roots = serve(run, program.body, [])
-        loss = [root.sum() for root in roots if root.requires_grad]
-        for level in range(order):
-            if not loss:
-                break
-            backward(ctx, loss, create_graph=level < order - 1, mode=mode, **options)
-            if level < order - 1:
-                penalties = [p for worker in everyone for p in _penalties(ctx, worker, run)]
-                loss = [p for p in penalties if p.requires_grad]
-        result = Result()
-        for worker in everyone:
-            with torch.no_grad():
-                grads, counts = rpc_sync(worker, collect, args=(int(ctx), run))
-            result.grads.update({(worker, index): grad for index, grad in enumerate(grads)})
-            result.counts.update({(worker, key): n for key, n in counts.items()})
+    roots = serve(run, program.body, [])
+    loss = [root.sum() for root in roots if root.requires_grad]
+    del roots
+    for level in range(order):
+        if not loss:
+            break
+        run_backward(loss, level < order - 1)
+        if level < order - 1:
+            penalties = [p for worker in everyone for p in rpc_sync(worker, penalize, args=(context_id, run))]
+            loss = [p for p in penalties if p.requires_grad]
+            del penalties
+    result = Result()
+    for worker in everyone:
+        with torch.no_grad():
+            grads, counts = rpc_sync(worker, collect, args=(context_id, run))
+        result.grads.update({(worker, index): grad for index, grad in enumerate(grads)})
+        result.counts.update({(worker, key): n for key, n in counts.items()})
     return result
-
-
-def _penalties(ctx: int, worker: int, run: int) -> list[torch.Tensor]:
-    return rpc_sync(worker, penalize, args=(int(ctx), run))
 
 
 def compare(expected: Result, found: Result, *, tolerance: float = 1e-9) -> list[str]:

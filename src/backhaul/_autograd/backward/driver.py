@@ -121,7 +121,7 @@ class PassDriver:
 
     def abort(self) -> None:
         """Stop the pass on this worker and on every worker that got gradients."""
-        self.share.failed = self.share.aborted = True
+        self.share.abandon()
         self._messenger.abort(self.spec, self.ledger.workers | self.share.sent_to)
 
     def lose(self, worker: int, name: str, reason: str, tally: PassTally | None = None) -> None:

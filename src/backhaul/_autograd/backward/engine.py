@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul._autograd.backward.context_release import ContextRelease
 from backhaul._autograd.backward.driver import PassDriver
@@ -15,12 +15,15 @@ from backhaul._autograd.backward.messenger import PassMessenger
 from backhaul._autograd.backward.outbox import GradientOutbox
 from backhaul._autograd.backward.pass_graph import PassGraph
 from backhaul._autograd.backward.pass_ledger import PassLedger
+from backhaul._autograd.backward.plain_backward import engines
 from backhaul._autograd.backward.receiver import GradientReceiver
+from backhaul._autograd.backward.record_lifetimes import RecordLifetimes
 from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.failure.peer_failure import PeerFailures
 from backhaul._autograd.failure.recovery import Recovery
 from backhaul._autograd.forward.functions import Grads
+from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.plan.planner import Planner
 from backhaul._autograd.torch_engine import anomaly, patches
@@ -44,6 +47,7 @@ class Engine:
         drivers: The passes that this worker drives, by context and number.
         recovery: Replays what a lost worker had computed.
         new_number: Returns the number of another pass of this driver.
+        latest_pass: The number of the pass that this worker started last.
         release: Ends a context, see ``ContextRelease.release``.
         name_of, post, report: See ``PassMessenger``.
     """
@@ -55,6 +59,7 @@ class Engine:
         self.container = Container(self.id, worker.incarnation)
         self.drivers: dict[tuple[int, int], PassDriver] = {}
         self.new_number: Callable[[], int] = itertools.count(1).__next__
+        self.latest_pass = 0
         self._messenger = PassMessenger(worker, node.client, self.container)
         self.name_of, self.post, self.report = self._messenger.name_of, self._messenger.post, self._messenger.report
         self._outbox = GradientOutbox(worker, node.client.peers, self.container)
@@ -73,6 +78,7 @@ class Engine:
             request_orders=self._planner.request_orders,
             failures=PeerFailures(self, node.peers),
         )
+        RecordLifetimes(worker, node.client.peers, self.container.plain, self._messenger)
         self.recovery = Recovery(self)
         recorder.keep_requests = self.recovery.keep_requests
         recorder.tell_over = release.tell_again
@@ -80,6 +86,7 @@ class Engine:
     def attach(self) -> None:
         """Make this the engine of its worker."""
         self.worker.attach(self)
+        engines[self.container.plain.mark] = self
         self.worker.counters["num_autograd_contexts"] = lambda: len(self.container)
         self.worker.counters["num_current_backward_passes"] = lambda: len(self.drivers)
 
@@ -89,16 +96,17 @@ class Engine:
     def backward(
         self,
         context: Context,
-        roots: Sequence[torch.Tensor],
+        roots: Sequence[torch.Tensor | GradientEdge],
         seeds: Grads,
         *,
-        inputs: Sequence[torch.Tensor] | None,
+        inputs: Sequence[torch.Tensor | GradientEdge] | None,
         timeout: float,
         retain: bool,
         create: bool,
         fast: bool,
         into_grad: bool,
         deterministic: bool,
+        results: GradientTable | None = None,
         number: int = 0,
         until: float = FOREVER,
     ) -> None:
@@ -115,10 +123,12 @@ class Engine:
             fast: Assume that all messages of the context take part.
             into_grad: Add gradients to ``.grad``, not to the context.
             deterministic: Sum gradients in program order.
+            results: Takes the gradients of ``inputs``, if they are neither for ``.grad`` nor the context.
             number: The number of the pass, if the caller has one already.
             until: When the pass must be over, if its ``timeout`` began before this call.
         """
         number, observer = number or self.new_number(), self.worker.observer
+        self.latest_pass = number
         oldest = number
         if self.drivers:
             oldest = min([n for c, n in list(self.drivers) if c == context.id], default=number)
@@ -145,8 +155,9 @@ class Engine:
             messenger=self._messenger,
             request_orders=self._planner.request_orders,
             ledger=ledger,
-            roots=[get_gradient_edge(root) for root in roots],
+            roots=[root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots],
             inputs=inputs,
+            results=results,
         )
         driver = PassDriver(self.worker, self.client, self._messenger, share, ledger)
         try:

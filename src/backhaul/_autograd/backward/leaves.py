@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Grads, add
+from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.torch_engine.hooks import node_hooks
 from backhaul._autograd.torch_engine.reducers import reducers
@@ -34,6 +35,9 @@ from backhaul._autograd.torch_engine.run import (
 )
 from backhaul._devices import seam
 from backhaul._runtime import interrupts
+
+Wanted = torch.Tensor | GradientEdge
+"""What a gradient is wanted for: a leaf, or a tensor or edge inside the graph that the user named."""
 
 
 class _GradLock(contextlib.AbstractContextManager[None]):
@@ -64,12 +68,26 @@ _SOLE_REFERENCE_COUNT = 2  # a local variable holds the only reference: the vari
 
 
 class Leaves:
-    """What one pass does with the leaves of one worker. Thread-safe."""
+    """What one pass does with the leaves of one worker. Thread-safe.
 
-    def __init__(self, context: Context, spec: PassSpec, inputs: Sequence[torch.Tensor] | None) -> None:
+    Args:
+        context: The context of the pass.
+        spec: The pass.
+        inputs: On the driver, the tensors or edges that the pass is restricted to.
+        results: On the driver, takes the gradients of the inputs, if they are neither for ``.grad`` nor the context.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        spec: PassSpec,
+        inputs: Sequence[Wanted] | None,
+        results: GradientTable | None = None,
+    ) -> None:
         self._context = context
         self._spec = spec
         self._inputs = inputs
+        self._results = results
         self._runs_node: dict[int, bool] = {}  # by id of the leaf, which the graph keeps alive
         self._reducers = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._adds_only = not (spec.into_grad or spec.restricted)  # a leaf without hooks only gets its gradient added
@@ -120,10 +138,13 @@ class Leaves:
         returned. ``check`` gets the latter before anything is kept, and may raise.
         """
         spec = self._spec
-        wanted = list(self._inputs or ()) if spec.restricted else leaves
+        wanted: Collection[Wanted] = list(self._inputs or ()) if spec.restricted else leaves
         if not edges or not (wanted or ends):
             return [None] * len(ends)
-        asked = [leaf if leaf.layout is torch.strided else leaf_edge(leaf) for leaf in wanted]
+        asked = [
+            leaf if isinstance(leaf, GradientEdge) or leaf.layout is torch.strided else leaf_edge(leaf)
+            for leaf in wanted
+        ]
         grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
         seam.streams.adopt(grads)  # made on streams of the forward, used on those of this thread
         found = grads[len(wanted) :]
@@ -135,7 +156,7 @@ class Leaves:
         self._take(wanted, grads, order)
         return found
 
-    def _take(self, leaves: Iterable[torch.Tensor], grads: list[torch.Tensor | None], order: tuple[int, ...]) -> None:
+    def _take(self, leaves: Iterable[Wanted], grads: list[torch.Tensor | None], order: tuple[int, ...]) -> None:
         """Keep gradients. Takes each out of the list first: its reference count then tells whether it is shared."""
         plain = self._adds_only and not (self._reducers or node_hooks.possible)
         run_nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -144,6 +165,10 @@ class Leaves:
             grad, grads[index] = grads[index], None
             if grad is None:
                 continue
+            if self._results is not None:
+                self._results.accumulate(leaf, grad, order if self._spec.deterministic else None)
+                continue
+            assert isinstance(leaf, torch.Tensor)
             if not plain and leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf)):
                 run_nodes.append((leaf, grad))
             else:
@@ -171,11 +196,13 @@ class Leaves:
                 if leaf.is_leaf and leaf.grad is not None and leaf.grad.grad_fn is not None:
                     leaf.grad = leaf.grad.detach().clone()
 
-    def keep(
-        self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] = (), *, shared: bool = False
-    ) -> None:
+    def keep(self, leaf: Wanted, grad: torch.Tensor, order: tuple[int, ...] = (), *, shared: bool = False) -> None:
         """Add to a leaf's gradient. ``shared``: other code may see the memory of ``grad``."""
         spec = self._spec
+        if self._results is not None:
+            self._results.accumulate(leaf, grad, None)
+            return
+        assert isinstance(leaf, torch.Tensor)
         if spec.into_grad:
             if leaf.retains_grad:
                 return  # retain_grad() has written .grad already

@@ -18,7 +18,8 @@ from backhaul._autograd.backward.outbox import GradientOutbox, Parcels, key_of
 from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.backward.ready_groups import Outcome, ReadyGroups
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import Grads, Recv
+from backhaul._autograd.forward.functions import Grads, PlainRecv, Recv
+from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally, Report
 from backhaul._autograd.plan.plan import Orders
@@ -128,6 +129,7 @@ class LocalPass:
         ledger: At the driver: where the pass is accounted for.
         roots: At the driver: where the pass starts.
         inputs: At the driver: the tensors that the pass is restricted to.
+        results: At the driver: takes the gradients of the inputs, if they are neither for ``.grad`` nor the context.
 
     Attributes:
         groups: The groups of this worker, and which of them may run.
@@ -159,11 +161,12 @@ class LocalPass:
         request_orders: RequestOrders,
         ledger: PassLedger | None = None,
         roots: Sequence[GradientEdge] | None = None,
-        inputs: Sequence[torch.Tensor] | None = None,
+        inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
+        results: GradientTable | None = None,
     ) -> None:
         self.spec = spec
         self.context = context
-        self.groups = ReadyGroups(spec, context, roots, inputs)
+        self.groups = ReadyGroups(spec, context, roots, inputs, results)
         self.sent_to: set[int] = set()
         self.lost: dict[int, str] = {}
         self.inbox: collections.deque[Task] = collections.deque()
@@ -174,6 +177,8 @@ class LocalPass:
         self._ledger = ledger
         self._reports = ReportBuffer()
         self._told: dict[int, list[PassTally]] = {}  # tallies by receiver: the driver, or a worker that passes them on
+        self._spending = threading.Lock()  # guards _spent, together with failed
+        self._spent: list[PlainRecv] = []
         self._fired: dict[int, int] = {}  # messages that unfinished groups answered -> worker that the answer went to
 
     def start(self, seeds: Grads) -> None:
@@ -229,6 +234,29 @@ class LocalPass:
                 self._fired.update({recv.message: recv.sender for recv, _ in fired})
             if fired:
                 self._outbox.put(self, fired, parcels)
+
+    def spend(self, recv: PlainRecv) -> None:
+        """The gradients of a message outside contexts are about to be sent. Raises if the pass has failed, or if an
+        earlier pass has freed the graph of the sender.
+        """
+        with self._spending:
+            if self.failed:
+                raise pass_errors.aborted(self.spec)
+            if recv.spent:
+                raise pass_errors.graph_freed(recv.message)
+            if not self.spec.retain:
+                recv.spent = True
+                self._spent.append(recv)
+
+    def abandon(self) -> None:
+        """The pass has failed on some worker. Nobody knows which senders have freed their records, so the receiving
+        ends report their death again.
+        """
+        with self._spending:
+            self.failed = self.aborted = True
+            spent, self._spent = self._spent, []
+        for recv in spent:
+            recv.spent = False
 
     def _send_early(self, recv: Recv, grads: Grads) -> None:
         self._outbox.send(self, recv, grads)

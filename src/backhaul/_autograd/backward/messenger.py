@@ -67,6 +67,12 @@ class PassMessenger:
         for channel in self.channels_of(worker):
             self.send_hint(worker, channel, frame)
 
+    def tell(self, worker: int, frame: Frame) -> None:
+        """Send a frame for which nobody waits, through one channel to a worker; never blocks."""
+        peer = self._client.peers.with_id(worker)
+        if peer is not None and (channel := peer.channel) is not None:
+            self.send_hint(worker, channel, frame, soon=True)
+
     @staticmethod
     def send_hint(worker: int, channel: Channel, frame: Frame, *, soon: bool = False) -> bool:
         """Send a frame without blocking; False if the channel is closed. ``soon``: nobody waits for the frame, so it

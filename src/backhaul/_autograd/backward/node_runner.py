@@ -28,8 +28,8 @@ class NodeRunner:
     def __init__(
         self,
         spec: PassSpec,
-        inner: Mapping[tuple[Node, int], torch.Tensor],
-        capture: Callable[[torch.Tensor, torch.Tensor], None],
+        inner: Mapping[tuple[Node, int], torch.Tensor | GradientEdge],
+        capture: Callable[[torch.Tensor | GradientEdge, torch.Tensor], None],
     ) -> None:
         self._spec = spec
         self._inner = inner

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from backhaul._autograd.backward.groups import Fired
-from backhaul._autograd.backward.pass_errors import peer_lost
+from backhaul._autograd.backward.pass_errors import aborted, peer_lost
 from backhaul._autograd.container import Container
-from backhaul._autograd.forward.functions import Grads, Recv, record_send
+from backhaul._autograd.forward.functions import Grads, PlainRecv, Recv, record_send
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
 from backhaul._devices import seam
 from backhaul._rpc.calls.pending_call import check_size
@@ -21,7 +21,7 @@ from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import pack
 from backhaul._worker.worker import Worker
-from backhaul.errors import ContextError, PeerLostError
+from backhaul.errors import PeerLostError
 
 if TYPE_CHECKING:
     from backhaul._autograd.backward.local_pass import LocalPass
@@ -115,12 +115,11 @@ class GradientOutbox:
 
     def _encode(self, share: LocalPass, recv: Recv, grads: Grads) -> tuple[Peer, Encoded, AutogradNote | None]:
         if share.failed:
-            raise ContextError(
-                f"pass {share.spec.number} of context {share.spec.context} was aborted; its driver raises the reason",
-                context=share.spec.context,
-            )
-        if recv.message in share.context.orphans:
-            raise peer_lost(share.spec, *share.context.orphans[recv.message], (recv.message,))
+            raise aborted(share.spec)
+        if (orphan := share.context.orphaned(recv)) is not None:
+            raise peer_lost(share.spec, *orphan, (recv.message,))
+        if isinstance(recv, PlainRecv):
+            share.spend(recv)
         peer = self._peers.with_id(recv.sender) or self._peers.find(recv.sender)  # which raises the error
         # In device memory, gradients go back the way that their message came.
         link = peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Recv
-from backhaul._autograd.ids import NO_CONTEXT, ROOTS, MessageId
+from backhaul._autograd.ids import NO_CONTEXT, PLAIN, ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul.errors import (
     BackwardTimeoutError,
@@ -35,9 +35,30 @@ class ForeignGraph(Exception):
         self.place = place
 
 
+def of_context(context: int) -> str:
+    """Which graph a pass belongs to, as a part of a sentence."""
+    return "outside contexts" if context == PLAIN else f"of context {context}"
+
+
+def aborted(spec: PassSpec) -> ContextError:
+    """The error of a task of a pass that has failed elsewhere."""
+    return ContextError(
+        f"pass {spec.number} {of_context(spec.context)} was aborted; its driver raises the reason", context=spec.context
+    )
+
+
+def graph_freed(message: MessageId) -> GraphFreedError:
+    """The error for a second pass through a graph outside contexts, on the worker that received the message."""
+    return GraphFreedError(
+        "trying to run backward through the graph a second time: the first pass freed the graph on the worker that "
+        f"sent message {message}; give the first pass retain_graph=True",
+        message=message,
+    )
+
+
 def place_of(spec: PassSpec, source: int, worker: str) -> str:
     """Where in a pass something went wrong."""
-    return f"in the backward pass of context {spec.context}, message {source}, on worker '{worker}'"
+    return f"in the backward pass {of_context(spec.context)}, message {source}, on worker '{worker}'"
 
 
 def add_place(error: BaseException, spec: PassSpec, source: int, worker: str) -> None:
@@ -54,7 +75,7 @@ def peer_lost(spec: PassSpec, name: str, reason: str, messages: Sequence[int] = 
     what += f" and {len(messages) - 4} more" if len(messages) > 4 else ""
     where = f", which had to consume {what}" if what else ""
     return PeerLostError(
-        f"lost worker '{name}' in backward pass {spec.number} of context {spec.context}{where}: {reason}",
+        f"lost worker '{name}' in backward pass {spec.number} {of_context(spec.context)}{where}: {reason}",
         worker=name,
         reason=reason,
         context=spec.context,
@@ -65,6 +86,14 @@ def peer_lost(spec: PassSpec, name: str, reason: str, messages: Sequence[int] = 
 
 def missing_source(worker: str, context: int, source: MessageId, *, freed: bool) -> ContextError:
     """The error for gradients of a message that this worker cannot go back through. ``freed``: it could before."""
+    if context == PLAIN:
+        return GraphFreedError(
+            f"worker '{worker}' no longer has the graph behind message {source}: an earlier pass freed it, or the two "
+            "workers had lost each other; give the earlier pass retain_graph=True, or compute the roots again",
+            worker=worker,
+            context=context,
+            message=source,
+        )
     if freed:
         return GraphFreedError(
             f"trying to run backward through the graph of context {context} a second time: the first pass freed the "
@@ -113,18 +142,19 @@ def foreign_graph(
         record = context.sends.get(source)
         to = "another worker" if record is None else f"worker '{name_of(record.to)}'"
         what = f"a tensor that worker '{worker}' sent to {to}"
-    if origin == NO_CONTEXT:
+    if origin == NO_CONTEXT or origin <= PLAIN:
         where = "outside any context"
     else:
         where = f"in context {origin}" + (", which was released" if released else "")
+    inside = "outside contexts" if context.id == PLAIN else f"in context {context.id}"
     return ForeignGraphError(
         f"{what} depends on a tensor that worker '{worker}' received from worker '{sender}' {where}, so its gradient "
-        f"cannot be computed in context {context.id}; make the call inside context {context.id}, or detach() the "
-        "received tensor if no gradient is meant to go back there",
+        f"cannot be computed {inside}; make the call {inside}, or detach() the received tensor if no gradient is meant "
+        "to go back there",
         worker=worker,
         context=context.id,
         message=recv.message or None,
-        origin=None if origin == NO_CONTEXT else origin,
+        origin=None if origin == NO_CONTEXT or origin <= PLAIN else origin,
         sender=sender,
         root=found.place if source == ROOTS else None,
     )
@@ -144,7 +174,7 @@ def too_late(
     """
     where = ", ".join(f"message {m} at worker '{name}'" if m else "the roots" for m, name in outstanding.items())
     return BackwardTimeoutError(
-        f"backward of context {spec.context} was not done "
+        f"backward {of_context(spec.context)} was not done "
         + (f"within {timeout:g} s" if cut_by is None else f"when the deadline of {cut_by} was over")
         + f"; under way: {where}",
         worker=worker,

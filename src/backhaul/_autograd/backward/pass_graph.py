@@ -13,7 +13,7 @@ from backhaul._autograd.forward.functions import End
 from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.plan.plan import Orders, Summary
-from backhaul._autograd.torch_engine.run import Node
+from backhaul._autograd.torch_engine.run import LeafNode, Node
 
 
 class PassGraph:
@@ -40,7 +40,7 @@ class PassGraph:
         context: Context,
         joins: Callable[[torch.Tensor], object],
         roots: Sequence[GradientEdge] | None = None,
-        inputs: Sequence[torch.Tensor] | None = None,
+        inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
     ) -> None:
         self.ends: dict[MessageId, Sequence[End]] = {} if roots is None else {ROOTS: roots}
         self.orders: dict[MessageId, tuple[int, ...]] = {}
@@ -58,7 +58,7 @@ class PassGraph:
                 self.uncertain.add(record.message)
             self.ends[record.message] = record.ends
             self.orders[record.message] = record.order
-        self.grouping = Grouping(self.ends, joins, context.id)
+        self.grouping = Grouping(self.ends, joins, context.mark)
 
     def in_order(self, sources: Iterable[MessageId]) -> list[MessageId]:
         """Sources in program order."""
@@ -82,16 +82,16 @@ class PassGraph:
 
     def leads_to_inputs(self) -> set[MessageId]:
         """The sources that reach one of the inputs."""
-        goals = {get_gradient_edge(tensor).node for tensor in self._inputs or ()}
+        goals = {_edge(each).node for each in self._inputs or ()}
         return {source for source, ends in self.ends.items() if reaches(ends, goals)}
 
-    def inner_inputs(self) -> dict[tuple[Node, int], torch.Tensor]:
+    def inner_inputs(self) -> dict[tuple[Node, int], torch.Tensor | GradientEdge]:
         """The inputs that are not leaves, by their edges."""
         found = {}
-        for tensor in self._inputs or ():
-            if not tensor.is_leaf:
-                edge = get_gradient_edge(tensor)
-                found[edge.node, edge.output_nr] = tensor
+        for each in self._inputs or ():
+            edge = _edge(each)
+            if type(edge.node) is not LeafNode:
+                found[edge.node, edge.output_nr] = each
         return found
 
     def answering(self, group: Group, sources: Sequence[MessageId], orders: Orders | None) -> list[RecvEnd]:
@@ -103,6 +103,10 @@ class PassGraph:
         if orders is None or orders.useful is None:
             return ends
         return [end for end in ends if end.recv.message in orders.useful]
+
+
+def _edge(given: torch.Tensor | GradientEdge) -> GradientEdge:
+    return given if isinstance(given, GradientEdge) else get_gradient_edge(given)
 
 
 def nodes_of(ends: Mapping[MessageId, Sequence[End]], sources: Iterable[MessageId]) -> dict[Node, None]:

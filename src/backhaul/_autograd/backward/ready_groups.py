@@ -26,6 +26,7 @@ from backhaul._autograd.backward.pass_graph import PassGraph, nodes_of
 from backhaul._autograd.backward.stepper import Stepper
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import End, Grads, edge_of
+from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._autograd.plan.plan import Orders
@@ -174,6 +175,7 @@ class ReadyGroups:
         context: Its context on this worker.
         roots: Where the pass starts, on its driver.
         inputs: The tensors that the pass is restricted to, on its driver.
+        results: See ``LocalPass``.
     """
 
     _graph: PassGraph | None = None
@@ -186,11 +188,12 @@ class ReadyGroups:
         spec: PassSpec,
         context: Context,
         roots: Sequence[GradientEdge] | None = None,
-        inputs: Sequence[torch.Tensor] | None = None,
+        inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
+        results: GradientTable | None = None,
     ) -> None:
         self._spec = spec
         self._context = context
-        self._leaves = Leaves(context, spec, inputs)
+        self._leaves = Leaves(context, spec, inputs, results)
         self._starts = roots, inputs
         self._walking = threading.Lock()  # held while the graph is walked
         self._lock = threading.Lock()  # guards what follows, _orders and _asked
@@ -282,7 +285,7 @@ class ReadyGroups:
             produced: dict[int, int] = {recv.message: recv.sender for recv, _ in fired}
             return [Outcome(PassTally((), produced) if produced else None, fired)]
         if not self._spec.retain:
-            self._spend(gathering.active)
+            self._context.spend(gathering.active)
         return [Outcome(PassTally(tuple(gathering.active), gathering.stepper.produced), fired)]
 
     def _gather(self, group: Group) -> _Gathering:
@@ -327,7 +330,7 @@ class ReadyGroups:
         if edges or ends:
             fired = self._group_run.run(group, sources, edges, seeds, ends, order=order, send_early=send_early)
         if not self._spec.retain:
-            self._spend(sources)
+            self._context.spend(sources)
         produced: dict[int, int] = {}
         for answered in ends:
             produced[answered.recv.message] = answered.recv.sender
@@ -351,10 +354,3 @@ class ReadyGroups:
             create=spec.create,
             foreign=group.foreign,
         )
-
-    def _spend(self, sources: Iterable[MessageId]) -> None:
-        """After a pass that frees the graph, no pass can use these sources again."""
-        with self._context.lock:
-            for source in sources:
-                if self._context.sends.pop(source, None) is not None:
-                    self._context.spent.add(source)

@@ -106,6 +106,9 @@ class GradientReceiver:
                 for driver, number in list(context.runs):
                     if driver == spec.driver and number < spec.oldest:
                         del context.runs[driver, number]
+                for driver, number in list(context.aborted):
+                    if driver == spec.driver and number < spec.oldest:
+                        context.aborted.discard((driver, number))
         return share
 
     def told(self, spec: PassSpec) -> PassTally:
@@ -289,7 +292,8 @@ class GradientReceiver:
             if share is None:
                 context.aborted.add(key)  # its gradients are still to come
                 return
-            known, share.failed, share.aborted = share.aborted, True, True
+            known = share.aborted
+        share.abandon()
         if not known:
             self._messenger.abort(spec, share.sent_to)
 

@@ -13,7 +13,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
-from backhaul._autograd.ids import split
+from backhaul._autograd.ids import PLAIN, split
 from backhaul._autograd.messages import AutogradKind, Know, Release, Report
 from backhaul._autograd.untrusted import check_know
 from backhaul._rpc.cluster.peers import Peer, Peers
@@ -56,6 +56,8 @@ class PeerFailures:
         if what not in ("left", "replaced"):
             return
         for context in self._container.select(lambda context: peer.record.id in context.known):
+            if context.id == PLAIN:
+                continue  # see ``RecordLifetimes``
             context.orphan(peer.record.id, peer.info.name, reason)
         self._lose(peer, reason)
         self._worker.thread_pool.submit(functools.partial(self._spread, peer.record.id, reason))
@@ -101,7 +103,7 @@ class PeerFailures:
         """
         for context in self._container.select(lambda context: lost in context.known or split(context.id)[0] == lost):
             maker, _ = split(context.id)
-            if maker == self._engine.id:
+            if maker == self._engine.id or context.id == PLAIN:
                 continue
             known = Frame(AutogradKind.KNOW, 0, pack(Know(context.id)))
             if not self._engine.post(maker, known) and not self._worker.closed:

@@ -10,12 +10,13 @@ words as defined here.
   leaf, so user code may change it in place.
 - *root*: a tensor that ``backward`` starts from, on the worker that drives the pass.
 - *leaf*: a tensor at which gradients end on a worker. They are summed in the context, or in ``.grad``.
-- *cut*: a received tensor through which no gradient can go back, because it was received outside any context or in one
-  that was released. It has a recv node that belongs to no message.
+- *cut*: a received tensor through which no gradient can go back, because it was received in a context that was
+  released, or outside any context where ``Options(autograd="context")`` holds. It has a recv node that belongs to no
+  message.
 
 A *recv node* is the end of the local graph behind a received tensor. torch's engine is asked for the gradient that
-arrives at the node, and never runs it: in a plain ``loss.backward()`` the node raises an error that says what to call
-instead.
+arrives at the node, and never runs it. If the engine does run the node, because nothing of Backhaul saw the backward
+pass begin, the node raises an error that says what to do.
 
 A *source* is where gradients enter a worker's graph: the roots, or a send record. A *sink* is where they end: leaves
 and recv nodes.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -112,18 +113,63 @@ class Recv:
         replied: bool = False,
         context: ContextId = NO_CONTEXT,
     ) -> None:
-        self.context = context  # the context in which it was received
+        self.context = context  # the ``mark`` of the context in which it was received
         self.replied = replied  # it traveled as a reply
         self.message = message
         self.sender = sender
         self.order = order
         self.count = 0  # recorded tensors of the message
 
+    boundary: ClassVar[BoundaryNode] = BoundaryNode(
+        "this graph reaches back to another worker through a context: use backhaul.backward(context, [loss]) inside "
+        "`with backhaul.context() as context:` instead of loss.backward() or torch.autograd.grad(), or make the calls "
+        "outside the context"
+    )
+    """Makes the recv nodes."""
 
-_recv_node = BoundaryNode(
-    "this graph reaches back to another worker: use backhaul.backward(context, [loss]) inside "
-    "`with backhaul.context() as context:` instead of loss.backward() or torch.autograd.grad()"
-)
+
+class PlainRecv(Recv):
+    """The receiving end of a message outside contexts. Only the recv nodes of the message refer to it, so it dies with
+    the local graph. The send record on the other worker lives as long as this object, see ``plain_graph``.
+
+    Attributes:
+        spent: The sender has freed its record, or frees it in a pass that runs now: its graph is used up.
+        generation: How often the sender had been lost when the message came.
+    """
+
+    __slots__ = ("_on_death", "generation", "spent")
+
+    def __init__(
+        self,
+        message: MessageId,
+        sender: int,
+        order: tuple[int, ...],
+        replied: bool,
+        context: ContextId,
+        *,
+        generation: int,
+        on_death: Callable[[tuple[int, MessageId]], None],
+    ) -> None:
+        super().__init__(message, sender, order, replied, context)
+        self.spent = False
+        self.generation = generation
+        self._on_death = on_death
+        live.add(message)
+
+    boundary: ClassVar[BoundaryNode] = BoundaryNode(
+        "this graph reaches back to another worker, but its backward pass was not started by loss.backward(), "
+        "torch.autograd.backward() or torch.autograd.grad() while a worker of Backhaul ran in this process; start it "
+        "by one of these, before shutdown()"
+    )
+
+    def __del__(self) -> None:
+        live.discard(self.message)
+        if not self.spent:
+            self._on_death((self.sender, self.message))
+
+
+live: set[MessageId] = set()
+"""The messages outside contexts whose received tensors are part of a graph of this process."""
 
 _cut_node = BoundaryNode(
     "this graph reaches back to a tensor that was received outside any context, so no gradient can go back to its "
@@ -170,9 +216,8 @@ def receive(recv: Recv, tensors: Sequence[torch.Tensor], others: Sequence[torch.
         others: The other tensors of the message.
     """
     recv.count = len(tensors)
-    return [
-        _recv_node.put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart(tensors, others))
-    ]
+    put = recv.boundary.put
+    return [put(tensor.requires_grad_(), (recv, index)) for index, tensor in enumerate(apart(tensors, others))]
 
 
 def receive_wrapper(recv: Recv, first: int, number: int, wrapper: torch.Tensor) -> torch.Tensor:
@@ -184,7 +229,7 @@ def receive_wrapper(recv: Recv, first: int, number: int, wrapper: torch.Tensor) 
         number: The number of the wrapper.
         wrapper: The tensor.
     """
-    return _recv_node.put(wrapper.detach().requires_grad_(), (recv, first + number))
+    return recv.boundary.put(wrapper.detach().requires_grad_(), (recv, first + number))
 
 
 def receive_outside(sender: int, tensors: list[torch.Tensor], context: ContextId = NO_CONTEXT) -> list[torch.Tensor]:
@@ -240,11 +285,10 @@ def record_recv(
     if not message:
         context.know(sender)
         return tensors
-    recv = Recv(message, sender, note.order, replied, context.id)
-    context.add_recv(recv)
+    recv = context.receive(message, sender, note.order, replied)
     if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
         recv.count = 1
-        return [_recv_node.put(tensors[0].requires_grad_(), (recv, 0))]
+        return [recv.boundary.put(tensors[0].requires_grad_(), (recv, 0))]
     positions = [position for position in note.positions if position < len(tensors)]
     others = [place for place in range(len(tensors)) if place not in positions]
     recorded = list(tensors)

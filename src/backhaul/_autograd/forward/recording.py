@@ -19,7 +19,7 @@ from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.failure.replay import ReplayEntry
 from backhaul._autograd.forward.functions import receive_outside, record_recv, record_send
-from backhaul._autograd.ids import NO_CONTEXT, ROOTS, ContextId, MessageId, split
+from backhaul._autograd.ids import NO_CONTEXT, PLAIN, ROOTS, ContextId, MessageId, split
 from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine import anomaly
 from backhaul._rpc.cluster.peers import Peer
@@ -59,6 +59,19 @@ class Scope:
     def next_place(self) -> tuple[int, ...]:
         """The place of the next message; see [Note: order]."""
         return (*self._place, next(self._numbers))
+
+
+class PlainScope(Scope):
+    """The scope of a worker's calls outside contexts and outside handlers of such calls."""
+
+    __slots__ = ("_new_message",)
+
+    def __init__(self, worker: Worker, container: Container) -> None:
+        super().__init__(worker, container.plain)
+        self._new_message = container.new_message
+
+    def next_place(self) -> tuple[int, ...]:
+        return (self._new_message(),)
 
 
 class ReplayedScope(Scope):
@@ -117,6 +130,7 @@ class ForwardRecorder:
     def __init__(self, worker: Worker, container: Container) -> None:
         self._worker = worker
         self._container = container
+        self._plain = PlainScope(worker, container) if worker.options.autograd == "plain" else None
         # ``keep_requests`` is called for a context with replay, ``tell_over`` for a worker that may have missed the
         # release of a context.
         self.keep_requests: Callable[[Context, int], None] = lambda context, epoch: None
@@ -129,7 +143,9 @@ class ForwardRecorder:
             return UNRECORDED if needed else None, _NO_GRAD
         scope = current_scope(self._worker)
         if scope is None:
-            return None, None
+            scope = self._plain
+            if scope is None or _scope.get() is _NOWHERE:
+                return None, None
         context = scope.context
         if encoded.unrecorded:
             raise _lost_gradient(encoded, context)
@@ -194,11 +210,15 @@ class ForwardRecorder:
     def discard(self, peer: Peer, note: bytes) -> None:
         """Forget a sent message that no worker will use. It gets no gradients, and its record would keep the graph."""
         read, context = self._find(peer, note)
-        if context is not None and split(read.message)[0] == self._worker.info.id:
-            if context.replay is None:
-                context.drop_send(read.message)
-            else:
-                context.doubt_send(read.message)  # replay may still send it to another worker
+        if context is None or not read.message:
+            return
+        if split(read.message)[0] != self._worker.info.id:
+            if read.context == PLAIN:
+                self._container.plain.refuse(peer.record.id, read.message)
+        elif context.replay is None:
+            context.drop_send(read.message)
+        else:
+            context.doubt_send(read.message)  # replay may still send it to another worker
 
     def failed(self, peer: Peer, note: bytes) -> None:
         read, context = self._find(peer, note)

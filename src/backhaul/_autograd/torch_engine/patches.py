@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import graph
 from torch.autograd.function import _HookMixin
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from backhaul._autograd.torch_engine.entry import make_entry
 from backhaul._autograd.torch_engine.graph_task import task_for
 from backhaul._autograd.torch_engine.hooks import count_own_handle, is_own_hook, node_hooks
 from backhaul._autograd.torch_engine.reducers import reducers
@@ -32,6 +34,7 @@ def install() -> None:
     _watch_node_hooks()
     _answer_multi_grad_hooks()
     _watch_modules()
+    _enter_backward()
 
 
 def uninstall() -> None:
@@ -83,6 +86,13 @@ def _answer_multi_grad_hooks() -> None:
 
     _replace(torch._C, "_current_graph_task_id", current_graph_task_id)
     _replace(torch._C, "_will_engine_execute_node", will_engine_execute_node)
+
+
+def _enter_backward() -> None:
+    """Let Backhaul take over backward passes that reach back to other workers."""
+    replacement = make_entry(graph._engine_run_backward)
+    _replace(graph, "_engine_run_backward", replacement)
+    _replace(torch.autograd, "_engine_run_backward", replacement)
 
 
 def _watch_modules() -> None:

@@ -115,6 +115,7 @@ def to_options(options: TensorPipeRpcBackendOptions) -> Options:
     return _CompatOptions(
         timeout=options.rpc_timeout,
         threads=options.num_worker_threads,
+        autograd="context",
         rendezvous_timeout=constants.RENDEZVOUS_TIMEOUT,
         devices=Devices(maps=options.device_maps or None, placement="mapped"),
     )

@@ -1,0 +1,109 @@
+"""``loss.backward()`` and ``torch.autograd.grad`` over workers.
+
+torch's own functions check and complete their arguments, and then enter the engine by ``torch_engine.entry``. If a
+tensor received outside contexts lies behind the roots, the pass runs here. All other passes are torch's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from backhaul._autograd.backward import pass_errors
+from backhaul._autograd.forward.functions import PlainRecv, live, recv_of
+from backhaul._autograd.gradient_table import GradientTable
+from backhaul._autograd.ids import ContextId
+from backhaul._autograd.torch_engine import entry
+from backhaul._autograd.torch_engine.run import LeafNode, Node
+from backhaul.errors import BackhaulError
+
+if TYPE_CHECKING:
+    from backhaul._autograd.backward.engine import Engine
+
+Root = torch.Tensor | GradientEdge
+
+engines: weakref.WeakValueDictionary[ContextId, Engine] = weakref.WeakValueDictionary()
+"""The engines of this process, by the ``mark`` of their plain graphs."""
+
+_UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+    "the desired behavior."
+)  # torch's text
+
+
+def take(  # noqa: PLR0917 (torch's signature)
+    outputs: Sequence[Root],
+    seeds: Sequence[torch.Tensor | None],
+    retain: bool | None,
+    create: bool,
+    inputs: Sequence[Root] = (),
+    allow_unreachable: bool = True,
+    accumulate_grad: bool = True,
+) -> tuple[torch.Tensor | None, ...] | None:
+    """See ``entry.take``."""
+    if not live:
+        return None
+    recvs = received_behind(outputs)
+    if not recvs or None in seeds:
+        return None
+    for recv in recvs:
+        if recv.spent:
+            raise pass_errors.graph_freed(recv.message)
+    engine = engines.get(recvs[0].context)
+    if engine is None:
+        raise BackhaulError(
+            "the roots depend on a tensor that another worker sent, but the worker that received it was shut down; "
+            "call backward() before shutdown()"
+        )
+    if any(seed is not None and torch._C._functorch.is_batchedtensor(seed) for seed in seeds):
+        raise BackhaulError(
+            "is_grads_batched and torch.func transforms cannot go back to another worker; use bh.remote_op for the call"
+        )
+    wanted = list({id(each): each for each in inputs}.values())
+    results = None if accumulate_grad else GradientTable()
+    with engine.worker:
+        engine.backward(
+            engine.container.plain,
+            list(outputs),
+            [seed if create or seed is None else seed.detach() for seed in seeds],
+            inputs=wanted or None,
+            timeout=engine.worker.options.backward_timeout,
+            retain=bool(retain),
+            create=create,
+            fast=False,
+            into_grad=accumulate_grad,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            results=results,
+        )
+    if results is None:
+        return ()
+    found = results.gradients
+    gradients = tuple(found.get(each) for each in inputs)
+    if not allow_unreachable and None in gradients:
+        raise RuntimeError(_UNUSED)
+    return gradients
+
+
+def received_behind(roots: Sequence[Root]) -> list[PlainRecv]:
+    """The messages outside contexts whose received tensors lie behind ``roots``."""
+    found: dict[PlainRecv, None] = {}
+    seen: set[Node] = set()
+    stack: list[Node] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or type(node) is LeafNode:
+            continue
+        seen.add(node)
+        mark = recv_of(node)
+        if mark is None:
+            stack += [following for following, _ in node.next_functions]
+        elif type(mark[0]) is PlainRecv:
+            found[mark[0]] = None
+    return list(found)
+
+
+entry.take = take

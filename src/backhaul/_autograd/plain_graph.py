@@ -1,0 +1,99 @@
+"""One worker's share of the graph of messages outside contexts: what ``loss.backward()`` goes back through.
+
+[Note: plain graph] Every worker has one plain graph, from its start to its end. No block ends it, so each message ends
+by itself. The recv nodes of a message refer to its ``PlainRecv``, which dies with the local graph behind which it lies.
+The send record on the other worker lives as long as that object:
+
+- A pass that frees the graph frees the send records that it uses, and marks the ``PlainRecv`` as spent. An ordinary
+  training step therefore needs no message besides those of the pass.
+- When a ``PlainRecv`` dies that is not spent, its worker tells the sender, which drops the record (``Drop``).
+- When a worker is lost, all records of messages to it are dropped.
+- When only a channel is lost, notices may be lost in it. Each worker then asks the other which messages it still holds.
+
+A record keeps a graph, and that graph may hold other ``PlainRecv`` objects. Each of these was received before the
+record was made. So ownership goes back in time only, has no cycles, and needs no garbage collection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from backhaul._autograd.context import Context
+from backhaul._autograd.forward.functions import PlainRecv, Recv, SendRecord
+from backhaul._autograd.ids import PLAIN, ContextId, MessageId
+
+
+class PlainGraph(Context):
+    """Thread-safe. It is a context that is never released, and that holds no gradients: they go into ``.grad``.
+
+    Args:
+        worker: The id of the worker.
+    """
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(PLAIN)
+        self.mark = ContextId(PLAIN - worker)
+        self._losses: dict[int, tuple[int, str, str]] = {}  # worker -> how often it was lost, its name, the last reason
+        self._on_death: Callable[[tuple[int, MessageId]], None] = lambda death: None
+        self._watch: Callable[[], None] = lambda: None
+
+    def watch(self, start: Callable[[], None], on_death: Callable[[tuple[int, MessageId]], None]) -> None:
+        """Say who hears of the death of receiving ends.
+
+        Args:
+            start: Called before a receiving end is made.
+            on_death: Called from destructors, with the sender and the message. Must not block.
+        """
+        self._watch, self._on_death = start, on_death
+
+    def receive(self, message: MessageId, sender: int, order: tuple[int, ...], replied: bool) -> Recv:
+        self._watch()
+        self.known.add(sender)
+        generation = self._losses[sender][0] if sender in self._losses else 0
+        return PlainRecv(message, sender, order, replied, self.mark, generation=generation, on_death=self._on_death)
+
+    def add_send(self, record: SendRecord) -> bool:
+        self.known.add(record.to)
+        self.sends[record.message] = record
+        return True
+
+    def know(self, worker: int) -> bool:
+        self.known.add(worker)
+        return True
+
+    def refuse(self, sender: int, message: MessageId) -> None:
+        """A message that came is not used here: tell its sender."""
+        self._watch()
+        self._on_death((sender, message))
+
+    def drop(self, messages: Iterable[MessageId], to: int | None = None) -> None:
+        """Forget send records: the receiving ends are gone. ``to``: only those of messages to that worker."""
+        gone = []  # destroyed without a lock: destructors may run any code
+        for message in messages:
+            record = self.sends.get(message)
+            if record is not None and (to is None or record.to == to):
+                gone.append(self.sends.pop(message, None))
+
+    def spend(self, sources: Iterable[MessageId]) -> None:
+        self.drop(sources)
+
+    def sent_to(self, worker: int) -> list[MessageId]:
+        """The messages to a worker whose records are here."""
+        return [message for message, record in list(self.sends.items()) if record.to == worker]
+
+    def orphan(self, worker: int, name: str, reason: str) -> None:
+        """A worker is lost: free what was kept for it. Messages from it take no gradients any more."""
+        with self.lock:
+            self._losses[worker] = self._losses.get(worker, (0,))[0] + 1, name, reason
+        self.drop(self.sent_to(worker))
+
+    def orphaned(self, recv: Recv) -> tuple[str, str] | None:
+        loss = self._losses.get(recv.sender)
+        if loss is None or not isinstance(recv, PlainRecv) or recv.generation == loss[0]:
+            return None
+        return loss[1:]
+
+    def end(self) -> set[int]:
+        """The worker is closed: free everything."""
+        super().end()
+        return set()
