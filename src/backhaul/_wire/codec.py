@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from backhaul._options import UNTRUSTED_VALUES
 from backhaul._runtime import interrupts
@@ -46,6 +47,8 @@ class Encoded(msgspec.Struct, eq=False):
         parcels: What reducers of higher layers collect during pickling, for their interceptors.
         lease: The slots of a link that the message uses, if any. The sender informs the lease when a channel has the
             message.
+        copies: The indices of tensors that stand for parameters inside objects, such as modules, that are sent by
+            value. The receiver gets parameters of its own for them.
         unrecorded: Paths to values that require grad and whose gradient would be lost, with their types.
     """
 
@@ -56,6 +59,7 @@ class Encoded(msgspec.Struct, eq=False):
     parcels: Sequence[Any] = ()
     lease: Lease | None = None
     unrecorded: Sequence[str] = ()
+    copies: frozenset[int] = frozenset()
 
     def discard(self) -> None:
         """The values are not going to be sent: free their slots at once."""
@@ -218,9 +222,29 @@ def _encode_pickled(values: Sequence[Any], names: Sequence[str], main_shared: bo
     wrapped = pickler.subclasses.wrapped
     form = Payload(table, pickle=body, loose=len(loose), wrapped=len(wrapped))
     encoded = Encoded(form, buffers, [keep, loose], [*writer.tensors, *wrapped], parcels, writer.lease)
+    if pickler.subclasses.parameters:
+        encoded.copies = _copies(pickler.subclasses.parameters, writer.tensors, values, names)
     if lost := [*pickler.subclasses.lost, *pickler.scripted]:
         encoded.unrecorded = [f"{path_to(value, values, names)} (a {type(value).__name__})" for value in lost]
     return encoded
+
+
+def _copies(
+    parameters: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    values: Sequence[Any],
+    names: Sequence[str],
+) -> frozenset[int]:
+    """See ``Encoded.copies``. Parameters that are values themselves, or in lists, tuples and dicts, are no copies, and
+    neither are those of a module that is called.
+    """
+    direct = {id(leaf) for leaf in tree_leaves(list(values))}
+    called = values[0] if names[0] == "function" else None
+    for each in (called, getattr(called, "__self__", None)):
+        if isinstance(each, torch.nn.Module):
+            direct.update(map(id, each.parameters()))
+    inside = {id(alias) for parameter, alias in parameters if id(parameter) not in direct}
+    return frozenset(index for index, tensor in enumerate(tensors) if id(tensor) in inside) if inside else frozenset()
 
 
 def decode(payload: Payload, buffers: Sequence[Buffer], link: Link | None = None, *, why: str = "") -> list[Any]:

@@ -260,15 +260,20 @@ def record_send(
     born_in: tuple[int, int] | None = None,
     message: MessageId = ROOTS,
     replied: bool = False,
+    copies: frozenset[int] = frozenset(),
 ) -> AutogradNote | None:
-    """Keep the sending end of a message. Returns the note that goes with it; None if the context was released."""
+    """Keep the sending end of a message. Returns the note that goes with it; None if the context was released.
+    ``copies``: indices of tensors that are not recorded.
+    """
     positions: tuple[int, ...] = ()
     if len(tensors) == 1:  # the common case
         recorded = tensors
-        if tensors[0].requires_grad:
+        if tensors[0].requires_grad and not copies:
             positions = _FIRST
     elif tensors:
         positions = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
+        if copies:
+            positions = tuple([index for index in positions if index not in copies])
         recorded = [tensors[index] for index in positions]
     if not positions:
         return AutogradNote(context.id, ROOTS, positions, place) if context.know(to) else None

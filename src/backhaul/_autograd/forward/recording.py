@@ -35,6 +35,8 @@ _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("backhaul_
 carried: Callable[[], Scope | None] | None = None
 """Finds the current scope on threads that context variables do not reach; see ``jit.thread_state``."""
 
+_NO_COPIES: frozenset[int] = frozenset()
+
 _NO_GRAD = object()
 """Kept for a call made under ``no_grad``: its result does not require grad, like the result of a local operation."""
 
@@ -90,11 +92,15 @@ _NOWHERE.worker = None  # type: ignore[assignment]
 
 
 def current_scope(worker: Worker) -> Scope | None:
-    """The scope that is current here, if it belongs to ``worker``."""
+    """The scope of the context that is current here, if it belongs to ``worker``."""
+    scope = _find_scope()
+    return scope if scope is not None and scope.worker is worker and scope.context.id != PLAIN else None
+
+
+def _find_scope() -> Scope | None:
+    """The scope of a context, or of a handler of a call outside contexts; ``_NOWHERE``: calls are not recorded."""
     scope = _scope.get()
-    if scope is None and carried is not None:
-        scope = carried()
-    return scope if scope is not None and scope.worker is worker else None
+    return carried() if scope is None and carried is not None else scope
 
 
 def enter(scope: Scope | None) -> contextvars.Token[Scope | None]:
@@ -110,8 +116,9 @@ def leave(token: contextvars.Token[Scope | None]) -> None:
 def _lost_gradient(encoded: Encoded, context: Context) -> SerializationError:
     encoded.discard()
     first = encoded.unrecorded[0]
+    where = "outside contexts" if context.id == PLAIN else f"inside context {context.id}"
     return SerializationError(
-        f"{first} requires grad inside context {context.id}, but the serialization of its class loses the gradient; "
+        f"{first} requires grad and is sent {where}, but the serialization of its class loses the gradient; "
         "if no gradient is meant, make the call under torch.no_grad() or send a detached copy; otherwise send plain "
         "tensors, or give the class __tensor_flatten__ and __tensor_unflatten__",
         path=first.partition(" ")[0],
@@ -141,15 +148,16 @@ class ForwardRecorder:
         if not torch.is_grad_enabled():
             needed = not self.leaves and any([tensor.requires_grad for tensor in encoded.tensors])
             return UNRECORDED if needed else None, _NO_GRAD
-        scope = current_scope(self._worker)
-        if scope is None:
-            scope = self._plain
-            if scope is None or _scope.get() is _NOWHERE:
+        scope = _find_scope()
+        if scope is None or scope.worker is not self._worker:
+            if scope is _NOWHERE or self._plain is None:
                 return None, None
-        context = scope.context
+            scope = self._plain
+        context, place = scope.context, scope.next_place()
         if encoded.unrecorded:
             raise _lost_gradient(encoded, context)
-        note = record_send(self._container, context, peer.record.id, encoded.tensors, place=scope.next_place())
+        copies = encoded.copies if context.id == PLAIN else _NO_COPIES
+        note = record_send(self._container, context, peer.record.id, encoded.tensors, place=place, copies=copies)
         if note is None:
             return None, None
         if level := anomaly.level():
@@ -184,8 +192,16 @@ class ForwardRecorder:
         context, place = kept.context, kept.next_place()
         if encoded.unrecorded:
             raise _lost_gradient(encoded, context)
-        to, message = peer.record.id, kept.reply
-        note = record_send(self._container, context, to, encoded.tensors, place=place, message=message, replied=True)
+        note = record_send(
+            self._container,
+            context,
+            peer.record.id,
+            encoded.tensors,
+            place=place,
+            message=kept.reply,
+            replied=True,
+            copies=encoded.copies if context.id == PLAIN else _NO_COPIES,
+        )
         return self._encode(note) if note is not None else None
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -123,19 +123,21 @@ class SubclassReducer:
     Attributes:
         wrapped: The wrappers that require grad, in the order of their numbers.
         lost: Values that require grad and whose classes pickle them without their graph.
+        parameters: The parameters of the message, each with the plain tensor that is sent for it.
     """
 
-    __slots__ = ("lost", "wrapped")
+    __slots__ = ("lost", "parameters", "wrapped")
 
     def __init__(self) -> None:
         self.wrapped: list[torch.Tensor] = []
         self.lost: list[torch.Tensor] = []
+        self.parameters: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def reduce(self, value: torch.Tensor) -> Any:
         """Return what ``__reduce__`` would."""
         kind = type(value)
         if kind is torch.nn.Parameter:
-            return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad)
+            return self._reduce_parameter(value)
         if kind is FakeTensor:
             raise SerializationError(
                 "fake tensors have no data; the compiler or other tracing code made this one; call outside the trace"
@@ -143,16 +145,21 @@ class SubclassReducer:
         if hasattr(value, "__tensor_flatten__"):
             return self._reduce_wrapper(value)
         if kind.__reduce_ex__ is torch.nn.Parameter.__reduce_ex__:
-            return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad, kind)
+            return self._reduce_parameter(value, kind)
         if kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
             if isinstance(value, torch.nn.Parameter):  # by its mark, see torch.nn.Parameter
-                return _with_attributes(value, make_parameter, plain_alias(value), value.requires_grad, kind)
+                return self._reduce_parameter(value, kind)
             return _with_attributes(value, make_subclass, plain_alias(value), kind)
         registered = copyreg.dispatch_table.get(kind)
         made: Any = registered(value) if registered is not None else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if value.requires_grad and not is_lazy(value) and not _carries(made, value):
             self.lost.append(value)
         return made
+
+    def _reduce_parameter(self, value: torch.Tensor, *kind: type) -> Any:
+        alias = plain_alias(value)
+        self.parameters.append((value, alias))
+        return _with_attributes(value, make_parameter, alias, value.requires_grad, *kind)
 
     def _reduce_wrapper(self, value: torch.Tensor) -> Any:
         kind: Any = type(value)
