@@ -106,6 +106,25 @@ def chain() -> None:
         bh.backward(ctx, [loss])
 
 
+def plain_hop() -> None:
+    """One hop outside contexts, forward and backward."""
+    x = torch.ones(16, requires_grad=True)
+    bh.rpc_sync("worker1", multiply, args=(x,)).sum().backward()
+
+
+def plain_chain() -> None:
+    """As ``chain``, outside contexts."""
+    x = torch.ones(16, requires_grad=True)
+    bh.rpc_sync("worker1", hop, args=(x, 16, "worker0", "worker1")).sum().backward()
+
+
+def plain_fan() -> None:
+    """As ``fan``, outside contexts."""
+    x = torch.ones(16, requires_grad=True)
+    calls = [bh.rpc_async("worker1", torch.mul, args=(x, float(n))) for n in range(100)]
+    torch.stack(bh.wait_all(calls)).sum().backward()
+
+
 def burst() -> None:
     """A hundred calls at once, without gradients."""
     x = torch.ones(16)
@@ -128,6 +147,9 @@ CASES: dict[str, Callable[[], None]] = {
     "chain": chain,
     "burst": burst,
     "fan": fan,
+    "plain-hop": plain_hop,
+    "plain-chain": plain_chain,
+    "plain-fan": plain_fan,
 }
 
 
