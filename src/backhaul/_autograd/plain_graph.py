@@ -17,10 +17,14 @@ record was made. So ownership goes back in time only, has no cycles, and needs n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import PlainRecv, Recv, SendRecord
 from backhaul._autograd.ids import PLAIN, ContextId, MessageId
+
+if TYPE_CHECKING:
+    from backhaul._autograd.backward.source_index import PlainSources
 
 
 class PlainGraph(Context):
@@ -28,11 +32,20 @@ class PlainGraph(Context):
 
     Args:
         worker: The id of the worker.
+
+    Attributes:
+        sources: Knows which records share a part of the graph. The engine sets it.
+        pending: The messages of new records. ``sources`` takes them out when it has walked their graphs.
+        on_dropped: Called with the messages of records that were dropped and are no longer pending.
     """
+
+    sources: PlainSources
 
     def __init__(self, worker: int) -> None:
         super().__init__(PLAIN)
         self.mark = ContextId(PLAIN - worker)
+        self.pending: dict[MessageId, bool] = {}
+        self.on_dropped: Callable[[list[MessageId]], None] = lambda messages: None
         self._losses: dict[int, tuple[int, str, str]] = {}  # worker -> how often it was lost, its name, the last reason
         self._on_death: Callable[[tuple[int, MessageId]], None] = lambda death: None
         self._watch: Callable[[], None] = lambda: None
@@ -55,7 +68,11 @@ class PlainGraph(Context):
     def add_send(self, record: SendRecord) -> bool:
         self.known.add(record.to)
         self.sends[record.message] = record
+        self.pending[record.message] = True
         return True
+
+    def drop_send(self, message: MessageId) -> None:
+        self.drop((message,))
 
     def know(self, worker: int) -> bool:
         self.known.add(worker)
@@ -68,11 +85,15 @@ class PlainGraph(Context):
 
     def drop(self, messages: Iterable[MessageId], to: int | None = None) -> None:
         """Forget send records: the receiving ends are gone. ``to``: only those of messages to that worker."""
-        gone = []  # destroyed without a lock: destructors may run any code
+        gone = []
         for message in messages:
             record = self.sends.get(message)
             if record is not None and (to is None or record.to == to):
-                gone.append(self.sends.pop(message, None))
+                del record
+                if self.sends.pop(message, None) is not None and self.pending.pop(message, None) is None:
+                    gone.append(message)
+        if gone:
+            self.on_dropped(gone)
 
     def spend(self, sources: Iterable[MessageId]) -> None:
         self.drop(sources)
@@ -82,9 +103,15 @@ class PlainGraph(Context):
         return [message for message, record in list(self.sends.items()) if record.to == worker]
 
     def orphan(self, worker: int, name: str, reason: str) -> None:
-        """A worker is lost: free what was kept for it. Messages from it take no gradients any more."""
+        """A worker is lost: free what was kept for it. Messages from it take no gradients any more, and its passes are
+        over.
+        """
         with self.lock:
             self._losses[worker] = self._losses.get(worker, (0,))[0] + 1, name, reason
+            passes = [self.runs.pop(key) for key in list(self.runs) if key[0] == worker]
+            self.aborted = {key for key in self.aborted if key[0] != worker}
+        for each in passes:
+            each.abandon()
         self.drop(self.sent_to(worker))
 
     def orphaned(self, recv: Recv) -> tuple[str, str] | None:

@@ -18,6 +18,7 @@ from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.backward.plain_backward import engines
 from backhaul._autograd.backward.receiver import GradientReceiver
 from backhaul._autograd.backward.record_lifetimes import RecordLifetimes
+from backhaul._autograd.backward.source_index import PlainSources
 from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.failure.peer_failure import PeerFailures
@@ -78,6 +79,7 @@ class Engine:
             request_orders=self._planner.request_orders,
             failures=PeerFailures(self, node.peers),
         )
+        self.container.plain.sources = PlainSources(self.container.plain)
         RecordLifetimes(worker, node.client.peers, self.container.plain, self._messenger)
         self.recovery = Recovery(self)
         recorder.keep_requests = self.recovery.keep_requests

@@ -27,6 +27,7 @@ from backhaul._autograd.torch_engine.hooks import node_hooks
 from backhaul._autograd.torch_engine.reducers import reducers
 from backhaul._autograd.torch_engine.run import (
     Node,
+    add_to_grad,
     is_own,
     leaf_edge,
     run_accumulation,
@@ -90,7 +91,9 @@ class Leaves:
         self._results = results
         self._runs_node: dict[int, bool] = {}  # by id of the leaf, which the graph keeps alive
         self._reducers = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._adds_only = not (spec.into_grad or spec.restricted)  # a leaf without hooks only gets its gradient added
+        # A leaf without hooks only gets its gradient added: in the context, or to ``.grad``.
+        self._adds_only = not (spec.into_grad or spec.restricted)
+        self._adds_to_grad = spec.into_grad and not (spec.restricted or spec.create)
 
     def join(self, leaf: torch.Tensor) -> object:
         """A key that joins the sources that reach ``leaf``; None if nothing joins them.
@@ -118,10 +121,15 @@ class Leaves:
 
     def keep_plain(self, leaf: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...], *, shared: bool) -> bool:
         """Add to the gradient of a leaf that needs no run of the engine; False if ``leaf`` needs one."""
-        if not self._adds_only or self.join(leaf) is not None:
+        if not (self._adds_only or self._adds_to_grad) or self.join(leaf) is not None:
             return False
         if leaf.requires_grad:
-            self.keep(leaf, grad, order, shared=shared)
+            if self._adds_only:
+                self.keep(leaf, grad, order, shared=shared)
+            elif not _is_simple(leaf):
+                return False
+            else:
+                add_to_grad(leaf, grad, shared=shared)
         return True
 
     def compute(
@@ -169,14 +177,15 @@ class Leaves:
                 self._results.accumulate(leaf, grad, order if self._spec.deterministic else None)
                 continue
             assert isinstance(leaf, torch.Tensor)
-            if not plain and leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf)):
+            # Before the calls below, whose argument is one more reference.
+            shared = sys.getrefcount(grad) > _SOLE_REFERENCE_COUNT or id(grad) in seen
+            seen.add(id(grad))
+            if plain or not (leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf))):
+                self.keep(leaf, grad, order, shared=shared)
+            elif self._spec.create or not _is_simple(leaf) or self._must_run_node(leaf):
                 run_nodes.append((leaf, grad))
             else:
-                shared = (
-                    sys.getrefcount(grad) > _SOLE_REFERENCE_COUNT
-                )  # before the call below, whose argument is one more
-                self.keep(leaf, grad, order, shared=shared or id(grad) in seen)
-            seen.add(id(grad))
+                add_to_grad(leaf, grad, shared=shared)
         if run_nodes:
             self._run_nodes([leaf for leaf, _ in run_nodes], [grad for _, grad in run_nodes])
 
@@ -256,6 +265,16 @@ class Leaves:
             finally:
                 for leaf, grad in zip(leaves, aside, strict=True):
                     leaf.grad = grad
+
+
+def _is_simple(leaf: torch.Tensor) -> bool:
+    """Whether ``add_to_grad`` does the same as the engine, provided that the node of the leaf has no hooks. The engine
+    also orders the streams of devices.
+    """
+    if leaf._post_accumulate_grad_hooks or leaf.layout is not torch.strided or leaf.device.type != "cpu":
+        return False
+    grad = leaf.grad
+    return grad is None or (grad.grad_fn is None and grad.layout is torch.strided)
 
 
 def runs_node(leaf: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from backhaul._autograd.forward.functions import Grads, PlainRecv, Recv
 from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally, Report
+from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._autograd.plan.plan import Orders
 from backhaul._autograd.plan.planner import OrdersSource
 from backhaul._devices import seam
@@ -178,7 +180,7 @@ class LocalPass:
         self._reports = ReportBuffer()
         self._told: dict[int, list[PassTally]] = {}  # tallies by receiver: the driver, or a worker that passes them on
         self._spending = threading.Lock()  # guards _spent, together with failed
-        self._spent: list[PlainRecv] = []
+        self._spent: list[tuple[weakref.ref[PlainRecv], int, MessageId]] = []  # with senders and messages
         self._fired: dict[int, int] = {}  # messages that unfinished groups answered -> worker that the answer went to
 
     def start(self, seeds: Grads) -> None:
@@ -246,7 +248,7 @@ class LocalPass:
                 raise pass_errors.graph_freed(recv.message)
             if not self.spec.retain:
                 recv.spent = True
-                self._spent.append(recv)
+                self._spent.append((weakref.ref(recv), recv.sender, recv.message))
 
     def abandon(self) -> None:
         """The pass has failed on some worker. Nobody knows which senders have freed their records, so the receiving
@@ -255,8 +257,13 @@ class LocalPass:
         with self._spending:
             self.failed = self.aborted = True
             spent, self._spent = self._spent, []
-        for recv in spent:
-            recv.spent = False
+        for reference, sender, message in spent:
+            recv = reference()
+            if recv is not None:
+                recv.spent = False
+            elif isinstance(self.context, PlainGraph):
+                self.context.refuse(sender, message)
+        self.groups.release()
 
     def _send_early(self, recv: Recv, grads: Grads) -> None:
         self._outbox.send(self, recv, grads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -42,11 +42,9 @@ class PassGraph:
         roots: Sequence[GradientEdge] | None = None,
         inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
     ) -> None:
-        self.ends: dict[MessageId, Sequence[End]] = {} if roots is None else {ROOTS: roots}
-        self.orders: dict[MessageId, tuple[int, ...]] = {}
-        self.uncertain: set[MessageId] = set()
-        self._inputs = inputs
-        self._reach: dict[MessageId, frozenset[MessageId]] | None = None
+        self._start(inputs)
+        if roots is not None:
+            self.ends[ROOTS] = roots
         with context.lock:
             records = list(context.sends.values())
         for record in records:
@@ -60,6 +58,30 @@ class PassGraph:
             self.orders[record.message] = record.order
         self.grouping = Grouping(self.ends, joins, context.mark)
 
+    def _start(self, inputs: Sequence[torch.Tensor | GradientEdge] | None) -> None:
+        self.ends: dict[MessageId, Sequence[End]] = {}
+        self.orders: dict[MessageId, tuple[int, ...]] = {}
+        self.uncertain: set[MessageId] = set()
+        self._inputs = inputs
+        self._reach: dict[MessageId, frozenset[MessageId]] | None = None
+
+    def find(self, source: MessageId) -> Group | None:
+        """The group of a source whose gradients have arrived; None if there is no such source."""
+        return self.grouping.find(source)
+
+    def settled(self, group: Group) -> bool:
+        """Whether no source besides those of the group can have to run with it, and all of them take part."""
+        return len(group.sources) == 1
+
+    def follow(self, orders: Orders) -> None:
+        """Orders have arrived: ``find`` must know the groups of all sources that take part."""
+
+    def leave(self, sources: Iterable[MessageId]) -> None:
+        """Sources have run."""
+
+    def release(self) -> None:
+        """The pass is over here: forget the graph."""
+
     def in_order(self, sources: Iterable[MessageId]) -> list[MessageId]:
         """Sources in program order."""
         return sorted(sources, key=lambda source: self.orders.get(source, ()))
@@ -71,19 +93,31 @@ class PassGraph:
             self._reach = self.grouping.reach()
         return self._reach
 
-    def summary(self) -> Summary:
-        """What the driver needs to make a plan."""
-        groups = self.grouping.groups
-        return Summary(
-            tuple({source: self.reach[source] for source in group.sources} for group in groups),
-            {message: end.recv.sender for group in groups for message, end in group.recvs.items()},
-            frozenset(s for g in groups if g.foreign for s in g.sources if reaches(self.ends[s], g.foreign.keys())),
-        )
+    def summary(self, sources: Collection[int] = (), calls: Collection[int] = ()) -> Summary:
+        """What the driver needs to make a plan.
 
-    def leads_to_inputs(self) -> set[MessageId]:
-        """The sources that reach one of the inputs."""
+        Args:
+            sources: The sources of this worker that take part, as far as the driver knows.
+            calls: The calls that take part, as far as the driver knows; see ``Summary``.
+        """
+        return self._summarize({})
+
+    def _summarize(self, ran: Mapping[MessageId, Mapping[int, int]]) -> Summary:
+        """``ran``: sources that have run already, with the messages that they reached and the senders of these."""
+        groups, reach = self.grouping.groups, self.reach
+        senders: dict[int, int] = {m: end.recv.sender for group in groups for m, end in group.recvs.items()}
+        for reached in ran.values():
+            senders.update(reached)
         goals = {_edge(each).node for each in self._inputs or ()}
-        return {source for source, ends in self.ends.items() if reaches(ends, goals)}
+        shown: list[dict[int, frozenset[int]]] = [{source: frozenset(reached)} for source, reached in ran.items()]
+        shown += [{source: frozenset(reach[source]) for source in group.sources} for group in groups]
+        return Summary(
+            tuple(shown),
+            senders,
+            frozenset(s for g in groups if g.foreign for s in g.sources if reaches(self.ends[s], g.foreign.keys())),
+            frozenset(source for source in reach if goals and reaches(self.ends[source], goals)),
+            frozenset(end.recv.order[0] for group in groups for end in group.recvs.values() if end.recv.order),
+        )
 
     def inner_inputs(self) -> dict[tuple[Node, int], torch.Tensor | GradientEdge]:
         """The inputs that are not leaves, by their edges."""

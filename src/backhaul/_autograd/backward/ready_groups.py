@@ -23,12 +23,14 @@ from backhaul._autograd.backward.leaves import Leaves
 from backhaul._autograd.backward.node_runner import NodeRunner
 from backhaul._autograd.backward.pass_errors import ForeignGraph
 from backhaul._autograd.backward.pass_graph import PassGraph, nodes_of
+from backhaul._autograd.backward.plain_pass_graph import PlainPassGraph
 from backhaul._autograd.backward.stepper import Stepper
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import End, Grads, edge_of
 from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally
+from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._autograd.plan.plan import Orders
 from backhaul._autograd.torch_engine import hooks
 from backhaul._autograd.torch_engine.anomaly import watching
@@ -209,7 +211,10 @@ class ReadyGroups:
         """Find the groups of this worker, at the first use. It takes as long as the graph is large."""
         with self._walking:
             if self._graph is None:
-                graph = PassGraph(self._spec, self._context, self._leaves.join, *self._starts)
+                if isinstance(self._context, PlainGraph):
+                    graph: PassGraph = PlainPassGraph(self._spec, self._context, self._leaves.join, *self._starts)
+                else:
+                    graph = PassGraph(self._spec, self._context, self._leaves.join, *self._starts)
                 self._group_run = GroupRun(self._spec, self._leaves, graph.ends)
                 self._graph = graph
             return self._graph
@@ -222,47 +227,52 @@ class ReadyGroups:
 
     def arrive(self, source: MessageId, grads: Grads, send_early: SendEarly | None = None) -> list[Outcome] | None:
         """The gradients of a source have arrived: run its group if nothing is missing. None: no such source."""
-        group = (self._graph or self.prepare()).grouping.find(source)
+        graph = self._graph or self.prepare()
+        group = graph.find(source)
         if group is None:
             return None
-        if len(group.sources) == 1 and not self._spec.restricted:
+        if graph.settled(group) and not self._spec.restricted:
             return [self._run(group, {source: grads}, send_early)]
         seam.streams.depart()  # another thread may continue with them
         with self._lock:
             self._waiting[source] = grads
-        return self._try(group, (source,), send_early)
+        return self._try((source,), send_early)
 
     def must_ask(self, source: MessageId) -> bool:
         """Whether ``source`` needs orders and nobody has asked for them; True once."""
-        if not self._needs_orders(self.graph.grouping.of(source)):
-            return False
         with self._lock:
             if self._asked or self._orders is not None:
                 return False
-            self._asked = True
-            return True
+            group = self.graph.find(source)
+            self._asked = group is not None and self._needs_orders(group)
+            return self._asked
 
     def _needs_orders(self, group: Group) -> bool:
         """Fast mode knows what takes part without orders, except for messages of earlier passes and of failed calls."""
         if self._spec.restricted:
             return True
-        if len(group.sources) == 1:
+        if self.graph.settled(group):
             return False
         return not self._spec.fast or not self.graph.uncertain.isdisjoint(group.sources)
 
     def follow(self, orders: Orders, send_early: SendEarly | None = None) -> list[Outcome]:
         """Orders have arrived: run what waited for them."""
-        of = self.graph.grouping.of
+        graph = self.graph
+        graph.follow(orders)
         waiting: dict[int, list[MessageId]] = {}
         with self._lock:
             self._orders = orders
             for source in self._waiting:
-                waiting.setdefault(id(of(source)), []).append(source)
-        return [outcome for sources in waiting.values() for outcome in self._try(of(sources[0]), sources, send_early)]
+                waiting.setdefault(id(graph.find(source)), []).append(source)
+        return [outcome for sources in waiting.values() for outcome in self._try(sources, send_early)]
 
-    def _try(self, group: Group, arrived: Sequence[MessageId], send_early: SendEarly | None) -> list[Outcome]:
-        """Run a group as far as the sources that have arrived allow."""
+    def _try(self, arrived: Sequence[MessageId], send_early: SendEarly | None) -> list[Outcome]:
+        """Run a group as far as those of its sources that have arrived allow."""
         with self._lock:
+            if self._waiting.keys().isdisjoint(arrived):
+                return []  # another thread has run the group
+            group = self.graph.find(arrived[0])
+            assert group is not None
             gathering = self._gatherings.get(id(group))
             if gathering is None:
                 if self._orders is None and self._needs_orders(group):
@@ -274,6 +284,8 @@ class ReadyGroups:
             if gathering.stepper is None:
                 arrived = () if gathering.missing else gathering.active
             here = {source: self._waiting.pop(source) for source in arrived if source in self._waiting}
+            if here and gathering.stepper is None:
+                del self._gatherings[id(group)]
         if not here:
             return []
         seam.streams.arrive()  # other threads may have brought some of the gradients
@@ -284,8 +296,9 @@ class ReadyGroups:
         if not over:
             produced: dict[int, int] = {recv.message: recv.sender for recv, _ in fired}
             return [Outcome(PassTally((), produced) if produced else None, fired)]
-        if not self._spec.retain:
-            self._context.spend(gathering.active)
+        with self._lock:
+            self._gatherings.pop(id(group), None)
+        self._end(gathering.active)
         return [Outcome(PassTally(tuple(gathering.active), gathering.stepper.produced), fired)]
 
     def _gather(self, group: Group) -> _Gathering:
@@ -329,12 +342,25 @@ class ReadyGroups:
         fired: list[Fired] = []
         if edges or ends:
             fired = self._group_run.run(group, sources, edges, seeds, ends, order=order, send_early=send_early)
-        if not self._spec.retain:
-            self._context.spend(sources)
+        self._end(sources)
         produced: dict[int, int] = {}
         for answered in ends:
             produced[answered.recv.message] = answered.recv.sender
         return Outcome(PassTally(tuple(sources), produced), fired)
+
+    def _end(self, sources: Sequence[MessageId]) -> None:
+        """Sources have run."""
+        if not self._spec.retain:
+            self._context.spend(sources)
+        self.graph.leave(sources)
+
+    def release(self) -> None:
+        """The pass has failed: forget what waits, and the graph."""
+        with self._lock:
+            self._waiting.clear()
+            self._gatherings.clear()
+        if self._graph is not None:
+            self._graph.release()
 
     def _make_stepper(self, group: Group, active: Iterable[MessageId]) -> Stepper:
         """The stepper does not refer to this object, which refers to it. Only the garbage collector frees a graph in a

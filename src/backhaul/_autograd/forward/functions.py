@@ -137,7 +137,7 @@ class PlainRecv(Recv):
         generation: How often the sender had been lost when the message came.
     """
 
-    __slots__ = ("_on_death", "generation", "spent")
+    __slots__ = ("__weakref__", "_on_death", "generation", "spent")
 
     def __init__(
         self,

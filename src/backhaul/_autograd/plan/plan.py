@@ -14,11 +14,16 @@ class Summary:
         groups: For each group: source -> the recv nodes it reaches.
         senders: For each of these recv nodes: the worker that sent its message.
         foreign: The sources that reach a recv node of another context.
+        goals: The sources that reach one of the inputs, on the driver of a pass that is restricted to inputs.
+        calls: The outermost calls that these recv nodes belong to. Outside contexts, a summary covers only sources that
+            take part or belong to these calls. So other workers can be asked for all of them at once.
     """
 
     groups: tuple[Mapping[int, frozenset[int]], ...]
     senders: Mapping[int, int]
     foreign: frozenset[int] = frozenset()
+    goals: frozenset[int] = frozenset()
+    calls: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Plan:
 
     Args:
         driver: The worker of the roots.
-        goals: If the user gave inputs: the driver's sources that reach them.
+        restricted: Whether the user gave inputs.
 
     Attributes:
         active: worker -> sources that take part.
@@ -49,19 +54,32 @@ class Plan:
         useful: If the user gave inputs: the messages whose gradients lead to them.
     """
 
-    def __init__(self, driver: int, goals: Iterable[int] | None = None) -> None:
+    def __init__(self, driver: int, *, restricted: bool = False) -> None:
         self.active: dict[int, set[int]] = {driver: {0}}
         self.circular: dict[int, set[int]] = {}
-        self.useful: set[int] | None = None if goals is None else set(goals)
+        self.useful: set[int] | None = set() if restricted else None
         self._summaries: dict[int, Summary] = {}
+        self._asked: dict[int, set[int]] = {}  # worker -> sources that it was asked for
 
-    def missing(self) -> set[int]:
-        """Workers whose summary is needed next."""
-        return self.active.keys() - self._summaries.keys()
+    def missing(self) -> dict[int, set[int]]:
+        """The workers whose summary is needed next, and all sources there that take part as far as the plan knows."""
+        return {
+            worker: set(sources)
+            for worker, sources in self.active.items()
+            if worker not in self._summaries or not sources <= self._asked[worker]
+        }
 
-    def add(self, worker: int, summary: Summary) -> None:
-        """Add a worker's summary. When no summary is missing, the plan is complete."""
+    @property
+    def calls(self) -> set[int]:
+        """The calls that take part, as far as the plan knows; see ``Summary``."""
+        return set().union(*(summary.calls for summary in self._summaries.values()))
+
+    def add(self, worker: int, asked: Iterable[int], summary: Summary) -> None:
+        """Add a worker's summary, which takes the place of its earlier one. It covers the sources that it was ``asked``
+        for, as far as they exist. When no summary is missing, the plan is complete.
+        """
         self._summaries[worker] = summary
+        self._asked[worker] = {*asked, *(source for group in summary.groups for source in group)}
         self._spread()
         if not self.missing():
             self._prune()
@@ -100,7 +118,8 @@ class Plan:
         """
         if self.useful is None:
             return
-        self.useful.update(*(summary.foreign for summary in self._summaries.values()))
+        for summary in self._summaries.values():
+            self.useful |= summary.foreign | summary.goals
         causes: dict[int, list[int]] = {}
         for summary in self._summaries.values():
             for group in summary.groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from backhaul._autograd.forward.recording import enter, leave
@@ -21,11 +21,8 @@ OrdersSource = Callable[[], tuple[Any, ...]]
 class PlannedGraph(Protocol):
     """One worker's graph in a pass, as far as a plan needs it."""
 
-    def summary(self) -> Summary:
-        """What the sources of this worker reach."""
-
-    def leads_to_inputs(self) -> set[Any]:
-        """The sources that reach one of the inputs."""
+    def summary(self, sources: Collection[int] = (), calls: Collection[int] = ()) -> Summary:
+        """What the sources of this worker reach; see ``PassGraph.summary``."""
 
 
 class PlannedPass(Protocol):
@@ -99,29 +96,29 @@ class Planner:
         return orders.active, orders.circular, orders.useful
 
     def _make_plan(self, planned: PlannedPass) -> Plan:
-        plan = Plan(self._id, planned.graph.leads_to_inputs() if planned.spec.restricted else None)
+        plan = Plan(self._id, restricted=planned.spec.restricted)
         while missing := plan.missing():
-            calls = {}
+            asked = {}
             token = enter(None)
             try:
-                for worker in missing - {self._id}:
-                    arguments = (planned.spec,)
-                    calls[worker] = self._client.call_async(worker, summary_of, arguments, None, 0, mode="internal")
+                for worker in missing.keys() - {self._id}:
+                    arguments = planned.spec, list(missing[worker]), list(plan.calls)
+                    asked[worker] = self._client.call_async(worker, summary_of, arguments, None, 0, mode="internal")
             finally:
                 leave(token)
             if self._id in missing:
-                plan.add(self._id, planned.graph.summary())
-            for worker, call in calls.items():
+                plan.add(self._id, missing[self._id], planned.graph.summary(missing[self._id], plan.calls))
+            for worker, call in asked.items():
                 try:
                     summary = call.wait()
                 except PeerLostError as error:
                     raise planned.loss_of(worker, error.reason or str(error)) from error
-                plan.add(worker, summary)
+                plan.add(worker, missing[worker], summary)
         return plan
 
-    def summary_of(self, spec: PassSpec) -> Summary:
+    def summary_of(self, spec: PassSpec, sources: list[int], calls: list[int]) -> Summary:
         """What the driver of a pass needs to know of this worker's graph."""
-        return self._find_graph(spec).summary()
+        return self._find_graph(spec).summary(sources, calls)
 
 
 @internal(int, int, int)
@@ -130,7 +127,7 @@ def orders_for(context: int, number: int, worker: int) -> tuple[Any, ...]:
     return current_worker().part(Planner).orders_for(context, number, worker)
 
 
-@internal(PassSpec)
-def summary_of(spec: PassSpec) -> Summary:
+@internal(PassSpec, list, list)
+def summary_of(spec: PassSpec, sources: list[int], calls: list[int]) -> Summary:
     """The driver of a pass calls this; see ``Planner.summary_of``."""
-    return current_worker().part(Planner).summary_of(spec)
+    return current_worker().part(Planner).summary_of(spec, sources, calls)

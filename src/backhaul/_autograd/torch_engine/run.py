@@ -127,6 +127,31 @@ def nested(frame: FrameType | None) -> bool:
     return False
 
 
+_first_grad = threading.Lock()  # held while a leaf without ``.grad`` gets one
+
+
+def add_to_grad(leaf: torch.Tensor, grad: torch.Tensor, *, shared: bool) -> None:
+    """Add to ``.grad`` of a leaf as the engine does, without a run of the engine. ``shared``: other code may see the
+    memory of ``grad``.
+
+    The accumulation node of torch does the work, under its own lock. It would copy the first gradient of a leaf, since
+    Python refers to it too. So that gradient becomes ``.grad`` here, if nothing else uses its memory.
+    """
+    if leaf.grad is None and not shared and grad.stride() == leaf.stride() and not grad.requires_grad and is_own(grad):
+        with _first_grad:
+            if leaf.grad is None:
+                leaf.grad = grad
+                return
+    before = torch.is_grad_enabled()
+    set_grad_enabled(True)
+    try:
+        node: Node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        set_grad_enabled(False)
+        node(grad)
+    finally:
+        set_grad_enabled(before)
+
+
 _accumulating: OfRun[Set[int]] = OfRun()  # ids of the leaves whose accumulation nodes run
 
 
