@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/backward.py --quick
 
 A chain of k hops is a call that calls on k times, back and forth between two workers, each hop multiplying by a
-weight; n sends are n calls of the driver to one worker. Each measurement is a whole context: forward, backward,
-release.
+weight; n sends are n calls of the driver to one worker. Each measurement is a whole step: forward, backward and, in a
+context, its release.
 The reference gets 64 threads a worker: with its default of 16, chains of more than 32 hops never end.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc as reference
-from harness import OURS, SYSTEMS, Row, System, conduct, options_of, play, report
+from harness import OURS, PLAIN, SYSTEMS, THEIRS, Row, System, conduct, options_of, play, report
 
 import backhaul as bh
 
@@ -40,7 +40,7 @@ def chain(system: System, hops: int, backward: bool = True) -> None:
     """A chain of hops and its gradients."""
     x = torch.ones(16, requires_grad=True)
     with system.context() as ctx:
-        step = hop if system.name == OURS else reference_hop
+        step = reference_hop if system.name == THEIRS else hop
         loss = system.call("worker1", step, args=(x, hops, "worker2", "worker1")).sum()
         if backward:
             system.backward(ctx, [loss])
@@ -74,7 +74,7 @@ def main() -> None:
     """Measure and print."""
     options = options_of(__doc__)
     if not play(functools.partial(rows, options.quick), 3, options, threads=64):
-        report(f"Backward ({options.transport})", f"backward-{options.transport}", conduct())
+        report(f"Backward ({options.transport})", f"backward-{options.transport}", conduct(PLAIN, OURS, THEIRS))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two systems side by side: rows that are measured on both in one run, alternating, and the table of their ratios."""
+"""Systems side by side: rows that are measured on all of them in one run, alternating, and the table of ratios."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ from rich.table import Table
 import backhaul as bh
 
 OUT = Path(__file__).parent / "out"
-Numbers = dict[str, tuple[float, float]]
+Numbers = dict[str, tuple[float, ...]]
+"""By row: the seconds of each system, ours first and the reference last."""
+
 _KEY = b"a conductor and two sides"
 _WARM_UP = 0.25  # seconds at the begin of each round: everything was stopped
 
 
-OURS, THEIRS = "backhaul", "reference"
+OURS, PLAIN, THEIRS = "backhaul", "plain", "reference"
+"""``PLAIN`` is Backhaul too, with ``loss.backward()`` instead of a context."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,16 @@ class System:
     gradients: Callable[..., Any]
 
 
+def backward_without_context(_: None, roots: list[torch.Tensor]) -> None:
+    """``loss.backward()`` over all workers."""
+    torch.autograd.backward(roots)
+
+
 SYSTEMS = {
     OURS: System(OURS, bh.rpc_sync, bh.rpc_async, bh.wait_all, bh.context, bh.backward, bh.get_gradients),
+    PLAIN: System(
+        PLAIN, bh.rpc_sync, bh.rpc_async, bh.wait_all, contextlib.nullcontext, backward_without_context, dict
+    ),
     THEIRS: System(
         THEIRS,
         reference.rpc_sync,
@@ -99,10 +110,10 @@ def serve(rows: Rows, system: str, address: str) -> None:
             conductor.send(times)
 
 
-def serve_ours(rows: Rows, address: str) -> None:
+def serve_ours(rows: Rows, system: str, address: str) -> None:
     """Runs in every worker of Backhaul's cluster."""
     if bh.get_worker_info().id == 0:
-        serve(rows, OURS, address)
+        serve(rows, system, address)
 
 
 def serve_theirs(  # noqa: PLR0917 (spawn passes them by place)
@@ -168,22 +179,22 @@ class Side:
             os.killpg(self._head.pid, signal.SIGKILL)
 
 
-def conduct() -> Numbers:
-    """Measure each row on both systems, alternating; medians of ours and theirs, in seconds per call.
+def conduct(*systems: str) -> Numbers:
+    """Measure each row on all systems, alternating; the median of each, in seconds per call. Default: ours and theirs.
 
     Each has processes of its own: threads of the reference poll without end, also when it has nothing to do, and would
-    take the processors from whoever is measured beside them. So the processes of the other system are stopped.
+    take the processors from whoever is measured beside them. So the processes of the other systems are stopped.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # else processes that are stopped would stay
     with contextlib.ExitStack() as stack:
         sides = []
-        for system in (OURS, THEIRS):
+        for system in systems or (OURS, THEIRS):
             sides.append(Side(system))
             stack.callback(sides[-1].close)
             sides[-1].stop()
         numbers: Numbers = {}
         for place, (name, rounds) in enumerate(sides[0].rows):
-            times: tuple[list[float], list[float]] = ([], [])
+            times: list[list[float]] = [[] for _ in sides]
             for round_ in range(-1, rounds):  # round -1 warms up and is thrown away
                 for side, found in zip(sides, times, strict=True):
                     side.go_on()
@@ -191,7 +202,7 @@ def conduct() -> Numbers:
                     side.stop()
                     if round_ >= 0:
                         found.extend(measured)
-            numbers[name] = statistics.median(times[0]), statistics.median(times[1])
+            numbers[name] = tuple(map(statistics.median, times))
         return numbers
 
 
@@ -200,7 +211,7 @@ def options_of(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--transport", choices=("auto", "unix", "tcp"), default="auto")
-    parser.add_argument("--side", choices=(OURS, THEIRS), help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=tuple(SYSTEMS), help=argparse.SUPPRESS)
     parser.add_argument("--at", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -216,8 +227,9 @@ def play(
     """Be one of the sides, if that is what this process was started for; the reference has so many threads, and these
     devices for each other worker's.
     """
-    if options.side == OURS:
-        bh.launch(serve_ours, workers, args=(rows, options.at), options=bh.Options(transport=options.transport))
+    if options.side in (OURS, PLAIN):
+        ours = bh.Options(transport=options.transport)
+        bh.launch(serve_ours, workers, args=(rows, options.side, options.at), options=ours)
     elif options.side == THEIRS:
         place = workers, free_port(), threads
         torch.multiprocessing.spawn(serve_theirs, (rows, options.at, place, options.transport, devices), workers)
@@ -262,17 +274,25 @@ def show(seconds: float) -> str:
 
 
 def report(title: str, name: str, numbers: Numbers) -> None:
-    """Print the table, keep the numbers in ``benchmarks/out``."""
+    """Print the table, keep the numbers in ``benchmarks/out``. The second of three times is that in a context."""
     table = Table(title=f"{title}; reference: torch {torch.__version__}; medians")
-    for column in ("", "Backhaul", "reference", "ratio"):
+    both = any(len(times) > 2 for times in numbers.values())
+    for column in ("", "Backhaul", *(("in a context",) if both else ()), "reference", "reference / Backhaul"):
         table.add_column(column, justify="right" if column else "left")
-    for row, (ours, theirs) in numbers.items():
-        table.add_row(row, show(ours), show(theirs), f"{theirs / ours:.2f}x")
+    if both:
+        table.add_column("context / Backhaul", justify="right")
+    for row, (ours, *between, theirs) in numbers.items():
+        middle = [show(between[0]) if between else ""] if both else []
+        last = [f"{between[0] / ours:.2f}x" if between else ""] if both else []
+        table.add_row(row, show(ours), *middle, show(theirs), f"{theirs / ours:.2f}x", *last)
     Console().print(table)
     OUT.mkdir(exist_ok=True)
-    kept = {row: {"backhaul_s": ours, "reference_s": theirs} for row, (ours, theirs) in numbers.items()}
+    kept = {
+        row: {"backhaul_s": times[0], "reference_s": times[-1], **({"context_s": times[1]} if times[2:] else {})}
+        for row, times in numbers.items()
+    }
     (OUT / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
-    (OUT / f"{name}.svg").write_text(_plot(title, {row: theirs / ours for row, (ours, theirs) in numbers.items()}))
+    (OUT / f"{name}.svg").write_text(_plot(title, {row: times[-1] / times[0] for row, times in numbers.items()}))
     print(f"Kept in benchmarks/out/{name}.json and {name}.svg")
 
 

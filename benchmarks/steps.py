@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed.autograd as reference_autograd
 import torch.distributed.rpc as reference
-from harness import OURS, SYSTEMS, Row, System, conduct, free_port, options_of, play, report, show
+from harness import OURS, PLAIN, SYSTEMS, THEIRS, Row, System, conduct, free_port, options_of, play, report, show
 from torch.distributed.rendezvous import rendezvous
 
 import backhaul as bh
@@ -86,6 +86,12 @@ def apply_ours(context: int) -> None:
     apply(bh.get_gradients, context)
 
 
+def apply_plain(context: None) -> None:
+    """``apply`` after ``loss.backward()``."""
+    held["optimizer"].step()
+    held["optimizer"].zero_grad()
+
+
 def apply_theirs(context: int) -> None:
     """``apply`` for the reference."""
     apply(reference_autograd.get_gradients, context)
@@ -110,7 +116,7 @@ def rows(quick: bool, name: str) -> list[Row]:
     letters, batch = len(corpus.letters), corpus.batch(0)
     for seed, (worker, kind) in enumerate(zip(WORKERS, ("embedding", "body", "head"), strict=True)):
         system.call(worker, build, args=(kind, letters, seed))
-    step = apply_ours if name == OURS else apply_theirs
+    step = {OURS: apply_ours, PLAIN: apply_plain, THEIRS: apply_theirs}[name]
 
     def row(name: str, function: Any, calls: int, *args: Any) -> Row:
         return Row(name, functools.partial(function, system, *args), max(calls // scale, 2), 6)
@@ -245,13 +251,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         by_file = lives(count, 1 if options.quick else 5, lambda: f"file://{folder}/{secrets.token_hex(4)}")
     by_tcp = lives(count, 1 if options.quick else 3, lambda: f"tcp://127.0.0.1:{free_port()}")
-    numbers = conduct()
+    numbers = conduct(PLAIN, OURS, THEIRS)
     numbers[f"start and stop of {count} workers"] = by_file[:2]
     report(f"Steps ({options.transport})", f"steps-{options.transport}", numbers)
     print(show_floor(f"Start and stop of {count} workers that meet at a file", *by_file))
     print(show_floor("The same at a TCP store", *by_tcp))
     computing, copying = activations_alone()
-    shares = [(computing + copying) / time_ for time_ in numbers[ACTIVATIONS]]
+    shares = [(computing + copying) / time_ for time_ in (numbers[ACTIVATIONS][0], numbers[ACTIVATIONS][-1])]
     print(f"The activations in one process: {computing * 1e3:.0f} ms, {COPIES} copies of them: {copying * 1e3:.0f} ms")
     print(f"Together {shares[0]:.0%} of what Backhaul took, {shares[1]:.0%} of what the reference did")
     alone = in_one_process(40)

@@ -127,7 +127,29 @@ def nested(frame: FrameType | None) -> bool:
     return False
 
 
-_first_grad = threading.Lock()  # held while a leaf without ``.grad`` gets one
+class _GradWriters:
+    """Counts the runs of torch's engine that may write to ``.grad`` of leaves. Thread-safe.
+
+    Attributes:
+        lock: Guards the count. While a thread holds the lock, no such run begins.
+        count: How many runs may be under way.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.count -= 1
+
+
+grad_writers = _GradWriters()
+"""Entered around each run of the engine that may write to ``.grad``."""
 
 
 def add_to_grad(leaf: torch.Tensor, grad: torch.Tensor, *, shared: bool) -> None:
@@ -135,11 +157,12 @@ def add_to_grad(leaf: torch.Tensor, grad: torch.Tensor, *, shared: bool) -> None
     memory of ``grad``.
 
     The accumulation node of torch does the work, under its own lock. It would copy the first gradient of a leaf, since
-    Python refers to it too. So that gradient becomes ``.grad`` here, if nothing else uses its memory.
+    Python refers to it too. So that gradient becomes ``.grad`` here, if nothing else uses its memory and no run of the
+    engine can write to ``.grad`` at the same time.
     """
     if leaf.grad is None and not shared and grad.stride() == leaf.stride() and not grad.requires_grad and is_own(grad):
-        with _first_grad:
-            if leaf.grad is None:
+        with grad_writers.lock:
+            if leaf.grad is None and not grad_writers.count:
                 leaf.grad = grad
                 return
     before = torch.is_grad_enabled()
@@ -184,6 +207,7 @@ def run_accumulation(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tenso
     _accumulating.begin(frozenset(map(id, leaves)))
     try:
         edges = list(map(leaf_edge, leaves))
-        run_engine(edges, grads, edges, retain=create, create=create, accumulate=True)
+        with grad_writers:
+            run_engine(edges, grads, edges, retain=create, create=create, accumulate=True)
     finally:
         _accumulating.end()
