@@ -185,7 +185,6 @@ def _layouts() -> dict[str, torch.Tensor]:
         "negative": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
         "requires grad": torch.ones(3, requires_grad=True),
         "inner node of a graph": torch.ones(3, requires_grad=True) * 2,
-        "parameter": torch.nn.Parameter(torch.ones(2)),
         "frozen parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
         "meta": torch.empty(2, 3, device="meta").t(),
         "sparse coo": matrix.to_sparse(),
@@ -219,6 +218,16 @@ def test_tensors_of_every_layout(case: str) -> None:
     tensor = LAYOUTS[case]
     for found in (round_trip(tensor), round_trip([tensor, 1])[0]):
         assert_same(found, tensor)
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_parameter_comes_back_as_part_of_the_graph() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    found = round_trip(parameter)
+    assert type(found) is torch.Tensor
+    assert found.requires_grad
+    assert not found.is_leaf
+    assert found.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.usefixtures("workers")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import backhaul as bh
 from backhaul._autograd.forward.recording import enter, leave
+from backhaul._autograd.ids import PLAIN
 
 from . import functions
 from .functions import blend, script
@@ -35,9 +36,14 @@ def check(remote: Callable[..., Tensor], plain: Callable[..., Tensor], leaves: L
 
 
 def recorded() -> int:
-    """How many messages were recorded for gradients, in all contexts of all workers."""
+    """How many messages were recorded in contexts, on all workers."""
     contexts = [context for worker in bh._worker.worker.running_workers() for context in contexts_of(worker)]
-    return sum(len(context.sends) for context in contexts)
+    return sum(len(context.sends) for context in contexts if context.id != PLAIN)
+
+
+def recorded_outside() -> int:
+    """How many messages were recorded outside contexts, on all workers."""
+    return sum(worker.counters["num_plain_records"]() for worker in bh._worker.worker.running_workers())
 
 
 def contexts_of(worker: bh.Worker) -> list[Any]:
@@ -135,6 +141,9 @@ def test_no_grad(leaves: Leaves) -> None:
     with bh.context(), torch.no_grad():
         made = functions.forked("worker1", "worker2", *leaves)
         assert recorded() == 0
+    with torch.no_grad():
+        functions.forked("worker1", "worker2", *leaves)
+    assert recorded_outside() == 0
     assert not made.requires_grad
 
 
