@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak format clean
+.PHONY: help env run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak oracle format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -109,6 +109,9 @@ fuzz: env ## Feed broken input to all that reads bytes of others; ARGS such as -
 
 soak: env ## Mixed traffic with a kill every few seconds, and what it costs over time; ARGS such as --minutes 10
 	@$(BIN)/python -u -W ignore -m tools.soak $(ARGS)
+
+oracle: env ## Compare random programs with plain autograd; ARGS such as --programs 3000 --order 2 --processes --threads 4
+	@$(BIN)/python -u -m tools.oracle $(ARGS)
 
 format: env ## Fix what can be fixed, and format
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""Runs each program with every combination of options that a pass can have."""
+"""Runs each program with every combination of options that a pass can have, and outside contexts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=WAYS)
-def check(request: pytest.FixtureRequest) -> Callable[..., None]:
+def check_context(request: pytest.FixtureRequest) -> Callable[..., None]:
     """``worlds.check`` with one combination of options."""
     from . import worlds
 
+    return functools.partial(worlds.check, **WAYS[request.param])
+
+
+@pytest.fixture(params=[*WAYS, "plain"])
+def check(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``worlds.check`` with one combination of options, or ``worlds.check_outside``."""
+    from . import worlds
+
+    if request.param == "plain":
+        return worlds.check_outside
     return functools.partial(worlds.check, **WAYS[request.param])

@@ -14,7 +14,7 @@ import torch
 import backhaul as bh
 from backhaul._autograd.graph_description import describe
 
-from .worlds import Distributed, Plain, World, contexts_on, engine_of, gradients_on, vector
+from .worlds import Distributed, Plain, World, check_outside, contexts_on, engine_of, gradients_on, vector
 from .worlds import check as check_once
 
 Check = Callable[..., None]
@@ -209,7 +209,7 @@ def test_nested_calls_through_several_workers(check: Check) -> None:
 
 @bh.async_execution
 def later(world: World, to: int, x: torch.Tensor) -> Any:
-    if isinstance(world, Distributed):
+    if world.remote:
         return bh.rpc_async(to, by, args=(world, x * 2, "b")).then(lambda done: done.value() * world.c)
     future = torch.futures.Future()
     future.set_result(world.call(to, by, x * 2, "b") * world.c)
@@ -224,19 +224,17 @@ async def in_a_coroutine(world: World, to: int, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("function", [later, in_a_coroutine])
 def test_handlers_that_answer_later(function: Callable[..., Any]) -> None:
     def program(world: World) -> None:
-        if isinstance(world, Distributed):
-            y = world.call(1, function, 2, world.a)
-        else:
-            y = world.call(2, by, world.a * 2, "b") * world.c
+        y = world.call(1, function, 2, world.a) if world.remote else world.call(2, by, world.a * 2, "b") * world.c
         world.backward(y.pow(2).sum())
 
     check_once(program, {"a": A, "b": B, "c": C})
+    check_outside(program, {"a": A, "b": B, "c": C})
 
 
 def test_futures(check: Check) -> None:
     def program(world: World) -> None:
         x = world.a * 2
-        if isinstance(world, Distributed):
+        if world.remote:
             futures = [bh.rpc_async(to, by, args=(world, x, name)) for to, name in ((1, "b"), (2, "c"), (1, "c"))]
             y = bh.rpc_async(1, sine, args=(world, x)).then(lambda done: done.value() * x).wait()
             found = [*bh.wait_all(futures), y]
@@ -712,22 +710,22 @@ def test_gradients_go_into_grad_on_every_worker() -> None:
         torch.testing.assert_close(held[world.leaves[name]], leaf.grad)
 
 
-def test_fast_mode(check: Check) -> None:
+def test_fast_mode(check_context: Check) -> None:
     def program(world: World) -> None:
         x = torch.sin(world.a)
         y = world.call(1, travel, x, [(2, "b"), (1, "c"), (0, "a")])
         z = world.call(2, by, x, "d")
         world.backward((y * z * x).sum())
 
-    check(program, {"a": A, "b": B, "c": C, "d": D}, mode="fast")
+    check_context(program, {"a": A, "b": B, "c": C, "d": D}, mode="fast")
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-def test_fast_mode_in_circles(check: Check, depth: int) -> None:
+def test_fast_mode_in_circles(check_context: Check, depth: int) -> None:
     def program(world: World) -> None:
         world.backward(around(world, world.a, depth).sum())
 
-    check(program, {"a": A, "b": B}, workers=2, mode="fast")
+    check_context(program, {"a": A, "b": B}, workers=2, mode="fast")
 
 
 def test_a_pass_driven_by_another_worker() -> None:

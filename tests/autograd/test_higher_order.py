@@ -10,7 +10,7 @@ import torch
 
 import backhaul as bh
 
-from .worlds import Distributed, World, vector
+from .worlds import Distributed, World, check_outside, vector
 from .worlds import check as check_once
 
 Check = Callable[..., None]
@@ -255,6 +255,7 @@ def test_the_graph_does_not_depend_on_who_looks() -> None:
 
     check_once(program, LEAVES)
     check_once(program, LEAVES, deterministic=True)
+    check_outside(program, LEAVES)
 
 
 def test_retain_graph_follows_create_graph() -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import backhaul as bh
 
-from .worlds import Distributed, World, vector
+from .worlds import World, check_outside, vector
 from .worlds import check as check_once
 
 Check = Callable[..., None]
@@ -249,6 +249,7 @@ def test_an_optimizer_inside_the_backward_pass() -> None:
 
     check_once(program, LEAVES)
     check_once(program, LEAVES, accumulate="grad")
+    check_outside(program, LEAVES)
 
 
 def fire(world: World, mode: str, grads: Any) -> None:
@@ -337,14 +338,14 @@ def two(world: World, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, t
     return torch.sin(x), torch.sin(y)
 
 
-def test_hooks_in_fast_mode(check: Check) -> None:
+def test_hooks_in_fast_mode(check_context: Check) -> None:
     def program(world: World) -> None:
         world.hang = lambda key, tensor: tensor.register_hook(bend(world, key))
         for name, leaf in world.leaves.items():
             leaf.register_hook(bend(world, name))
         world.backward(circle(world))
 
-    check(program, LEAVES, mode="fast")
+    check_context(program, LEAVES, mode="fast")
 
 
 @SHAPES
@@ -366,16 +367,17 @@ def test_a_hook_knows_its_worker_and_may_call_others() -> None:
         y = world.call(1, ask_in_a_hook, world.a)
         y.register_hook(lambda grad: note_worker(world, "hook on the driver"))
         world.backward(y.sum())
-        if isinstance(world, Distributed):
+        if world.remote:
             names = {what: [int(seen) for seen in world.events.pop(what)] for what in list(world.events)}
             assert names == {"hook": [1], "called by the hook": [2], "hook on the driver": [0]}
         world.events.clear()
 
     check_once(program, {"a": LEAVES["a"]})
+    check_outside(program, {"a": LEAVES["a"]})
 
 
 def note_worker(world: World, key: str) -> None:
-    number = bh.get_worker_info().id if isinstance(world, Distributed) else -1
+    number = bh.get_worker_info().id if world.remote else -1
     world.saw(key, torch.tensor(number))
 
 
@@ -396,8 +398,9 @@ def test_a_backward_function_knows_its_worker_too() -> None:
         x = first * 2
         second = world.call(1, ask_in_a_hook, x)
         world.backward((x * second).sum())
-        if isinstance(world, Distributed):
+        if world.remote:
             assert [int(seen) for seen in world.events["hook"]] == [1]
         world.events.clear()
 
     check_once(program, {"a": LEAVES["a"]})
+    check_outside(program, {"a": LEAVES["a"]})

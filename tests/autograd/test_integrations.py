@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import backhaul as bh
 from backhaul._autograd.torch_engine.reducers import reducers
 
-from .worlds import DEADLINE_SECONDS, World, vector
+from .worlds import DEADLINE_SECONDS, World, check_outside, vector
 from .worlds import check as check_once
 
 Check = Callable[..., None]
@@ -111,6 +111,7 @@ def test_compiled_functions_on_the_remote_side(backend: str) -> None:
         world.backward((z * y * x).sum())
 
     check_once(program, LEAVES)
+    check_outside(program, LEAVES)
 
 
 def compiled_around(world: World, x: torch.Tensor, backend: str) -> torch.Tensor:
@@ -131,6 +132,7 @@ def test_compiled_functions_in_a_circle(backend: str) -> None:
         world.backward(world.call(1, compiled_around, world.a, backend).sum())
 
     check_once(program, LEAVES)
+    check_outside(program, LEAVES)
 
 
 @COMPILER
@@ -143,6 +145,7 @@ def test_compiled_functions_with_hooks() -> None:
         world.backward((z * y).sum())
 
     check_once(program, LEAVES)
+    check_outside(program, LEAVES)
 
 
 # Modes.

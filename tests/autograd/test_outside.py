@@ -1,4 +1,6 @@
-"""Calls outside a context. Their results have lost their history: they raise when a gradient is asked for."""
+"""Calls outside a context with ``Options(autograd="context")``. Their results have lost their history: they raise when
+a gradient is asked for.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ import backhaul as bh
 from .worlds import DEADLINE_SECONDS, vector
 
 REFUSAL = "outside any context"
+OPTIONS = bh.Options(autograd="context")
 
 
 @pytest.fixture
 def workers() -> Iterator[list[bh.Worker]]:
     kept.clear()
-    with bh.cluster(3) as made:
+    with bh.cluster(3, options=OPTIONS) as made:
         yield made
     kept.clear()
 
@@ -102,7 +105,8 @@ def test_a_root_made_before_the_context(workers: list[bh.Worker], call: str, to:
 
 
 def test_between_processes() -> None:
-    assert bh.launch(train_without_a_context, 2, start_method="forkserver") == [(True, 0), None]
+    found = bh.launch(train_without_a_context, 2, options=OPTIONS, start_method="forkserver")
+    assert found == [(True, 0), None]
 
 
 def train_without_a_context() -> tuple[bool, int] | None:

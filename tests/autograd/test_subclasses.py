@@ -141,19 +141,23 @@ def give_leaf(kind: str) -> torch.Tensor:
     return held[kind]
 
 
-def gradient_of_leaf(kind: str, ctx: int) -> Any:
-    return numbers(bh.get_gradients(ctx).get(held[kind]))
+def gradient_of_leaf(kind: str, ctx: int | None) -> Any:
+    return numbers(held[kind].grad if ctx is None else bh.get_gradients(ctx).get(held[kind]))
 
 
 Gradients = dict[str, Any]
 
 
-def distributed(kind: str) -> Gradients:
-    """The gradients of all programs, over workers."""
+def distributed(kind: str, plain: bool = False) -> Gradients:
+    """The gradients of all programs, over workers. ``plain``: outside contexts."""
     found: Gradients = {}
     leaf = MAKE[kind]()
 
     def step(name: str, forward: Callable[[], torch.Tensor]) -> None:
+        if plain:
+            forward().backward()
+            found[name], leaf.grad = numbers(leaf.grad), None
+            return
         with bh.context() as ctx:
             ctx.backward(forward())
             found[name] = numbers(ctx.grads.get(leaf))
@@ -169,6 +173,11 @@ def distributed(kind: str) -> Gradients:
     step("reference", lambda: total(bh.remote("worker1", square, args=(leaf,)).to_here()))
 
     bh.rpc_sync("worker1", make_leaf, args=(kind,))
+    if plain:
+        mine = bh.rpc_sync("worker1", give_leaf, args=(kind,))
+        total(mine * mine).backward()
+        found["result"] = bh.rpc_sync("worker1", gradient_of_leaf, args=(kind, None))
+        return found
     with bh.context() as ctx:
         mine = bh.rpc_sync("worker1", give_leaf, args=(kind,))
         ctx.backward(total(mine * mine))
@@ -202,10 +211,24 @@ def _forget_leaves() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["plain", "subclass", "subclass with __torch_function__", "parameter of a subclass"])
+def test_hooks_of_leaves(kind: str) -> None:
+    """Those that run with the accumulation node."""
+    seen: list[Any] = []
+    leaf = MAKE[kind]()
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(numbers(leaf.grad)))
+    with bh.cluster(2):
+        total(bh.rpc_sync("worker1", square, args=(leaf,))).backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], expected(kind)["argument"])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("plain", [False, True], ids=["context", "plain"])
 @pytest.mark.parametrize("kind", MAKE)
-def test_gradients_are_those_of_plain_autograd(kind: str) -> None:
+def test_gradients_are_those_of_plain_autograd(kind: str, plain: bool) -> None:
     with bh.cluster(3):
-        found = distributed(kind)
+        found = distributed(kind, plain)
     torch.testing.assert_close(found, expected(kind))
 
 
@@ -345,6 +368,9 @@ def test_a_lost_gradient_is_an_error(make: Callable[[], Any]) -> None:
             assert caught.value.path == "kwargs['value']['deep'][1]"
             with torch.no_grad():
                 assert bh.rpc_sync("worker1", losing, args=(value,))
+        with pytest.raises(bh.errors.SerializationError, match=r"outside contexts.*no_grad"):
+            bh.rpc_sync("worker1", losing, args=(value,))
+    with bh.cluster(2, options=bh.Options(autograd="context")):
         assert bh.rpc_sync("worker1", losing, args=(value,))  # there is nothing to lose outside a context
 
 
@@ -436,7 +462,7 @@ def run_ragged() -> list[Any] | None:
 @pytest.mark.parametrize("kind", MAKE)
 def test_outside_a_context(kind: str) -> None:
     """A parameter is a copy of state and stays a leaf. Any other tensor raises when a gradient reaches it."""
-    with bh.cluster(2):
+    with bh.cluster(2, options=bh.Options(autograd="context")):
         (found,) = bh.rpc_sync("worker1", losing, args=(MAKE[kind](),))
     if isinstance(found, torch.nn.Parameter):
         assert found.is_leaf

@@ -2,12 +2,14 @@
 
 A program is a function of its world. It calls functions on workers with ``world.call``, and what it calls gets the same
 world, so that the very same text runs twice. In the plain world a call copies its arguments and results, as calls do.
+Over workers it runs in a context, or outside contexts with torch's own functions.
 """
 
 from __future__ import annotations
 
 import abc
 import collections
+import gc
 import itertools
 import threading
 import time
@@ -38,6 +40,9 @@ class World(abc.ABC):
 
     All workers see all leaves; a program uses each on one of them, as if it lived there.
     """
+
+    remote = True
+    """Whether calls go to workers."""
 
     hang: Callable[[str, torch.Tensor], None]
     """What a program does with intermediate values, if it asks for it."""
@@ -102,6 +107,8 @@ def copied(value: Any) -> Any:
 class Plain(World):
     """One process, plain autograd."""
 
+    remote = False
+
     def call(self, to: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = copied((args, kwargs))
         return copied(function(self, *args, **kwargs))
@@ -153,6 +160,22 @@ class Distributed(World):
                     before = found[name]
                     found[name] = held[leaf] if before is None else before + held[leaf]
         return found
+
+
+class Outside(World):
+    """The workers of a cluster, outside contexts: torch's own functions run over all of them."""
+
+    def call(self, to: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return bh.rpc_sync(to, function, args=(self, *args), kwargs=kwargs)
+
+    def backward(self, roots: Any, **options: Any) -> None:
+        torch.autograd.backward(roots, **options)
+
+    def grad(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor.grad
+
+    def collect(self) -> dict[str, torch.Tensor | None]:
+        return {name: leaf.grad for name, leaf in self.leaves.items()}
 
 
 def gradients_on(worker: bh.Worker, context: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -209,6 +232,38 @@ def check(
         expect_no_contexts(made)
     for world in (plain, distributed):
         del _worlds[world.key]
+
+
+def check_outside(
+    program: Program, leaves: Leaves, *, workers: int = 3, rtol: float = 1e-9, atol: float = 1e-9
+) -> None:
+    """As ``check``, outside contexts. Afterwards no worker keeps a record of what was sent."""
+    plain = Plain(leaves)
+    program(plain)
+    with bh.cluster(workers, options=bh.Options(backward_timeout=DEADLINE_SECONDS)) as made:
+        outside = Outside(leaves)
+        program(outside)
+        compare(plain, outside, rtol=rtol, atol=atol)
+        for world in (plain, outside):
+            for leaf in world.leaves.values():
+                leaf.grad = None  # a recorded gradient refers to its leaf, so both would never be freed
+            del _worlds[world.key]
+        del world, leaf, outside
+        expect_no_records(made)
+
+
+def expect_no_records(workers: Iterable[bh.Worker]) -> None:
+    """Wait until no worker keeps a record of a message outside contexts. Notices of dropped graphs are asynchronous."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    names = [worker.name for worker in workers]
+    while found := {name: count for name in names if (count := records_on(name))}:
+        assert time.monotonic() < deadline, f"expected no records, found {found}"
+        gc.collect()
+
+
+def records_on(name: str) -> int:
+    """How many records of messages outside contexts a worker has."""
+    return bh.rpc_sync(name, bh.get_debug_info)["num_plain_records"]
 
 
 def expect_no_contexts(workers: Iterable[bh.Worker]) -> None:

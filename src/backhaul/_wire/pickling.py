@@ -103,11 +103,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Save a script module as a whole. Its tensors that require grad are sent too, as part of the graph."""
         recorded: dict[tuple[str, str], torch.Tensor] = {}
         for path, part in module.named_modules() if torch.is_grad_enabled() else ():
+            parameters = dict(part.named_parameters(recurse=False))
             for name in part._concrete_type.get_attributes():
                 value = part._c.getattr(name)
                 if isinstance(value, torch.Tensor):
                     if value.requires_grad:
-                        recorded[path, name] = plain_alias(value)
+                        recorded[path, name] = alias = plain_alias(value)
+                        if name in parameters:
+                            self.subclasses.parameters.append((value, alias))
                 elif any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(value)):
                     self.scripted.append(module)
         return _script_module, (module.save_to_buffer(), recorded)

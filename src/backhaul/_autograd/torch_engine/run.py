@@ -66,7 +66,8 @@ def run_engine(
 def leaf_edge(leaf: torch.Tensor) -> GradientEdge:
     """The edge at which the gradient of ``leaf`` arrives, even if the leaf no longer requires a gradient."""
     frozen = not leaf.requires_grad
-    with torch.inference_mode(False), torch.enable_grad():
+    # A subclass may put a node of its own between a leaf and its view.
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         if frozen:
             leaf.requires_grad_()
         try:
@@ -168,7 +169,8 @@ def add_to_grad(leaf: torch.Tensor, grad: torch.Tensor, *, shared: bool) -> None
     before = torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
-        node: Node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        with torch._C.DisableTorchFunctionSubclass():  # as in ``leaf_edge``
+            node: Node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         set_grad_enabled(False)
         node(grad)
     finally:
