@@ -36,7 +36,6 @@ class PlainGraph(Context):
     Attributes:
         sources: Knows which records share a part of the graph. The engine sets it.
         pending: The messages of new records. ``sources`` takes them out when it has walked their graphs.
-        on_dropped: Called with the messages of records that were dropped and are no longer pending.
     """
 
     sources: PlainSources
@@ -45,7 +44,6 @@ class PlainGraph(Context):
         super().__init__(PLAIN)
         self.mark = ContextId(PLAIN - worker)
         self.pending: dict[MessageId, bool] = {}
-        self.on_dropped: Callable[[list[MessageId]], None] = lambda messages: None
         self._losses: dict[int, tuple[int, str, str]] = {}  # worker -> how often it was lost, its name, the last reason
         self._on_death: Callable[[tuple[int, MessageId]], None] = lambda death: None
         self._watch: Callable[[], None] = lambda: None
@@ -85,18 +83,18 @@ class PlainGraph(Context):
 
     def drop(self, messages: Iterable[MessageId], to: int | None = None) -> None:
         """Forget send records: the receiving ends are gone. ``to``: only those of messages to that worker."""
-        gone = []
-        for message in messages:
-            record = self.sends.get(message)
-            if record is not None and (to is None or record.to == to):
-                del record
-                if self.sends.pop(message, None) is not None and self.pending.pop(message, None) is None:
-                    gone.append(message)
-        if gone:
-            self.on_dropped(gone)
+        if to is not None:
+            sends = self.sends
+            messages = [m for m in messages if (record := sends.get(m)) is not None and record.to == to]
+        self.spend(messages)
+        self.sources.tidy()
 
     def spend(self, sources: Iterable[MessageId]) -> None:
-        self.drop(sources)
+        """As ``drop``. The graph of the records is kept until ``sources.tidy`` is called."""
+        sends, pending = self.sends, self.pending
+        for message in sources:
+            if sends.pop(message, None) is not None and pending.pop(message, None) is None:
+                self.sources.forget((message,))
 
     def sent_to(self, worker: int) -> list[MessageId]:
         """The messages to a worker whose records are here."""

@@ -275,6 +275,7 @@ class LocalPass:
                 self._outbox.ship(self, parcels)
             except BaseException as error:
                 self.fail(source, error)
+        self.groups.rest()
         tally, channels = self._reports.end()
         for channel in channels:
             channel.flush()

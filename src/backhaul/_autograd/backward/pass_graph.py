@@ -79,6 +79,9 @@ class PassGraph:
     def leave(self, sources: Iterable[MessageId]) -> None:
         """Sources have run."""
 
+    def rest(self) -> None:
+        """A task of the pass is done on this worker. Another may follow."""
+
     def release(self) -> None:
         """The pass is over here: forget the graph."""
 

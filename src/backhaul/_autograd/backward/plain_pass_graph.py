@@ -23,6 +23,7 @@ from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._autograd.plan.plan import Orders, Summary
 
 _NO_GROUPS = Grouping({})
+_NOTHING: Mapping[int, int] = {}
 
 
 class PlainPassGraph(PassGraph):
@@ -46,10 +47,8 @@ class PlainPassGraph(PassGraph):
         inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
     ) -> None:
         self._start(inputs)
-        self._restricted = spec.restricted
-        self._pass = spec.driver, spec.number
+        self._spec = spec
         self._context = context
-        self._sources = context.sources
         self._joins = joins
         self._roots = roots
         self._lock = threading.Lock()  # guards all below, ends, orders and grouping
@@ -61,30 +60,30 @@ class PlainPassGraph(PassGraph):
 
     def find(self, source: MessageId) -> Group | None:
         with self._lock:
-            group = self.grouping.find(source)
-            if group is None and not self._restricted:
-                group = self._find_alone(source)
-            if group is not None and source in self._alone:
+            group = self._alone.get(source)
+            if group is not None:
                 return group
+            if self.grouping is not _NO_GROUPS:
+                group = self.grouping.find(source)
             if group is None:
+                ends = self._ends_of(source)
+                if ends is None:
+                    return None
+                if not self._spec.restricted:
+                    sources = self._context.sources
+                    if source == ROOTS:
+                        group = sources.roots_alone(ends, self._joins, self._ignored)
+                    else:
+                        group = sources.alone(source, self._joins, self._ignored)
+                    if group is not None:
+                        self._alone[source] = group
+                        self._take(source, ends)
+                        return group
                 self._regroup((source,))
                 group = self.grouping.find(source)
             if group is not None:
                 self._waiting.add(source)
             return group
-
-    def _find_alone(self, source: MessageId) -> Group | None:
-        ends = self._ends_of(source)
-        if ends is None:
-            return None
-        if source == ROOTS:
-            group = self._sources.roots_alone(ends, self._joins, self._ignored)
-        else:
-            group = self._sources.alone(source, self._joins, self._ignored)
-        if group is not None:
-            self._alone[source] = group
-            self._take(source, ends)
-        return group
 
     def settled(self, group: Group) -> bool:
         return self._alone.get(group.sources[0]) is group
@@ -98,17 +97,25 @@ class PlainPassGraph(PassGraph):
         with self._lock:
             for source in sources:
                 group = self._alone.pop(source, None)
-                if group is not None:
-                    self._ran[source] = {message: end.recv.sender for message, end in group.recvs.items()}
-                    self._drop(source)
-                self._waiting.discard(source)
-            self._tidy()
+                if group is None:
+                    self._waiting.discard(source)
+                    continue
+                recvs = group.recvs
+                self._ran[source] = {message: recvs[message].recv.sender for message in recvs} if recvs else _NOTHING
+                if self.grouping is _NO_GROUPS or self.grouping.find(source) is None:
+                    self.ends.pop(source, None)
+                    self.orders.pop(source, None)
+            if self.grouping is not _NO_GROUPS:
+                self._forget_groups()
+
+    def rest(self) -> None:
+        self._context.sources.tidy()
 
     def release(self) -> None:
         with self._lock:
             self._waiting.clear()
             self._alone.clear()
-            self._tidy()
+            self._forget_groups()
             self.ends.clear()
             self.orders.clear()
 
@@ -116,7 +123,7 @@ class PlainPassGraph(PassGraph):
         with self._lock:
             self._regroup(map(MessageId, sources), calls)
             made = self._summarize(self._ran)
-            self._tidy()
+            self._forget_groups()
             return made
 
     def _ends_of(self, source: MessageId) -> Sequence[End] | None:
@@ -128,7 +135,7 @@ class PlainPassGraph(PassGraph):
     def _ignored(self, source: MessageId) -> bool:
         """Whether a source takes no part in the pass: it is gone, or the pass itself has made it."""
         record = self._context.sends.get(source)
-        return record is None or record.born_in == self._pass
+        return record is None or record.born_in == (self._spec.driver, self._spec.number)
 
     def _regroup(self, sources: Iterable[MessageId], calls: Collection[int] = ()) -> None:
         """Make sure that ``sources`` are grouped, together with others that most likely take part in the pass."""
@@ -137,7 +144,7 @@ class PlainPassGraph(PassGraph):
         if self.grouping.ends.keys() >= wanted and not calls:
             return
         roots = self._roots if ROOTS in wanted else None
-        wanted |= self._sources.related(wanted, calls, roots)
+        wanted |= self._context.sources.related(wanted, calls, roots)
         wanted = {source for source in wanted if source == ROOTS or not self._ignored(source)}
         wanted -= self._ran.keys()
         if self.grouping.ends.keys() >= wanted:
@@ -154,14 +161,10 @@ class PlainPassGraph(PassGraph):
         if (record := self._context.sends.get(source)) is not None:
             self.orders[source] = record.order
 
-    def _drop(self, source: MessageId) -> None:
-        if self.grouping.find(source) is None:
-            self.ends.pop(source, None)
-            self.orders.pop(source, None)
-
-    def _tidy(self) -> None:
+    def _forget_groups(self) -> None:
         """Forget the groups if no source waits for them. They are found again if they are needed."""
         if not self._waiting and self.grouping is not _NO_GROUPS:
             self.grouping, self._reach = _NO_GROUPS, None
-            for source in [source for source in self.ends if source not in self._alone]:
-                self._drop(source)
+            for source in self.ends.keys() - self._alone.keys():
+                del self.ends[source]
+                self.orders.pop(source, None)

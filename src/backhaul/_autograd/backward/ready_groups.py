@@ -354,6 +354,11 @@ class ReadyGroups:
             self._context.spend(sources)
         self.graph.leave(sources)
 
+    def rest(self) -> None:
+        """A task of the pass is done on this worker. Another may follow."""
+        if self._graph is not None:
+            self._graph.rest()
+
     def release(self) -> None:
         """The pass has failed: forget what waits, and the graph."""
         with self._lock:
