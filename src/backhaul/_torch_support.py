@@ -49,6 +49,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_C._functions.AccumulateGrad._set_sequence_nr",
         "_C._functions.DelayedError",
         "_C._functions.Error",
+        "_C._functorch.is_batchedtensor",
+        "_C._functorch.is_legacy_batchedtensor",
         "_C._is_multithreading_enabled",
         "_C._nn._parse_to",
         "_C._set_grad_enabled",

@@ -260,7 +260,7 @@ def test_anomaly_mode_goes_with_requests(caller: Side, callee: Side, level: int,
         finally:
             torch.set_anomaly_enabled(False)
     assert read(note).anomaly == level
-    callee.worker.options = SimpleNamespace(security=SimpleNamespace(trusted=trusted))
+    callee.worker.options = SimpleNamespace(autograd="context", security=SimpleNamespace(trusted=trusted))
     limit = CancelScope()
     token = deadlines.current.set(limit)
     try:
