@@ -163,6 +163,7 @@ UNCHECKED = (
     "_C._dynamo.eval_frame._FrameAction.SKIP",
     "_C._dynamo.eval_frame._FrameExecStrategy",
     "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "autograd._is_checkpoint_valid",
     "autograd.function._HookMixin._register_hook",
     "utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
     # Only an instance has these.

@@ -153,7 +153,16 @@ class Leaves:
             leaf if isinstance(leaf, GradientEdge) or leaf.layout is torch.strided else leaf_edge(leaf)
             for leaf in wanted
         ]
-        grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
+        grads = list(
+            run_engine(
+                edges,
+                seeds,
+                [*asked, *ends],
+                retain=spec.retain,
+                create=spec.create,
+                checkpoints=spec.into_grad and not spec.restricted,
+            )
+        )
         seam.streams.adopt(grads)  # made on streams of the forward, used on those of this thread
         found = grads[len(wanted) :]
         if check is not None:

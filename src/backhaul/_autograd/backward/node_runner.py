@@ -76,6 +76,7 @@ class NodeRunner:
                     behind,
                     retain=self._spec.retain,
                     create=self._spec.create,
+                    checkpoints=self._spec.into_grad and not self._spec.restricted,
                 )
         except StopEngine:
             return streams.join(mark, taken[0])  # the engine does this at the end of a run; it was stopped

@@ -20,7 +20,7 @@ from backhaul._autograd.torch_engine import entry
 from backhaul._autograd.torch_engine.graph_task import task_for
 from backhaul._autograd.torch_engine.hooks import count_own_handle, is_own_hook, node_hooks
 from backhaul._autograd.torch_engine.reducers import reducers
-from backhaul._autograd.torch_engine.run import Node
+from backhaul._autograd.torch_engine.run import Node, allows_checkpoints
 
 _undo: list[Callable[[], None]] = []  # removes the patches that are installed, the last first
 _doors: tuple[Any, Any] = (None, None)  # what ``_engine_run_backward`` was when ``guard_backward`` last checked it
@@ -38,6 +38,7 @@ def install() -> None:
     _answer_multi_grad_hooks()
     _watch_modules()
     _enter_backward()
+    _allow_checkpoints()
 
 
 def uninstall() -> None:
@@ -99,6 +100,19 @@ def _enter_backward() -> None:
     for owner in (graph, torch.autograd):
         if "_engine_run_backward" in vars(owner):
             _replace(owner, "_engine_run_backward", replacement)
+
+
+def _allow_checkpoints() -> None:
+    """Let reentrant checkpoints run where all leaves get their gradients in ``.grad``."""
+    is_valid = getattr(torch.autograd, "_is_checkpoint_valid", None)
+    if is_valid is None:  # this torch has another way
+        return
+
+    def is_checkpoint_valid() -> bool:
+        allowed = allows_checkpoints(sys._getframe(1))
+        return bool(is_valid()) if allowed is None else allowed
+
+    _replace(torch.autograd, "_is_checkpoint_valid", is_checkpoint_valid)
 
 
 def guard_backward() -> None:
