@@ -110,7 +110,7 @@ def run(setting: OracleSetting) -> OracleVerdict:
             verdict.add(results[0])
         else:
             with cluster(workers, options=options):
-                verdict.add(drive(left))
+                verdict.add(drive(left) or OracleVerdict())
     return verdict
 
 

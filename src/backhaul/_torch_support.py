@@ -49,6 +49,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_C._functions.AccumulateGrad._set_sequence_nr",
         "_C._functions.DelayedError",
         "_C._functions.Error",
+        "_C._functorch.is_batchedtensor",
+        "_C._functorch.is_legacy_batchedtensor",
         "_C._is_multithreading_enabled",
         "_C._nn._parse_to",
         "_C._set_grad_enabled",
@@ -161,6 +163,7 @@ UNCHECKED = (
     "_C._dynamo.eval_frame._FrameAction.SKIP",
     "_C._dynamo.eval_frame._FrameExecStrategy",
     "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "autograd._is_checkpoint_valid",
     "autograd.function._HookMixin._register_hook",
     "utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
     # Only an instance has these.

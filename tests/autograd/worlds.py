@@ -252,13 +252,101 @@ def check_outside(
         expect_no_records(made)
 
 
-def expect_no_records(workers: Iterable[bh.Worker]) -> None:
+# Processes.
+
+
+class Collected(World):
+    """What a program left on the workers of other processes."""
+
+    def __init__(
+        self, grads: dict[str, torch.Tensor | None], events: Mapping[str, Sequence[torch.Tensor | None]]
+    ) -> None:
+        super().__init__({})
+        self._grads = grads
+        self.events.update({what: list(seen) for what, seen in events.items()})
+
+    def call(self, to: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    backward = grad = call  # type: ignore[assignment]
+
+    def collect(self) -> dict[str, torch.Tensor | None]:
+        return self._grads
+
+
+Left = tuple[dict[str, torch.Tensor | None], dict[str, list[torch.Tensor | None]]]
+"""The gradients and the events of a program."""
+
+
+def check_processes(programs: Mapping[str, Program], leaves: Leaves, *, workers: int = 3) -> None:
+    """As ``check_outside``, over processes: all programs, one after the other. They must be functions of modules."""
+    values = {name: leaf.detach() for name, leaf in leaves.items()}
+    options = bh.Options(backward_timeout=DEADLINE_SECONDS)
+    found, *_ = bh.launch(
+        _run_programs,
+        workers,
+        args=(dict(programs), values),
+        options=options,
+        timeout=3 * DEADLINE_SECONDS,
+        start_method="forkserver",
+    )
+    for name, program in programs.items():
+        plain = Plain(leaves)
+        program(plain)
+        try:
+            compare(plain, Collected(*found[name]))
+        except AssertionError as error:
+            error.add_note(f"program {name}")
+            raise
+        for leaf in plain.leaves.values():
+            leaf.grad = None
+
+
+def _run_programs(programs: Mapping[str, Program], values: Leaves) -> dict[str, Left] | None:
+    """On worker 0: run the programs. The other workers only serve."""
+    torch.set_num_threads(1)
+    if bh.get_worker_info().id != 0:
+        return None
+    others = [worker.id for worker in bh.get_worker_infos() if worker.id != 0]
+    found = {}
+    for number, (name, program) in enumerate(programs.items()):
+        for to in (0, *others):
+            bh.rpc_sync(to, _prepare_world, args=(number, values))
+        program(_worlds[-1 - number])
+        parts = [bh.rpc_sync(to, _leave_world, args=(number,)) for to in (0, *others)]
+        grads, events = parts[0]
+        for more, seen in parts[1:]:
+            grads = {leaf: more[leaf] if grad is None else grad for leaf, grad in grads.items()}
+            for what, entries in seen.items():
+                events.setdefault(what, []).extend(entries)
+        found[name] = grads, events
+    expect_no_records([bh.get_worker_info(0), *map(bh.get_worker_info, others)])
+    return found
+
+
+def _prepare_world(number: int, values: Leaves) -> None:
+    world = Outside({name: value.requires_grad_() for name, value in values.items()})
+    del _worlds[world.key]
+    world.key = -1 - number
+    _worlds[world.key] = world
+
+
+def _leave_world(number: int) -> Left:
+    world = _worlds.pop(-1 - number)
+    grads = {name: None if leaf.grad is None else leaf.grad.detach() for name, leaf in world.leaves.items()}
+    for leaf in world.leaves.values():
+        leaf.grad = None  # a recorded gradient refers to its leaf, so both would never be freed
+    return grads, dict(world.events)
+
+
+def expect_no_records(workers: Iterable[bh.Worker | bh.WorkerInfo]) -> None:
     """Wait until no worker keeps a record of a message outside contexts. Notices of dropped graphs are asynchronous."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     names = [worker.name for worker in workers]
     while found := {name: count for name in names if (count := records_on(name))}:
         assert time.monotonic() < deadline, f"expected no records, found {found}"
-        gc.collect()
+        for name in found:
+            bh.rpc_sync(name, gc.collect)
 
 
 def records_on(name: str) -> int:

@@ -30,6 +30,13 @@ def test_processes() -> None:
     assert (verdict.compared, verdict.differences, verdict.left) == (30, {}, {})
 
 
+@pytest.mark.parametrize("seed", [761, 1178])
+def test_programs_that_once_differed(seed: int) -> None:
+    """A leaf and a tensor of another worker had one gradient. It changed in place when the leaf got another."""
+    verdict = run(OracleSetting(programs=1, first=seed, workers=(4,)))
+    assert (verdict.compared, verdict.differences) == (1, {})
+
+
 # It can fail.
 
 

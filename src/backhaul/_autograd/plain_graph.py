@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import PlainRecv, Recv, SendRecord
 from backhaul._autograd.ids import PLAIN, ContextId, MessageId
+from backhaul._autograd.torch_engine import patches
 
 if TYPE_CHECKING:
     from backhaul._autograd.backward.source_index import PlainSources
@@ -59,6 +60,7 @@ class PlainGraph(Context):
 
     def receive(self, message: MessageId, sender: int, order: tuple[int, ...], replied: bool) -> Recv:
         self._watch()
+        patches.guard_backward()
         self.known.add(sender)
         generation = self._losses[sender][0] if sender in self._losses else 0
         return PlainRecv(message, sender, order, replied, self.mark, generation=generation, on_death=self._on_death)

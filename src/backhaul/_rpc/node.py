@@ -165,12 +165,16 @@ def start_node(
     *,
     runtime: Runtime | None = None,
 ) -> Node:
-    """Make the worker that ``own`` describes, and start it."""
+    """Make the worker that ``own`` describes, and start it. If this raises, it has closed the endpoint."""
     worker = Worker(own.info, own.incarnation, endpoint, options, runtime)
-    start_devices(worker, own)
-    node = Node(worker, own, records)
-    for extend in extensions:
-        extend(node)
+    try:
+        start_devices(worker, own)
+        node = Node(worker, own, records)
+        for extend in extensions:
+            extend(node)
+    except BaseException:
+        worker.close()
+        raise
     if not options.security.trusted:
         endpoint.share_nothing()
         endpoint.limit_buffers(most_buffers(node.rate_limits.tensors or 0))

@@ -252,7 +252,7 @@ def compare(expected: Result, found: Result, *, tolerance: float = 1e-9) -> list
         if grad is None or other is None:
             if grad is not None or other is not None:
                 differences.append(f"{where}: expected {grad}, found {other}")
-        elif not torch.allclose(grad, other, rtol=tolerance, atol=tolerance):
+        elif not torch.allclose(grad, other, rtol=tolerance, atol=tolerance, equal_nan=True):
             differences.append(f"{where}: expected {grad.tolist()}, found {other.tolist()}")
     for what in sorted(expected.counts.keys() | found.counts.keys()):
         if expected.counts.get(what, 0) != found.counts.get(what, 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -24,12 +25,15 @@ class EarlySends:
 
     def __init__(self, send: SendEarly, ends: Iterable[RecvEnd]) -> None:
         self._send = send
+        self._thread = threading.get_ident()  # other threads may run the same nodes in other passes
         self._ends = {node: (end, index) for end in ends for index, node in end.nodes.items()}
         self._found: dict[MessageId, dict[int, torch.Tensor | None]] = {}
         self._sent: set[MessageId] = set()
         self._watch = NodeWatch(self._ends, self._on_gradient)
 
     def _on_gradient(self, node: Node, grad: torch.Tensor | None) -> None:
+        if threading.get_ident() != self._thread:
+            return
         end, index = self._ends[node]
         found = self._found.setdefault(end.recv.message, {})
         found[index] = grad

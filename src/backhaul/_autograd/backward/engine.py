@@ -27,7 +27,7 @@ from backhaul._autograd.forward.functions import Grads
 from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.plan.planner import Planner
-from backhaul._autograd.torch_engine import anomaly, patches
+from backhaul._autograd.torch_engine import anomaly, entry, patches
 from backhaul._autograd.untrusted import recorder_for
 from backhaul._rpc.node import Node
 from backhaul._runtime.worker_patches import while_workers_run
@@ -55,6 +55,8 @@ class Engine:
 
     def __init__(self, node: Node) -> None:
         self.worker = worker = node.worker
+        if worker.options.autograd == "plain":
+            entry.require()
         self.id = worker.info.id
         self.client = node.client
         self.container = Container(self.id, worker.incarnation)

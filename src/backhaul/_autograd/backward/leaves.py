@@ -153,7 +153,16 @@ class Leaves:
             leaf if isinstance(leaf, GradientEdge) or leaf.layout is torch.strided else leaf_edge(leaf)
             for leaf in wanted
         ]
-        grads = list(run_engine(edges, seeds, [*asked, *ends], retain=spec.retain, create=spec.create))
+        grads = list(
+            run_engine(
+                edges,
+                seeds,
+                [*asked, *ends],
+                retain=spec.retain,
+                create=spec.create,
+                checkpoints=spec.into_grad and not spec.restricted,
+            )
+        )
         seam.streams.adopt(grads)  # made on streams of the forward, used on those of this thread
         found = grads[len(wanted) :]
         if check is not None:
@@ -212,6 +221,7 @@ class Leaves:
             self._results.accumulate(leaf, grad, None)
             return
         assert isinstance(leaf, torch.Tensor)
+        own = not shared and is_own(grad)
         if spec.into_grad:
             if leaf.retains_grad:
                 return  # retain_grad() has written .grad already
@@ -220,10 +230,9 @@ class Leaves:
                     "ignore"
                 )  # torch warns about .grad of a tensor that is no leaf; the user asked for it
                 seam.streams.adopt(leaf.grad)
-                leaf.grad = add(leaf.grad, grad)
+                leaf.grad = add(leaf.grad, grad) if leaf.grad is not None or own else grad.clone()
             return
         hooks = leaf._post_accumulate_grad_hooks
-        own = not shared and is_own(grad)
         if own and not (hooks or spec.deterministic) and self._context.accumulate_first(leaf, grad):
             return
         before = torch.is_grad_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,12 +39,15 @@ class NodeRunner:
     def run(self, node: Node, sums: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
         """Run one node with its inputs; return its outputs."""
         taken: list[tuple[Any, ...]] = []
+        thread = threading.get_ident()  # other threads may run the same node in other passes
         streams, silenced = seam.streams, False
         mark: Mark | None = None
 
         @own_hook
         def take(outputs: tuple[Any, ...], _: object) -> None:
             nonlocal mark, silenced
+            if threading.get_ident() != thread:
+                return
             taken.append(outputs)
             mark = streams.mark(None)  # of the node's streams, which are current here
             silenced = begin_stop()
@@ -51,7 +55,7 @@ class NodeRunner:
 
         @own_hook
         def capture(grads: tuple[Any, ...]) -> None:
-            for number, grad in enumerate(grads):
+            for number, grad in enumerate(grads) if threading.get_ident() == thread else ():
                 wanted = self._inner.get((node, number))
                 if wanted is not None and grad is not None:
                     self._capture(wanted, grad)
@@ -66,7 +70,14 @@ class NodeRunner:
                 # The engine is asked for what lies behind, so that the node computes all its outputs. It never gets
                 # there.
                 behind = [GradientEdge(next_, number) for next_, number in node.next_functions if next_ is not None]
-                run_engine(edges, list(sums.values()), behind, retain=self._spec.retain, create=self._spec.create)
+                run_engine(
+                    edges,
+                    list(sums.values()),
+                    behind,
+                    retain=self._spec.retain,
+                    create=self._spec.create,
+                    checkpoints=self._spec.into_grad and not self._spec.restricted,
+                )
         except StopEngine:
             return streams.join(mark, taken[0])  # the engine does this at the end of a run; it was stopped
         finally:

@@ -48,7 +48,7 @@ def take(  # noqa: PLR0917 (torch's signature)
     if not live:
         return None
     recvs = received_behind(outputs)
-    if not recvs or None in seeds:
+    if not recvs or any(seed is None for seed in seeds):
         return None
     for recv in recvs:
         if recv.spent:
@@ -59,18 +59,18 @@ def take(  # noqa: PLR0917 (torch's signature)
             "the roots depend on a tensor that another worker sent, but the worker that received it was shut down; "
             "call backward() before shutdown()"
         )
-    if any(seed is not None and torch._C._functorch.is_batchedtensor(seed) for seed in seeds):
+    if any(map(_is_batched, seeds)):
         raise BackhaulError(
             "is_grads_batched and torch.func transforms cannot go back to another worker; use bh.remote_op for the call"
         )
-    wanted = list({id(each): each for each in inputs}.values())
+    wanted = _once(inputs)
     results = None if accumulate_grad else GradientTable()
     with engine.worker:
         engine.backward(
             engine.container.plain,
             list(outputs),
             [seed if create or seed is None else seed.detach() for seed in seeds],
-            inputs=wanted or None,
+            inputs=list(wanted.values()) or None,
             timeout=engine.worker.options.backward_timeout,
             retain=bool(retain),
             create=create,
@@ -82,10 +82,33 @@ def take(  # noqa: PLR0917 (torch's signature)
     if results is None:
         return ()
     found = results.gradients
-    gradients = tuple(found.get(each) for each in inputs)
-    if not allow_unreachable and None in gradients:
+    gradients = tuple(found.get(wanted[_key(each)]) for each in inputs)
+    if not allow_unreachable and any(gradient is None for gradient in gradients):
         raise RuntimeError(_UNUSED)
     return gradients
+
+
+def _is_batched(seed: torch.Tensor | None) -> bool:
+    batched, legacy = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+    return seed is not None and (batched(seed) or legacy(seed))
+
+
+def _once(inputs: Sequence[Root]) -> dict[object, Root]:
+    """Each input once. A tensor stands for an edge that is the same."""
+    wanted: dict[object, Root] = {}
+    for each in inputs:
+        key = _key(each)
+        if key not in wanted or isinstance(wanted[key], GradientEdge):
+            wanted[key] = each
+    return wanted
+
+
+def _key(given: Root) -> object:
+    """The same for all inputs that get the same gradient."""
+    if not isinstance(given, GradientEdge):
+        return id(given) if given.grad_fn is None else (given.grad_fn, given.output_nr)
+    node: Node = given.node
+    return id(node.variable) if type(node) is LeafNode else (node, given.output_nr)
 
 
 def received_behind(roots: Sequence[Root]) -> list[PlainRecv]:

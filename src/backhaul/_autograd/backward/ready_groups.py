@@ -319,7 +319,11 @@ class ReadyGroups:
         seeds: list[torch.Tensor] = []
         sources = graph.in_order(arrived) if len(arrived) > 1 else list(arrived)
         order = graph.orders.get(sources[0], ())
-        seen: set[int] = set()
+        once: set[int] = set()
+        again: set[int] = set()  # ids of gradients that several tensors get: a message brings equal ones as one tensor
+        for grads in arrived.values():
+            for grad in grads if len(grads) > 1 or len(arrived) > 1 else ():
+                (again if id(grad) in once else once).add(id(grad))
         for source in sources:
             for end, grad in zip(graph.ends[source], arrived[source], strict=False):
                 if grad is None:
@@ -328,11 +332,8 @@ class ReadyGroups:
                     edges.append(end)
                     seeds.append(grad)
                     continue
-                # A message brings equal gradients as one tensor; the roots' gradients are the user's.
-                shared = source == ROOTS or id(grad) in seen
-                if self._leaves.keep_plain(end, grad, order, shared=shared):
-                    seen.add(id(grad))
-                else:
+                # The gradients of the roots are the user's.
+                if not self._leaves.keep_plain(end, grad, order, shared=source == ROOTS or id(grad) in again):
                     edges.append(edge_of(end))
                     seeds.append(grad)
         if len(sources) == len(group.sources) and self._orders is None:
@@ -381,7 +382,7 @@ class ReadyGroups:
             graph.answering(group, sources, self._orders),
             functools.partial(group_run.compute, group, order=graph.orders.get(sources[0], ())),
             group_run.task(sources),
-            NodeRunner(spec, graph.inner_inputs(), self._leaves.keep),
+            NodeRunner(spec, graph.inner_inputs(), functools.partial(self._leaves.keep, shared=True)),
             create=spec.create,
             foreign=group.foreign,
         )

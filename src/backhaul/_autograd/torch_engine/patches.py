@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch.autograd.function import _HookMixin
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from backhaul._autograd.torch_engine.entry import make_entry
+from backhaul._autograd.torch_engine import entry
 from backhaul._autograd.torch_engine.graph_task import task_for
 from backhaul._autograd.torch_engine.hooks import count_own_handle, is_own_hook, node_hooks
 from backhaul._autograd.torch_engine.reducers import reducers
-from backhaul._autograd.torch_engine.run import Node
+from backhaul._autograd.torch_engine.run import Node, allows_checkpoints
 
 _undo: list[Callable[[], None]] = []  # removes the patches that are installed, the last first
+_doors: tuple[Any, Any] = (None, None)  # what ``_engine_run_backward`` was when ``guard_backward`` last checked it
+_guarding = threading.Lock()  # guards _doors
 _seen_handles = 0  # hook handles that existed when the patches were last removed; node hooks are not among them
 
 
@@ -35,6 +38,7 @@ def install() -> None:
     _answer_multi_grad_hooks()
     _watch_modules()
     _enter_backward()
+    _allow_checkpoints()
 
 
 def uninstall() -> None:
@@ -89,10 +93,48 @@ def _answer_multi_grad_hooks() -> None:
 
 
 def _enter_backward() -> None:
-    """Let Backhaul take over backward passes that reach back to other workers."""
-    replacement = make_entry(graph._engine_run_backward)
-    _replace(graph, "_engine_run_backward", replacement)
-    _replace(torch.autograd, "_engine_run_backward", replacement)
+    """Let Backhaul take over backward passes that reach back to other workers. ``entry.require`` says whether it does:
+    not at this place, since workers that record no calls outside contexts can do without.
+    """
+    replacement = entry.make_entry(graph._engine_run_backward)
+    for owner in (graph, torch.autograd):
+        if "_engine_run_backward" in vars(owner):
+            _replace(owner, "_engine_run_backward", replacement)
+
+
+def _allow_checkpoints() -> None:
+    """Let reentrant checkpoints run where all leaves get their gradients in ``.grad``."""
+    is_valid = getattr(torch.autograd, "_is_checkpoint_valid", None)
+    if is_valid is None:  # this torch has another way
+        return
+
+    def is_checkpoint_valid() -> bool:
+        allowed = allows_checkpoints(sys._getframe(1))
+        return bool(is_valid()) if allowed is None else allowed
+
+    _replace(torch.autograd, "_is_checkpoint_valid", is_checkpoint_valid)
+
+
+def guard_backward() -> None:
+    """Make sure that backward passes still come to Backhaul, since a tensor is received that they may lead to. Other
+    code that patched torch before the first worker may have put back what it found.
+
+    Raises:
+        UnsupportedTorchError: They do not come, and cannot be made to.
+    """
+    if graph._engine_run_backward is not _doors[0] or vars(torch.autograd)["_engine_run_backward"] is not _doors[1]:
+        _check_backward()
+
+
+def _check_backward() -> None:
+    global _doors
+    with _guarding:
+        if not _undo:
+            return  # the last worker has ended
+        if entry.missed():
+            _enter_backward()
+            entry.require()
+        _doors = graph._engine_run_backward, vars(torch.autograd)["_engine_run_backward"]
 
 
 def _watch_modules() -> None:

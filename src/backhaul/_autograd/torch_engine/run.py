@@ -39,8 +39,10 @@ def run_engine(
     retain: bool,
     create: bool,
     accumulate: bool = False,
+    checkpoints: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """Run the engine from ``edges`` as far as ``wanted``; return their gradients, or add them to their ``.grad``.
+    ``checkpoints``: gradients of all leaves go into ``.grad``, so that reentrant checkpoints may run.
 
     This does what ``torch.autograd.grad`` and ``backward`` do at half the cost: those check at length what is known
     here. All nodes run on the calling thread, also those of devices. To hand a node to one of the engine's device
@@ -151,6 +153,24 @@ class _GradWriters:
 
 grad_writers = _GradWriters()
 """Entered around each run of the engine that may write to ``.grad``."""
+
+
+def allows_checkpoints(frame: FrameType | None) -> bool | None:
+    """Whether reentrant checkpoints may run in the run of the engine that called ``frame``. None: torch knows.
+
+    Such a checkpoint adds to ``.grad`` of every leaf that it reaches. So torch refuses it where a run is restricted to
+    inputs, as all our runs are. Ours may reach all leaves nevertheless, see ``run_engine``.
+    """
+    while frame is not None:
+        if frame.f_code is run_engine.__code__:
+            return bool(frame.f_locals["checkpoints"])
+        if frame.f_code is _engine_run_backward.__code__:
+            return None
+        frame = frame.f_back
+    return None
+
+
+_first_grad = threading.Lock()  # held while a leaf without ``.grad`` gets one
 
 
 def add_to_grad(leaf: torch.Tensor, grad: torch.Tensor, *, shared: bool) -> None:

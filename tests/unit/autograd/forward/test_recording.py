@@ -18,6 +18,7 @@ from backhaul._autograd.ids import NO_CONTEXT, ContextId
 from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine import anomaly
 from backhaul._autograd.untrusted import UntrustedRecorder
+from backhaul._options import Options
 from backhaul._wire.codec import Encoded
 from backhaul._wire.messages import Payload, pack, unpack
 from backhaul._worker import deadlines
@@ -29,7 +30,7 @@ class Side:
     """One end of a conversation: a worker as far as the recorder looks at it."""
 
     def __init__(self, number: int) -> None:
-        self.worker: Any = SimpleNamespace(name=f"worker{number}")
+        self.worker: Any = SimpleNamespace(name=f"worker{number}", options=Options(autograd="context"))
         self.peer: Any = SimpleNamespace(record=SimpleNamespace(id=number))
         self.container = Container(number)
         self.recorder = ForwardRecorder(self.worker, self.container)
@@ -259,7 +260,7 @@ def test_anomaly_mode_goes_with_requests(caller: Side, callee: Side, level: int,
         finally:
             torch.set_anomaly_enabled(False)
     assert read(note).anomaly == level
-    callee.worker.options = SimpleNamespace(autograd="plain", security=SimpleNamespace(trusted=trusted))
+    callee.worker.options = SimpleNamespace(autograd="context", security=SimpleNamespace(trusted=trusted))
     limit = CancelScope()
     token = deadlines.current.set(limit)
     try:
