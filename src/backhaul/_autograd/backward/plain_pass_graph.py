@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from backhaul._autograd.backward.groups import Group, Grouping
 from backhaul._autograd.backward.pass_graph import PassGraph
-from backhaul._autograd.backward.source_index import Joins
+from backhaul._autograd.backward.source_index import IndexedSource, Joins
 from backhaul._autograd.forward.functions import End
 from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec
@@ -52,41 +52,29 @@ class PlainPassGraph(PassGraph):
         self._joins = joins
         self._roots = roots
         self._lock = threading.Lock()  # guards all below, ends, orders and grouping
-        self._alone: dict[MessageId, Group] = {}  # sources that are about to run
         self._waiting: set[MessageId] = set()  # sources that have arrived and are not alone
         self._wanted: set[MessageId] = set()  # sources that take part, as far as this worker knows
-        self._ran: dict[MessageId, Mapping[int, int]] = {}  # source that ran alone -> messages it reached, senders
+        self._alone: dict[MessageId, Mapping[int, int]] = {}  # source that runs alone -> messages it reaches, senders
         self.grouping = _NO_GROUPS
 
     def find(self, source: MessageId) -> Group | None:
         with self._lock:
-            group = self._alone.get(source)
-            if group is not None:
-                return group
-            if self.grouping is not _NO_GROUPS:
-                group = self.grouping.find(source)
-            if group is None:
-                ends = self._ends_of(source)
-                if ends is None:
-                    return None
-                if not self._spec.restricted:
-                    sources = self._context.sources
-                    if source == ROOTS:
-                        group = sources.roots_alone(ends, self._joins, self._ignored)
-                    else:
-                        group = sources.alone(source, self._joins, self._ignored)
-                    if group is not None:
-                        self._alone[source] = group
-                        self._take(source, ends)
-                        return group
-                self._regroup((source,))
-                group = self.grouping.find(source)
+            if not self._spec.restricted and (self.grouping is _NO_GROUPS or self.grouping.find(source) is None):
+                found = self._context.sources.alone(source, self._roots, self._joins, self._ignored)
+                if found is not None:
+                    recvs = found.recvs
+                    # From now on a summary lists it.
+                    self._alone[source] = {m: recvs[m].recv.sender for m in recvs} if recvs else _NOTHING
+                    self.ends[source], self.orders[source] = found.ends, found.order
+                    return found
+            self._regroup((source,))
+            group = self.grouping.find(source)
             if group is not None:
                 self._waiting.add(source)
             return group
 
     def settled(self, group: Group) -> bool:
-        return self._alone.get(group.sources[0]) is group
+        return type(group) is IndexedSource
 
     def follow(self, orders: Orders) -> None:
         with self._lock:
@@ -95,17 +83,14 @@ class PlainPassGraph(PassGraph):
 
     def leave(self, sources: Iterable[MessageId]) -> None:
         with self._lock:
+            grouping = self.grouping
             for source in sources:
-                group = self._alone.pop(source, None)
-                if group is None:
-                    self._waiting.discard(source)
-                    continue
-                recvs = group.recvs
-                self._ran[source] = {message: recvs[message].recv.sender for message in recvs} if recvs else _NOTHING
-                if self.grouping is _NO_GROUPS or self.grouping.find(source) is None:
+                if grouping is _NO_GROUPS or grouping.find(source) is None:
                     self.ends.pop(source, None)
                     self.orders.pop(source, None)
-            if self.grouping is not _NO_GROUPS:
+                else:
+                    self._waiting.discard(source)
+            if grouping is not _NO_GROUPS:
                 self._forget_groups()
 
     def rest(self) -> None:
@@ -114,7 +99,6 @@ class PlainPassGraph(PassGraph):
     def release(self) -> None:
         with self._lock:
             self._waiting.clear()
-            self._alone.clear()
             self._forget_groups()
             self.ends.clear()
             self.orders.clear()
@@ -122,7 +106,7 @@ class PlainPassGraph(PassGraph):
     def summary(self, sources: Collection[int] = (), calls: Collection[int] = ()) -> Summary:
         with self._lock:
             self._regroup(map(MessageId, sources), calls)
-            made = self._summarize(self._ran)
+            made = self._summarize(self._alone)
             self._forget_groups()
             return made
 
@@ -140,31 +124,29 @@ class PlainPassGraph(PassGraph):
     def _regroup(self, sources: Iterable[MessageId], calls: Collection[int] = ()) -> None:
         """Make sure that ``sources`` are grouped, together with others that most likely take part in the pass."""
         self._wanted.update(sources)
-        wanted = {source for source in self._wanted if source not in self._ran}
+        wanted = {source for source in self._wanted if source not in self._alone}
         if self.grouping.ends.keys() >= wanted and not calls:
             return
         roots = self._roots if ROOTS in wanted else None
         wanted |= self._context.sources.related(wanted, calls, roots)
         wanted = {source for source in wanted if source == ROOTS or not self._ignored(source)}
-        wanted -= self._ran.keys()
+        wanted -= self._alone.keys()
         if self.grouping.ends.keys() >= wanted:
             return
         for source in sorted(wanted):
             ends = self._ends_of(source)
             if ends is not None and source not in self.ends:
-                self._take(source, ends)
-        self.grouping = Grouping(dict(self.ends), self._joins, self._context.mark)
+                self.ends[source] = ends
+                if (record := self._context.sends.get(source)) is not None:
+                    self.orders[source] = record.order
+        grouped = {source: ends for source, ends in self.ends.items() if source not in self._alone}
+        self.grouping = Grouping(grouped, self._joins, self._context.mark)
         self._reach = None
-
-    def _take(self, source: MessageId, ends: Sequence[End]) -> None:
-        self.ends[source] = ends
-        if (record := self._context.sends.get(source)) is not None:
-            self.orders[source] = record.order
 
     def _forget_groups(self) -> None:
         """Forget the groups if no source waits for them. They are found again if they are needed."""
         if not self._waiting and self.grouping is not _NO_GROUPS:
-            self.grouping, self._reach = _NO_GROUPS, None
-            for source in self.ends.keys() - self._alone.keys():
-                del self.ends[source]
+            grouped, self.grouping, self._reach = self.grouping.ends, _NO_GROUPS, None
+            for source in grouped:
+                self.ends.pop(source, None)
                 self.orders.pop(source, None)

@@ -34,20 +34,36 @@ class IndexedSource(Group):
 
     Attributes:
         leaves: The leaves, also those that need no gradient any more.
+        ends: Where gradients enter.
+        order: The place of the message in program order.
         call: The outermost call that the message belongs to; 0 for the roots of a pass.
-        leaf_nodes: The accumulation nodes of the leaves, by id of the leaf.
         stops: The sources whose nodes or messages the walk has met, and where it stopped.
         stoppers: The sources whose walks have stopped at nodes or messages of this one.
     """
 
-    __slots__ = ("call", "leaf_nodes", "stoppers", "stops")
+    __slots__ = ("call", "ends", "order", "stoppers", "stops")
 
-    def __init__(self, source: MessageId, call: int = 0) -> None:
+    def __init__(self, source: MessageId, ends: Sequence[End], order: tuple[int, ...] = ()) -> None:
         super().__init__(source)
-        self.call = call
-        self.leaf_nodes: dict[int, Node] = {}
-        self.stops: dict[MessageId, list[Node | Recv]] = {}
-        self.stoppers: set[MessageId] = set()
+        self.ends = ends
+        self.order = order
+        self.call = order[0] if order else 0
+        # Most sources meet no other. Not to make these then saves garbage collections.
+        self.stops: dict[MessageId, list[Node | Recv]] | None = None
+        self.stoppers: set[MessageId] | None = None
+
+    def take_stops(self, owner: MessageId) -> list[Node | Recv]:
+        """Where the walk stopped at what ``owner`` owns; forgotten here."""
+        assert self.stops is not None
+        stops = self.stops.pop(owner)
+        self.stops = self.stops or None
+        return stops
+
+    def drop_stopper(self, source: MessageId) -> None:
+        """A source whose walk stopped here is gone."""
+        assert self.stoppers is not None
+        self.stoppers.discard(source)
+        self.stoppers = self.stoppers or None
 
 
 class SourceIndex:
@@ -75,17 +91,17 @@ class SourceIndex:
     def __len__(self) -> int:
         return len(self._sources)
 
-    def add(self, source: MessageId, ends: Sequence[End], call: int) -> None:
-        """Walk from a new source. ``call``: the outermost call that the message belongs to."""
-        made = self._sources[source] = IndexedSource(source, call)
-        self._walk(made, self._enter(made, ends), self._owner)
+    def add(self, source: MessageId, ends: Sequence[End], order: tuple[int, ...]) -> None:
+        """Walk from a new source."""
+        made = self._sources[source] = IndexedSource(source, ends, order)
+        self._walk(made, self._enter(made), self._owner)
         if len(made.nodes) > DEEP_NODES:
             free_one_by_one([n for n in nodes_behind(ends) if type(n) not in (LeafNode, BoundaryNodeClass)])
 
     def look(self, ends: Sequence[End]) -> IndexedSource:
         """Walk from the roots of a pass. The index keeps nothing of that."""
-        made = IndexedSource(ROOTS)
-        self._walk(made, self._enter(made, ends), {})
+        made = IndexedSource(ROOTS, ends)
+        self._walk(made, self._enter(made), {})
         return made
 
     def remove(self, source: MessageId) -> IndexedSource | None:
@@ -108,11 +124,11 @@ class SourceIndex:
             sharing.discard(source)
             if not sharing:
                 del self._of_leaf[leaf]
-        for other in gone.stops:
-            self._sources[other].stoppers.discard(source)
-        for other in gone.stoppers:
+        for other in gone.stops or ():
+            self._sources[other].drop_stopper(source)
+        for other in gone.stoppers or ():
             stopper = self._sources[other]
-            self._walk(stopper, stopper.stops.pop(source), owner)
+            self._walk(stopper, stopper.take_stops(source), owner)
         return gone
 
     def take_all(self) -> list[IndexedSource]:
@@ -123,9 +139,9 @@ class SourceIndex:
         self._of_leaf.clear()
         return gone
 
-    def _enter(self, found: IndexedSource, ends: Sequence[End]) -> list[Node | Recv]:
+    def _enter(self, found: IndexedSource) -> list[Node | Recv]:
         nodes: list[Node | Recv] = []
-        for end in ends:
+        for end in found.ends:
             if isinstance(end, torch.Tensor):
                 self._reach_leaf(found, end)
             else:
@@ -140,9 +156,7 @@ class SourceIndex:
             node = stack.pop()
             kind = type(node)
             if kind is LeafNode:
-                leaf = node.variable
-                found.leaf_nodes[id(leaf)] = node
-                self._reach_leaf(found, leaf)
+                self._reach_leaf(found, node.variable)
                 continue
             first = owner.get(node)
             if first is not None:
@@ -161,10 +175,15 @@ class SourceIndex:
                         stack.append(following)
 
     def _stop(self, found: IndexedSource, owner: MessageId, at: Node | Recv) -> None:
+        if found.stops is None:
+            found.stops = {}
         found.stops.setdefault(owner, []).append(at)
         source = found.sources[0]
         if source in self._sources:
-            self._sources[owner].stoppers.add(source)
+            met = self._sources[owner]
+            if met.stoppers is None:
+                met.stoppers = set()
+            met.stoppers.add(source)
 
     def _reach_leaf(self, found: IndexedSource, leaf: torch.Tensor) -> None:
         found.leaves[id(leaf)] = leaf
@@ -191,7 +210,7 @@ class SourceIndex:
         elif first != source:
             self._stop(found, first, recv)  # one gradient message answers all tensors of a message
 
-    def group_of(self, found: IndexedSource, joins: Joins, ignored: Ignored) -> Group | None:
+    def group_of(self, found: IndexedSource, joins: Joins, ignored: Ignored) -> IndexedSource | None:
         """The group of a source that meets no other; None if another source may have to run with it."""
         if found.stops or (found.stoppers and not all(map(ignored, found.stoppers))):
             return None
@@ -227,7 +246,7 @@ class SourceIndex:
             if todo:
                 _, at = todo.popitem()
                 ahead.update(end.recv.order[0] for end in at.recvs.values() if end.recv.order)
-                reached: Set[MessageId] = at.stops.keys()
+                reached: Set[MessageId] = (at.stops or {}).keys()
             else:
                 reached = of_call.get(ahead.pop(), set())
                 found |= reached
@@ -236,15 +255,14 @@ class SourceIndex:
         return found
 
 
-def _without_frozen(found: IndexedSource) -> Group:
+def _without_frozen(found: IndexedSource) -> IndexedSource:
     """The group of a source, with leaves that need no gradient any more set apart."""
-    group = Group(found.sources[0])
+    group = IndexedSource(found.sources[0], found.ends, found.order)
     group.nodes, group.recvs, group.foreign = found.nodes, found.recvs, found.foreign
-    for number, leaf in found.leaves.items():
-        if leaf.requires_grad:
-            group.leaves[number] = leaf
-        elif number in found.leaf_nodes:
-            group.frozen[found.leaf_nodes[number]] = None
+    group.leaves = {number: leaf for number, leaf in found.leaves.items() if leaf.requires_grad}
+    ahead: list[Node] = [end.node for end in found.ends if not isinstance(end, torch.Tensor)]
+    ahead += [following for node in found.nodes for following, _ in node.next_functions]
+    group.frozen = {node: None for node in ahead if type(node) is LeafNode and not node.variable.requires_grad}
     return group
 
 
@@ -261,22 +279,22 @@ class PlainSources:
         self._lock = threading.Lock()  # guards the index
         self._gone: collections.deque[MessageId] = collections.deque()
 
-    def alone(self, source: MessageId, joins: Joins, ignored: Ignored) -> Group | None:
-        """The group of a source that meets no other source; None if it may have to run with others."""
+    def alone(
+        self, source: MessageId, roots: Sequence[End] | None, joins: Joins, ignored: Ignored
+    ) -> IndexedSource | None:
+        """The group of a source that meets no other source; None if it may have to run with others, or if there is no
+        such source. ``roots``: what ``ROOTS`` stands for.
+        """
         with self._lock:
             if self._graph.pending:
                 self._update()
-            found = self._index.find(source)
+            if source == ROOTS:
+                found = None if roots is None else self._index.look(roots)
+            else:
+                found = self._index.find(source) if source in self._graph.sends else None
             if found is None or not (found.leaves or found.stops or found.stoppers):
                 return found
             return self._index.group_of(found, joins, ignored)
-
-    def roots_alone(self, roots: Sequence[End], joins: Joins, ignored: Ignored) -> Group | None:
-        """As ``alone``, for the roots of a pass."""
-        with self._lock:
-            if self._graph.pending:
-                self._update()
-            return self._index.group_of(self._index.look(roots), joins, ignored)
 
     def related(
         self, sources: Iterable[MessageId], calls: Iterable[int], roots: Sequence[End] | None
@@ -291,7 +309,7 @@ class PlainSources:
         pending, sends = self._graph.pending, self._graph.sends
         for message in list(pending):
             if pending.pop(message, None) is not None and (record := sends.get(message)) is not None:
-                self._index.add(message, record.ends, record.order[0] if record.order else 0)
+                self._index.add(message, record.ends, record.order)
 
     def forget(self, messages: Iterable[MessageId]) -> None:
         """Records were dropped. ``tidy`` must follow."""

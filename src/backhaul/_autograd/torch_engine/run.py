@@ -170,25 +170,30 @@ def allows_checkpoints(frame: FrameType | None) -> bool | None:
     return None
 
 
-_first_grad = threading.Lock()  # held while a leaf without ``.grad`` gets one
+_SMALL_NUMEL = 1 << 14  # adding so many elements takes a few microseconds
 
 
 def add_to_grad(leaf: torch.Tensor, grad: torch.Tensor, *, shared: bool) -> None:
     """Add to ``.grad`` of a leaf as the engine does, without a run of the engine. ``shared``: other code may see the
     memory of ``grad``.
 
-    The accumulation node of torch does the work, under its own lock. It would copy the first gradient of a leaf, since
-    Python refers to it too. So that gradient becomes ``.grad`` here, if nothing else uses its memory and no run of the
-    engine can write to ``.grad`` at the same time.
+    The accumulation node of torch can do the work, under its own lock. But calling it takes longer than to add a small
+    gradient, and it would copy the first gradient of a leaf, since Python refers to it too. So this function does both
+    itself, unless a run of the engine may write to ``.grad`` at the same time.
     """
-    if leaf.grad is None and not shared and grad.stride() == leaf.stride() and not grad.requires_grad and is_own(grad):
-        with grad_writers.lock:
-            if leaf.grad is None and not grad_writers.count:
-                leaf.grad = grad
-                return
     before = torch.is_grad_enabled()
-    set_grad_enabled(True)
+    set_grad_enabled(False)
     try:
+        with grad_writers.lock:
+            if not grad_writers.count:
+                if leaf.grad is not None:
+                    if grad.numel() <= _SMALL_NUMEL:
+                        leaf.grad.add_(grad)
+                        return
+                elif not shared and grad.stride() == leaf.stride() and not grad.requires_grad and is_own(grad):
+                    leaf.grad = grad
+                    return
+        set_grad_enabled(True)
         with torch._C.DisableTorchFunctionSubclass():  # as in ``leaf_edge``
             node: Node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         set_grad_enabled(False)
