@@ -345,7 +345,7 @@ def expect_no_records(workers: Iterable[bh.Worker | bh.WorkerInfo]) -> None:
     names = [worker.name for worker in workers]
     while found := {name: count for name in names if (count := records_on(name))}:
         assert time.monotonic() < deadline, f"expected no records, found {found}"
-        for name in found:
+        for name in names:
             bh.rpc_sync(name, gc.collect)
 
 
