@@ -278,7 +278,9 @@ Left = tuple[dict[str, torch.Tensor | None], dict[str, list[torch.Tensor | None]
 """The gradients and the events of a program."""
 
 
-def check_processes(programs: Mapping[str, Program], leaves: Leaves, *, workers: int = 3) -> None:
+def check_processes(
+    programs: Mapping[str, Program], leaves: Leaves, *, workers: int = 3, rtol: float = 1e-9, atol: float = 1e-9
+) -> None:
     """As ``check_outside``, over processes: all programs, one after the other. They must be functions of modules."""
     values = {name: leaf.detach() for name, leaf in leaves.items()}
     options = bh.Options(backward_timeout=DEADLINE_SECONDS)
@@ -294,7 +296,7 @@ def check_processes(programs: Mapping[str, Program], leaves: Leaves, *, workers:
         plain = Plain(leaves)
         program(plain)
         try:
-            compare(plain, Collected(*found[name]))
+            compare(plain, Collected(*found[name]), rtol=rtol, atol=atol)
         except AssertionError as error:
             error.add_note(f"program {name}")
             raise
@@ -345,7 +347,7 @@ def expect_no_records(workers: Iterable[bh.Worker | bh.WorkerInfo]) -> None:
     names = [worker.name for worker in workers]
     while found := {name: count for name in names if (count := records_on(name))}:
         assert time.monotonic() < deadline, f"expected no records, found {found}"
-        for name in found:
+        for name in names:
             bh.rpc_sync(name, gc.collect)
 
 

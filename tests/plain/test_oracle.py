@@ -9,6 +9,7 @@ import torch
 
 from backhaul._autograd.backward import leaves, ready_groups
 from backhaul._autograd.forward import functions
+from backhaul._autograd.torch_engine.hooks import node_hooks
 from tools.oracle import OracleSetting, main, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # plain autograd, with create_graph
@@ -30,9 +31,11 @@ def test_processes() -> None:
     assert (verdict.compared, verdict.differences, verdict.left) == (30, {}, {})
 
 
+@pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("seed", [761, 1178])
-def test_programs_that_once_differed(seed: int) -> None:
+def test_programs_that_once_differed(monkeypatch: pytest.MonkeyPatch, seed: int, hooks: bool) -> None:
     """A leaf and a tensor of another worker had one gradient. It changed in place when the leaf got another."""
+    monkeypatch.setattr(node_hooks, "possible", hooks)
     verdict = run(OracleSetting(programs=1, first=seed, workers=(4,)))
     assert (verdict.compared, verdict.differences) == (1, {})
 

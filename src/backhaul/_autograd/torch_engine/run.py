@@ -197,9 +197,18 @@ def add_to_grad(leaf: torch.Tensor, grad: torch.Tensor, *, shared: bool) -> None
         with torch._C.DisableTorchFunctionSubclass():  # as in ``leaf_edge``
             node: Node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         set_grad_enabled(False)
-        node(grad)
+        node(_own_copy(leaf, grad))
     finally:
         set_grad_enabled(before)
+
+
+def _own_copy(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, or a copy if it would become ``.grad`` itself.
+
+    An accumulation node that has ever had a hook expects one more reference. So it takes the memory of a gradient to
+    which Python refers.
+    """
+    return grad if leaf.grad is not None else grad.clone()
 
 
 _accumulating: OfRun[Set[int]] = OfRun()  # ids of the leaves whose accumulation nodes run
@@ -231,6 +240,8 @@ def run_accumulation(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tenso
         for key, hook in list(hooks.items()):
             if not isinstance(hook, _OnceHook):
                 hooks[key] = _OnceHook(id(leaf), hook)
+    if not create:
+        grads = [_own_copy(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True)]
     _accumulating.begin(frozenset(map(id, leaves)))
     try:
         edges = list(map(leaf_edge, leaves))
