@@ -65,6 +65,10 @@ class PlainGraph(Context):
         generation = self._losses[sender][0] if sender in self._losses else 0
         return PlainRecv(message, sender, order, replied, self.mark, generation=generation, on_death=self._on_death)
 
+    def received(self, recv: PlainRecv) -> bool:
+        """Whether a message was received by this worker."""
+        return recv.on_death == self._on_death
+
     def add_send(self, record: SendRecord) -> bool:
         self.known.add(record.to)
         self.sends[record.message] = record

@@ -251,6 +251,10 @@ class PlainSources:
         self._gone: collections.deque[MessageId] = collections.deque()
         graph.on_dropped = self._forget
 
+    def __len__(self) -> int:
+        """How many records have been walked and are not forgotten."""
+        return len(self._index)
+
     def alone(self, source: MessageId, joins: Joins, ignored: Ignored) -> Group | None:
         """The group of a source that meets no other source; None if it may have to run with others."""
         with self._lock:
