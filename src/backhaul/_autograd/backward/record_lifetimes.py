@@ -110,10 +110,10 @@ class RecordLifetimes:
         try:
             missing = answer.value()
         except PeerLostError:
-            if peer.channels:
-                self._reconcile_later(peer, reason)  # only a channel was lost, and there is another
-            else:
+            if peer.lost:
                 self._graph.orphan(peer.record.id, peer.info.name, reason)
+            else:
+                self._reconcile_later(peer, reason)  # only a channel was lost
         except BackhaulError as error:
             log.debug("worker '%s' did not say which messages it holds: %s", peer.info.name, error)
         else:
