@@ -49,6 +49,8 @@ Kind = Literal["forward", "values", "drop", "backward", "grad", "inputs", "penal
 
 _SECONDS = (0.01, 0.3, 2.0, 6.0)  # that a step waits; some are longer than it takes to find a worker lost
 
+_MAX_ORDER = 3  # of derivatives: the graph grows with each
+
 
 @dataclass(frozen=True)
 class Action:
@@ -111,12 +113,12 @@ class _ScriptWriter:
         self.actions.append(Action(kind, graphs, number, retain, create))
         return number
 
-    def _use(self, graph: int) -> None:
-        """Go back through a graph, or drop it."""
+    def _use(self, graph: int, order: int = 1) -> None:
+        """Go back through a graph, or drop it. ``order``: of the derivatives that the pass computes."""
         draw, actions = self._draw, self.actions
         while draw.random() < 0.3:  # the graph can be used again
             actions.append(Action(draw.choice(("backward", "backward", "grad", "inputs")), (graph,), retain=True))
-        way = draw.randrange(10)
+        way = draw.randrange(10 if order < _MAX_ORDER else 8)
         if way < 4:
             actions.append(Action("backward", (graph,)))
         elif way < 6:
@@ -133,7 +135,7 @@ class _ScriptWriter:
                 made = self._make("grad", (graph,), retain=True, create=True)
             if draw.random() < 0.5:
                 actions.append(Action("drop", (graph,)))
-            self._use(made)
+            self._use(made, order + 1)
             if way == 8:  # the graph of the gradients may be freed now, so no pass may go back through them
                 actions.append(Action("clear"))
 

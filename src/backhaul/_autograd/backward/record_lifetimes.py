@@ -46,6 +46,7 @@ class RecordLifetimes:
         self._peers = peers
         self._graph = graph
         self._messenger = messenger
+        self._asking: set[int] = set()  # workers that a thread connects to and asks
         self._cleaner = Cleaner(worker, "autograd", self._tell_senders)
         graph.watch(self._cleaner.start, self._cleaner.put)
         worker.on_frame(AutogradKind.DROP, self._on_drop, check=check_drop)
@@ -77,7 +78,7 @@ class RecordLifetimes:
     def _on_change(self, what: str, peer: Peer, reason: str) -> None:
         if what in ("left", "replaced"):
             self._graph.orphan(peer.record.id, peer.info.name, reason)
-        elif what == "lost":
+        elif what == "lost" and peer.record.id not in self._asking:  # else the question itself has failed
             self._reconcile_later(peer, reason)
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
@@ -99,18 +100,24 @@ class RecordLifetimes:
         worker = peer.record.id
         messages = self._graph.sent_to(worker)
         for start in range(0, len(messages) or 1, _MAX_MESSAGES):
+            self._asking.add(worker)
             try:
                 asked = self._messenger.ask(worker, missing_of, messages[start : start + _MAX_MESSAGES])
             except BackhaulError as error:  # the other worker has left, or this one is closed
                 log.debug("cannot ask worker '%s' which messages it holds: %s", peer.info.name, error)
                 return
-            asked._when_done(functools.partial(self._take_answer, peer, reason))
+            finally:
+                self._asking.discard(worker)
+            asked._when_done(functools.partial(self._take_answer, peer, reason, not asked.done()))
 
-    def _take_answer(self, peer: Peer, reason: str, answer: Future[list[MessageId]]) -> None:
+    def _take_answer(self, peer: Peer, reason: str, sent: bool, answer: Future[list[MessageId]]) -> None:
+        """``sent``: whether the question was sent, so that its failure says that a channel was lost since."""
+        if self._peers.with_id(peer.record.id) is not peer:
+            return  # see ``_on_change``
         try:
             missing = answer.value()
         except PeerLostError:
-            if peer.lost:
+            if peer.lost or not sent:
                 self._graph.orphan(peer.record.id, peer.info.name, reason)
             else:
                 self._reconcile_later(peer, reason)  # only a channel was lost
