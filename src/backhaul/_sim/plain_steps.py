@@ -148,6 +148,11 @@ def draw_plain_step(
     return PlainStep(step, _ScriptWriter(draw).write())
 
 
+def plain_step(step: RandomStep) -> PlainStep:
+    """A step outside contexts that does what ``step`` does in one."""
+    return PlainStep(step, (Action("forward", made=0), Action("backward", (0,))))
+
+
 def run_plain_step(step: PlainStep) -> list[str]:
     """Run a step on the current worker, its driver. Returns its differences from plain autograd."""
     everyone = _Workers(step.step)
