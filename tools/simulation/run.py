@@ -6,12 +6,14 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import random
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+from backhaul._autograd.forward import functions
 from backhaul._options import Liveness, Options
 from backhaul._rpc.node import Node
 from backhaul._sim.cluster import SimCluster, SimProgram
@@ -361,6 +363,8 @@ def _run_seed(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
         verdict.problems.append("".join(traceback.format_exception(error)))
     finally:
         forget_states()
+        gc.collect()  # what crashed workers held
+        functions.live.clear()  # message ids of another seed may be the same
     scheduler = cluster.scheduler
     verdict.digest = scheduler.trace.digest
     verdict.switches, verdict.frames, verdict.virtual = scheduler.switches, cluster.network.sent, scheduler.now
