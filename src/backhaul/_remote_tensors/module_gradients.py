@@ -3,7 +3,8 @@
 [Note: pending changes] ``optimizer.zero_grad()`` sets ``.grad`` of one parameter after the other. One message for each
 would cost more than the step. So a change of ``.grad`` or ``requires_grad`` is kept here, and all changes go out
 together before anything that could depend on them: the module's next forward (which carries them), a step, an
-operation on remote tensors, and any backward pass of this worker.
+operation on remote tensors, and any backward pass of this worker. They are forgotten if no object here refers to the
+module any more.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class ModuleGradients:
         self.container = container
         self.worker: Worker = container._rrefs.worker
         self.used = False
-        self._modules = driven_modules(self.worker)
-        self._lock = self._modules.lock
+        self._driven = driven_modules(self.worker)
+        self._lock = self._driven.lock
         self._known: Gradients | None = None
         self._known_at = -1  # how many passes of the driver had ended when it asked
         self._cleared: dict[int, None] = {}
@@ -48,7 +49,7 @@ class ModuleGradients:
         self._assigned: dict[int, torch.Tensor] = {}
         self._requires_grad: dict[int, bool] = {}
         self._on_its_way: Future[Any] | None = None  # the forward that carries the latest changes
-        self._modules.add(self)
+        self._driven.add(self)
 
     # What is there.
 
@@ -60,7 +61,7 @@ class ModuleGradients:
             if (assigned := self._assigned.get(index)) is not None:
                 return Form.of(assigned)
         if self.is_stale():
-            self._modules.ask(self)
+            self._driven.ask(self)
         known = self._known
         return None if known is None else known[index]
 
@@ -89,14 +90,14 @@ class ModuleGradients:
             self._zeroed.pop(index, None)
             self._assigned.pop(index, None)
             self._cleared[index] = None
-            self._modules.changed[self] = None
+            self._driven.changed.add(self)
 
     def zero(self, index: int) -> None:
         """Set a gradient to zero."""
         with self._lock:
             if index not in self._cleared:
                 self._zeroed[index] = None
-                self._modules.changed[self] = None
+                self._driven.changed.add(self)
 
     def assign(self, index: int, gradient: torch.Tensor) -> None:
         """Set a gradient."""
@@ -104,19 +105,19 @@ class ModuleGradients:
             self._zeroed.pop(index, None)
             self._cleared.pop(index, None)
             self._assigned[index] = gradient
-            self._modules.changed[self] = None
+            self._driven.changed.add(self)
 
     def require_grad(self, index: int, wanted: bool) -> None:
         """Set whether a parameter requires grad."""
         with self._lock:
             self._requires_grad[index] = wanted
-            self._modules.changed[self] = None
+            self._driven.changed.add(self)
 
     def take(self) -> Changes | None:
         """The changes to send now, if there are any. They count as sent. The caller holds the lock of the modules."""
-        if self not in self._modules.changed:
+        if self not in self._driven.changed:
             return None
-        del self._modules.changed[self]
+        self._driven.changed.discard(self)
         changes = Changes(tuple(self._cleared), tuple(self._zeroed), self._assigned, self._requires_grad)
         known = self._known
         if known is not None:
@@ -129,14 +130,14 @@ class ModuleGradients:
 
     def send_changes(self) -> None:
         """Send the changes of all modules of the driver."""
-        self._modules.send_changes()
+        self._driven.send_changes()
 
     def take_for_forward(self) -> Changes | None:
         """The module is about to run: return the changes that the call carries. Call ``carried_by`` with its future."""
         if torch.is_grad_enabled():
             self.used = True
             self.forget()
-        if self not in self._modules.changed:
+        if self not in self._driven.changed:
             return None
         if self._assigned:
             self.send_changes()
@@ -165,17 +166,17 @@ class DrivenModules:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.changed: dict[ModuleGradients, None] = {}
-        self._modules: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
+        self.changed: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
+        self._all: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
 
     def add(self, module: ModuleGradients) -> None:
         """A module whose parameters the worker uses."""
         with self.lock:
-            self._modules.add(module)
+            self._all.add(module)
 
     def send_changes(self) -> None:
         """Send all changes, one message to each owner, and wait until they are made; see [Note: pending changes]."""
-        for module in list(self._modules):
+        for module in list(self._all):
             if module._on_its_way is not None:
                 module.await_forward()
         if not self.changed:
@@ -199,7 +200,7 @@ class DrivenModules:
 
     def ask(self, module: ModuleGradients) -> None:
         """Ask the owners of ``module``, and of all other modules that may have changed, which gradients there are."""
-        stale = [each for each in self._modules if each is module or (each.used and each.is_stale())]
+        stale = [each for each in self._all if each is module or (each.used and each.is_stale())]
         at = passes_ended(module.worker)
         by_owner: dict[int, list[ModuleGradients]] = {}
         for each in stale:

@@ -171,6 +171,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """The reference to the module."""
+        self._send_changes()
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
@@ -206,8 +207,6 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of the module on its owner. Hooks and attributes of this side are copied here."""
-        if (gradients := self._gradients) is not None:
-            gradients.send_changes()
         rref, training, description = self._start(owner.copy_of).wait()
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -266,6 +265,7 @@ def _reduce(module: RemoteModule, parcels: list[Any]) -> Any:
             f"attributes added to a RemoteModule do not travel with it: {', '.join(added)}", UserWarning, stacklevel=2
         )
     device = torch.device(module.device)
+    module._send_changes()
     return _arrive, (type(module), module.module_rref, device, module._methods, module.training)
 
 
