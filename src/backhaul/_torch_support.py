@@ -179,6 +179,7 @@ UNCHECKED = (
     "autograd.profiler.profile._function_events",
     "nn.Module._load_state_dict_pre_hooks",
     "nn.Module._modules",
+    "nn.Module._non_persistent_buffers_set",
     "nn.parallel.DistributedDataParallel._ddp_params_and_buffers_to_ignore",
     "optim.Optimizer._optimizer_step_post_hooks",
     "optim.Optimizer._optimizer_step_pre_hooks",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
@@ -57,12 +58,16 @@ class Description:
         parameters: Names and indices; tied parameters have several names and one index.
         forms: The form of each parameter, and whether it requires grad.
         buffers: Names and forms.
+        not_persistent: Names of buffers that are not part of the state.
+        norms: Names and momenta of batch normalization layers.
         uninitialized: Names of lazy parameters. If there are any, nothing else is described.
     """
 
     parameters: list[tuple[str, int]]
     forms: list[tuple[Form, bool]]
     buffers: list[tuple[str, Form]]
+    not_persistent: list[str]
+    norms: list[tuple[str, float | None]]
     uninitialized: list[str]
 
 
@@ -178,12 +183,18 @@ def describe(module: nn.Module) -> Description:
     """The tensors of a module."""
     named = list(module.named_parameters(remove_duplicate=False))
     if lazy := [name for name, parameter in named if is_lazy(parameter)]:
-        return Description([], [], [], lazy)
+        return Description([], [], [], [], [], lazy)
     indices = {parameter: index for index, parameter in enumerate(module.parameters())}
     return Description(
         [(name, indices[parameter]) for name, parameter in named],
         [(Form.of(parameter), parameter.requires_grad) for parameter in indices],
         [(name, Form.of(buffer)) for name, buffer in module.named_buffers() if not is_lazy(buffer)],
+        [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in module.named_modules()
+            for name in part._non_persistent_buffers_set
+        ],
+        [(name, part.momentum) for name, part in module.named_modules() if isinstance(part, _BatchNorm)],
         [],
     )
 

@@ -34,11 +34,11 @@ from backhaul.nn.remote_changes import RemoteChanges
 from backhaul.nn.remote_device import parse_place
 from backhaul.nn.remote_state import RemoteState
 
-_TRAVELING = frozenset(
-    (*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors")
-)  # attributes that travel
+_TRAVELING = frozenset((*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors", "_norms"))
+"""The attributes that travel with a module."""
 
-_NOT_COPIED = frozenset(("_parameters", "_buffers", "on", "device", "module_rref", "_methods", "_tensors", "training"))
+_MADE_ANEW = frozenset(("on", "device", "module_rref", "_methods", "_tensors", "_norms", "_parameters", "_buffers"))
+"""The attributes that a copy of a module gets anew."""
 
 
 class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
@@ -161,9 +161,8 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         """Find methods of the interface."""
         method = name.removesuffix("_async")
         if method not in self.__dict__.get("_methods", ()):
-            if self._lists_tensors and not name.startswith("_") and name in self._parameters:
-                return self._parameters[name]
-            return super().__getattr__(name)
+            found = self._find_tensor(name)
+            return super().__getattr__(name) if found is None else found
         run = functools.partial(self._run, method)
         return run if method != name else lambda *args, **kwargs: run(*args, **kwargs).wait()
 
@@ -211,7 +210,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made._set(rref, torch.device(self.device), self._methods, training)
-        own = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        own = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
         made.__dict__.update(copy.deepcopy(own, memo))
         made._describe_new(description)
         return made
