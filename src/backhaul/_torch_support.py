@@ -74,6 +74,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "autograd.variable.Variable._execution_engine.run_backward",
         "jit._recursive.wrap_cpp_module",
         "jit._state._python_cu.find_function",
+        "nn.modules.batchnorm._BatchNorm",
         "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
         "ops.aten._amp_foreach_non_finite_check_and_unscale_",
         "ops.aten._to_copy",

@@ -230,6 +230,23 @@ def test_ddp_leaves_them_alone(workers: list[bh.Worker], tmp_path: Path) -> None
         torch.distributed.destroy_process_group()
 
 
+def test_fully_shard_leaves_them_alone(workers: list[bh.Worker], tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard  # takes long to import
+
+    there, here = pair()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        before = list(there.parameters())
+        fully_shard(nn.Sequential(layer(0), there))
+        assert all(one is other for one, other in zip(before, there.parameters(), strict=True))
+        for model in (there, here):
+            model(batch()).pow(2).sum().backward()
+        for found, wanted in zip(there.parameters(), here.parameters(), strict=True):
+            assert_same(found.grad.to_here(), wanted.grad)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_compiled_models(workers: list[bh.Worker]) -> None:
     there, here = [nn.Sequential(layer(0), model) for model in pair()]
     for model in (there, here):

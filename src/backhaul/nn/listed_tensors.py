@@ -15,7 +15,7 @@ from backhaul._remote_tensors.module_gradients import ModuleGradients
 from backhaul._remote_tensors.module_tensors import ModuleTensors
 from backhaul._remote_tensors.on_owner import Description
 from backhaul.nn.module_on_owner import ModuleOnOwner
-from backhaul.nn.parts import RemoteBatchNorm, find_attribute
+from backhaul.nn.parts import RemoteBatchNorm, find_attribute, find_registry
 
 
 class ListedTensors(ModuleOnOwner):
@@ -63,13 +63,12 @@ class ListedTensors(ModuleOnOwner):
         self._note_layers(description)
 
     def _note_layers(self, description: Description) -> None:
-        self._non_persistent_buffers_set = set(description.not_persistent)
         known = self._norms
         norms = {
             name: known.get(name) or RemoteBatchNorm(name, momentum, self._start_and_wait)
             for name, momentum in description.norms
         }
-        self.__dict__["_norms"] = norms
+        self.__dict__.update(_norms=norms, _non_persistent_buffers_set=set(description.not_persistent))
 
     def _start_and_wait(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._start(function, *args).wait()
@@ -103,7 +102,7 @@ class ListedTensors(ModuleOnOwner):
     def _find_tensor(self, name: str) -> Any:
         """The tensor of that name, or what stands for the submodule of that name; None if there is none."""
         if not self._lists_tensors or name.startswith("_"):
-            return None
+            return find_registry(name) if self._lists_tensors else None
         return find_attribute({**self._parameters, **self._buffers}, name)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,12 @@ def find_attribute(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tens
         return tensors[name]
     prefix = f"{name}."
     return RemotePart(tensors, prefix) if any(each.startswith(prefix) for each in tensors) else None
+
+
+def find_registry(name: str) -> dict[str, None] | None:
+    """What ``fully_shard`` reads of each module before it shards the parameters. It leaves alone modules with DDP."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    return {"replicate": None} if contract is not None and name == contract.REGISTRY_KEY else None
 
 
 class RemoteBatchNorm(_BatchNorm):
