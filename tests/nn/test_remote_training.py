@@ -230,6 +230,7 @@ def test_ddp_leaves_them_alone(workers: list[bh.Worker], tmp_path: Path) -> None
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.may_leak  # meshes keep their process groups
 def test_fully_shard_leaves_them_alone(workers: list[bh.Worker], tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard  # takes long to import
 
