@@ -276,3 +276,15 @@ def test_modules_that_traveled() -> None:
     assert bh.rpc_sync("worker2", listed, args=(there,)) == [("weight", (2, 4)), ("bias", (2,))]
     again = RemoteModule.init_from_module_rref("worker1", there.module_rref)
     assert torch.equal(again.weight, there.weight.detach())
+
+
+def test_two_objects_for_one_module() -> None:
+    there = RemoteModule("worker1", nn.Linear, (4, 2))
+    with torch.inference_mode():
+        again = RemoteModule.init_from_module_rref("worker1", there.module_rref)
+        assert again.weight.norm() == there.weight.norm()
+    (there(torch.ones(1, 4)) + again(torch.ones(1, 4))).sum().backward()
+    assert torch.equal(value(again.weight.grad), torch.full((2, 4), 2.0))
+    again.weight.grad, there.bias.grad = None, torch.ones(2)
+    assert there.weight.grad is None
+    assert torch.equal(value(again.bias.grad), torch.ones(2))

@@ -36,11 +36,11 @@ class ModuleGradients:
         used: Whether the driver has run the module with grad mode enabled, so that its passes may change gradients.
     """
 
-    def __init__(self, container: RRef[Any]) -> None:
+    def __init__(self, container: RRef[Any], driven: DrivenModules) -> None:
         self.container = container
         self.worker: Worker = container._rrefs.worker
         self.used = False
-        self._driven = driven_modules(self.worker)
+        self._driven = driven
         self._lock = self._driven.lock
         self._known: Gradients | None = None
         self._known_at = -1  # how many passes of the driver had ended when it asked
@@ -49,7 +49,6 @@ class ModuleGradients:
         self._assigned: dict[int, torch.Tensor] = {}
         self._requires_grad: dict[int, bool] = {}
         self._on_its_way: Future[Any] | None = None  # the forward that carries the latest changes
-        self._driven.add(self)
 
     # What is there.
 
@@ -167,16 +166,24 @@ class DrivenModules:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.changed: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
-        self._all: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
+        self._all: weakref.WeakValueDictionary[tuple[Any, int], ModuleGradients] = weakref.WeakValueDictionary()
 
-    def add(self, module: ModuleGradients) -> None:
-        """A module whose parameters the worker uses."""
+    def find(self, container: RRef[Any]) -> ModuleGradients:
+        """The gradients of a module, one object however many references to the module there are."""
+        key = container._identity, container._id
         with self.lock:
-            self._all.add(module)
+            found = self._all.get(key)
+            if found is None:
+                found = self._all[key] = ModuleGradients(container, self)
+            return found
+
+    def _list(self) -> list[ModuleGradients]:
+        with self.lock:
+            return list(self._all.values())
 
     def send_changes(self) -> None:
         """Send all changes, one message to each owner, and wait until they are made; see [Note: pending changes]."""
-        for module in list(self._all):
+        for module in self._list():
             if module._on_its_way is not None:
                 module.await_forward()
         if not self.changed:
@@ -200,7 +207,7 @@ class DrivenModules:
 
     def ask(self, module: ModuleGradients) -> None:
         """Ask the owners of ``module``, and of all other modules that may have changed, which gradients there are."""
-        stale = [each for each in self._all if each is module or (each.used and each.is_stale())]
+        stale = [each for each in self._list() if each is module or (each.used and each.is_stale())]
         at = passes_ended(module.worker)
         by_owner: dict[int, list[ModuleGradients]] = {}
         for each in stale:
@@ -244,6 +251,11 @@ def driven_modules(worker: Worker) -> DrivenModules:
             found = DrivenModules()
             worker.attach(found)
         return found
+
+
+def gradients_at(container: RRef[Any]) -> ModuleGradients:
+    """What the worker that holds a reference to a module knows of the module's gradients."""
+    return driven_modules(container._rrefs.worker).find(container)
 
 
 def send_changes(worker: Worker) -> None:

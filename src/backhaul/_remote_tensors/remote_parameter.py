@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.module_gradients import ModuleGradients, send_changes
+from backhaul._remote_tensors.module_gradients import ModuleGradients, gradients_at, send_changes
 from backhaul._remote_tensors.on_owner import Form
 from backhaul._remote_tensors.remote_tensor import RemoteTensor
 from backhaul._rref.handle import RRef
@@ -134,7 +134,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
             made = message.place(self._address), self.requires_grad
             rref, description = message.send(container, on_owner.copy_parameter, *made, label="copy a parameter").wait()
             ((form, requires_grad),) = description.forms
-            memo[id(self)] = RemoteParameter(ModuleGradients(rref), 0, form, requires_grad)
+            memo[id(self)] = RemoteParameter(gradients_at(rref), 0, form, requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def update_form(self, form: Form, requires_grad: bool) -> None:
