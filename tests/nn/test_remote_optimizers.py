@@ -270,6 +270,21 @@ def test_an_optimizer_of_the_user() -> None:
     assert_same(there.state_dict(), here.state_dict())
 
 
+def test_parameters_that_were_replaced() -> None:
+    there, here = pair()
+    for model in (there, here):
+        optimizer = optim.Adam(model.parameters(), lr=0.01)
+        train(model, optimizer, range(2))
+        # torch's own optimizer would go on with the parameters that were replaced.
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=model is there)
+        for number, parameter in enumerate(there[0].parameters() if model is there else ()):
+            old = optimizer.param_groups[0]["params"][number]
+            optimizer.state[parameter] = optimizer.state.pop(old)
+            optimizer.param_groups[0]["params"][number] = parameter
+        train(model, optimizer, range(2, 4))
+    assert_same(there.state_dict(), here.state_dict())
+
+
 def test_hooks_of_the_user_see_the_step() -> None:
     there, _ = pair()
     optimizer = optim.SGD(there.parameters(), lr=0.1)

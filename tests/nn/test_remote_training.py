@@ -140,6 +140,11 @@ def test_a_lost_owner() -> None:
         assert any("worker2" in note for note in caught.value.__notes__)
         optim.SGD(here.parameters(), lr=0.1).step()
         assert_same(there[0].state_dict(), here[0].state_dict())  # the other owner has stepped
+        for model in (there, here):
+            for parameter in model.parameters():
+                parameter.grad = None  # what the lost owner does not hear harms no other
+            model[:2](batch()).sum().backward()
+        assert_same(there[0].weight.grad.to_here(), here[0].weight.grad)
         lost = next(iter(there[2].parameters()))
         assert "not reachable" in repr(lost)
         with pytest.raises(bh.errors.BackhaulError):

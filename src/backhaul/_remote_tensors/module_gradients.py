@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from backhaul._remote_tensors.on_owner import Changes, Form, Gradients, change_a
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._worker.worker import Worker
+from backhaul.errors import PeerLostError, UnknownWorkerError
 
 _attaching = threading.Lock()  # guards the creation of a worker's DrivenModules
 
@@ -199,11 +201,16 @@ class DrivenModules:
             assigned = {index: _sendable(message, gradient) for index, gradient in each.assigned.items()}
             number = message.number(module.container)
             made[number] = Changes(each.cleared, each.zeroed, assigned, each.requires_grad)
-        futures = [
-            message.send(via, change_all, made, label="change parameters") for message, made, via in messages.values()
-        ]
+        errors: list[Exception] = []
+        futures: list[Future[None]] = []
+        for message, made, via in messages.values():
+            with _collecting(errors):
+                futures.append(message.send(via, change_all, made, label="change parameters"))
         for future in futures:
-            future.wait()
+            with _collecting(errors):
+                future.wait()
+        if errors:
+            raise errors[0]
 
     def ask(self, module: ModuleGradients) -> None:
         """Ask the owners of ``module``, and of all other modules that may have changed, which gradients there are."""
@@ -231,6 +238,17 @@ class DrivenModules:
                 continue
             for each, gradients in zip(modules, found, strict=True):
                 each.learn(gradients, at)
+
+
+@contextlib.contextmanager
+def _collecting(errors: list[Exception]) -> Iterator[None]:
+    """Keep the error of the block. A lost owner has nothing to change: what needs its tensors raises an error."""
+    try:
+        yield
+    except (PeerLostError, UnknownWorkerError):
+        return
+    except Exception as error:
+        errors.append(error)
 
 
 def _sendable(message: Message, tensor: torch.Tensor) -> Any:

@@ -50,7 +50,8 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     as a reference to it exists on any worker.
 
     Local hooks, ``train``, ``eval``, ``to`` and the like, ``state_dict`` and ``load_state_dict`` work as on any module,
-    also when a local module contains this one. The parameters are on the owner: see ``remote_parameters``.
+    also when a local module contains this one. So do ``parameters`` and ``buffers``: they list what stands for the
+    tensors on the owner, and any ``torch.optim`` optimizer takes it.
 
     Args:
         remote_device: ``"worker1"``, ``"worker1/cuda:0"``, ``"rank:1/cpu"``; without a device, the CPU.
@@ -73,11 +74,12 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         >>> import torch, backhaul as bh
         >>> with bh.cluster(2):
         ...     layer = bh.nn.RemoteModule("worker1", torch.nn.Linear, (4, 2))
-        ...     with bh.context() as ctx:
-        ...         loss = layer(torch.ones(3, 4)).sum()
-        ...         ctx.backward(loss)
-        ...     loss.shape, layer
-        (torch.Size([]), RemoteModule(on='worker1', device='cpu'))
+        ...     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        ...     loss = layer(torch.ones(3, 4)).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     layer.bias.grad.tolist(), layer
+        ([3.0, 3.0], RemoteModule(on='worker1', device='cpu'))
     """
 
     @graph_break
