@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from backhaul._remote_tensors.addresses import Place
+from backhaul._remote_tensors.addresses import Place, Places
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul._rref.registry import current_rrefs
@@ -135,7 +135,15 @@ class Containers:
 
     def find_all(self, values: Any) -> Any:
         """``values`` with tensors in place of their places."""
-        return tree_map(lambda value: self.find(value) if isinstance(value, Place) else value, values)
+
+        def find(value: Any) -> Any:
+            if isinstance(value, Place):
+                return self.find(value)
+            if isinstance(value, Places):
+                return [self.find(Place(value.container, value.kind, key)) for key in value.keys]
+            return value
+
+        return tree_map(find, values)
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         """The place of a tensor that was found."""
@@ -162,10 +170,9 @@ def run(named: Sequence[Named], function: Callable[..., Any], args: Any, kwargs:
 
 
 @torch.no_grad()
-def fetch(named: Sequence[Named], places: Sequence[Place]) -> list[torch.Tensor]:
+def fetch(named: Sequence[Named], places: Sequence[Place] | Places) -> list[torch.Tensor]:
     """Copies of tensors."""
-    containers = Containers(named)
-    return [on_cpu(containers.find(place).detach()) for place in places]
+    return [on_cpu(tensor.detach()) for tensor in Containers(named).find_all(places)]
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
