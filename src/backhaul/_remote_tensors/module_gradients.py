@@ -20,7 +20,7 @@ import torch
 from backhaul._autograd.api import passes_ended
 from backhaul._autograd.backward.engine import before_pass
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.on_owner import Changes, Form, Gradients, change_all, describe_gradients
+from backhaul._remote_tensors.on_owner import Changes, Gradients, TensorForm, change_all, describe_gradients
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._worker.worker import Worker
@@ -54,13 +54,13 @@ class ModuleGradients:
 
     # What is there.
 
-    def form_of(self, index: int) -> Form | None:
+    def form_of(self, index: int) -> TensorForm | None:
         """The form of a parameter's gradient; None if it has none. Asks the owner if a pass may have changed it."""
         with self._lock:
             if index in self._cleared:
                 return None
             if (assigned := self._assigned.get(index)) is not None:
-                return Form.of(assigned)
+                return TensorForm.of(assigned)
         if self.is_stale():
             self._driven.ask(self)
         known = self._known
@@ -125,7 +125,7 @@ class ModuleGradients:
             for index in changes.cleared:
                 known[index] = None
             for index, gradient in changes.assigned.items():
-                known[index] = Form.of(gradient)
+                known[index] = TensorForm.of(gradient)
         self._cleared, self._zeroed, self._assigned, self._requires_grad = {}, {}, {}, {}
         return changes
 

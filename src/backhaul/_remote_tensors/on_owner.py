@@ -22,7 +22,7 @@ from backhaul._rref.registry import current_rrefs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Form:
+class TensorForm:
     """What a caller must know of a tensor to stand for it."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Form:
     layout: torch.layout
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
         """The form of a tensor of this worker."""
         strided = tensor.layout is torch.strided
         return cls(tuple(tensor.shape), tensor.stride() if strided else None, tensor.dtype, tensor.layout)
@@ -46,7 +46,7 @@ class Stays:
         value: A reference to it, or its place if the caller had one.
     """
 
-    form: Form
+    form: TensorForm
     value: RRef[torch.Tensor] | Place
 
 
@@ -64,14 +64,14 @@ class Description:
     """
 
     parameters: list[tuple[str, int]]
-    forms: list[tuple[Form, bool]]
-    buffers: list[tuple[str, Form]]
+    forms: list[tuple[TensorForm, bool]]
+    buffers: list[tuple[str, TensorForm]]
     not_persistent: list[str]
     norms: list[tuple[str, float | None]]
     uninitialized: list[str]
 
 
-Gradients = list[Form | None]
+Gradients = list[TensorForm | None]
 """For each parameter of a module, the form of its gradient; None if it has none."""
 
 
@@ -163,8 +163,8 @@ def run(named: Sequence[Named], function: Callable[..., Any], args: Any, kwargs:
             return value
         place = containers.place_of(value)
         if place is not None:
-            return Stays(Form.of(value), place)
-        return Stays(Form.of(value), RRef(value)) if value.dim() else on_cpu(value)
+            return Stays(TensorForm.of(value), place)
+        return Stays(TensorForm.of(value), RRef(value)) if value.dim() else on_cpu(value)
 
     return tree_map(reply, result)
 
@@ -194,8 +194,8 @@ def describe(module: nn.Module) -> Description:
     indices = {parameter: index for index, parameter in enumerate(module.parameters())}
     return Description(
         [(name, indices[parameter]) for name, parameter in named],
-        [(Form.of(parameter), parameter.requires_grad) for parameter in indices],
-        [(name, Form.of(buffer)) for name, buffer in module.named_buffers() if not is_lazy(buffer)],
+        [(TensorForm.of(parameter), parameter.requires_grad) for parameter in indices],
+        [(name, TensorForm.of(buffer)) for name, buffer in module.named_buffers() if not is_lazy(buffer)],
         [
             f"{prefix}.{name}" if prefix else name
             for prefix, part in module.named_modules()
@@ -209,7 +209,7 @@ def describe(module: nn.Module) -> Description:
 def gradients_of(module: nn.Module) -> Gradients:
     """The forms of the gradients of a module's parameters."""
     grads = [parameter.grad for parameter in module.parameters()]
-    return [None if grad is None else Form.of(grad) for grad in grads]
+    return [None if grad is None else TensorForm.of(grad) for grad in grads]
 
 
 def describe_gradients(named: Sequence[Named]) -> list[Gradients]:

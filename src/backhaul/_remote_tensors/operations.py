@@ -61,9 +61,9 @@ def _alias(tensor: RemoteTensor) -> RemoteTensor:
     return alias
 
 
-def _form_of(tensor: RemoteTensor) -> on_owner.Form:
+def _form_of(tensor: RemoteTensor) -> on_owner.TensorForm:
     sparse = tensor.layout is not torch.strided
-    return on_owner.Form(tuple(tensor.shape), None if sparse else tensor.stride(), tensor.dtype, tensor.layout)
+    return on_owner.TensorForm(tuple(tensor.shape), None if sparse else tensor.stride(), tensor.dtype, tensor.layout)
 
 
 def _stays_here(kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.addresses import Address, Message
 from backhaul._remote_tensors.module_gradients import ModuleGradients, gradients_at, send_changes
-from backhaul._remote_tensors.on_owner import Form
+from backhaul._remote_tensors.on_owner import TensorForm
 from backhaul._remote_tensors.remote_tensor import RemoteTensor
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
@@ -43,7 +43,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     _gradient: RemoteTensor | None
 
     @staticmethod
-    def __new__(cls, gradients: ModuleGradients, index: int, form: Form, requires_grad: bool) -> Self:
+    def __new__(cls, gradients: ModuleGradients, index: int, form: TensorForm, requires_grad: bool) -> Self:
         made: Any = RemoteTensor.__new__(cls, Address(gradients.container, "parameter", index), form, requires_grad)
         made._gradients = gradients
         made._gradient = None
@@ -137,7 +137,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
             memo[id(self)] = RemoteParameter(gradients_at(rref), 0, form, requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
-    def update_form(self, form: Form, requires_grad: bool) -> None:
+    def update_form(self, form: TensorForm, requires_grad: bool) -> None:
         """The parameter there has changed its shape, dtype or whether it requires grad."""
         with torch._C.DisableTorchFunctionSubclass():
             if (tuple(self.shape), self.dtype) != (form.shape, form.dtype):

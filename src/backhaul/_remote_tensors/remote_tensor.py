@@ -10,7 +10,7 @@ import torch
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.addresses import Address, Message
 from backhaul._remote_tensors.module_gradients import send_changes
-from backhaul._remote_tensors.on_owner import Form
+from backhaul._remote_tensors.on_owner import TensorForm
 from backhaul._runtime.compile_marks import graph_break
 
 run_operation: Callable[[Any, Sequence[Any], dict[str, Any]], Any] = lambda func, args, kwargs: NotImplemented  # noqa: E731
@@ -32,7 +32,7 @@ class RemoteTensor(torch.Tensor):
     _layout: torch.layout
 
     @staticmethod
-    def __new__(cls, address: Address, form: Form, requires_grad: bool = False) -> Self:
+    def __new__(cls, address: Address, form: TensorForm, requires_grad: bool = False) -> Self:
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls,
             form.shape,

@@ -23,7 +23,7 @@ from backhaul._autograd.api import passes_ended
 from backhaul._remote_tensors import remote_parameter
 from backhaul._remote_tensors.addresses import Address, Message
 from backhaul._remote_tensors.module_gradients import ModuleGradients, send_changes
-from backhaul._remote_tensors.on_owner import Form, Gradients
+from backhaul._remote_tensors.on_owner import Gradients, TensorForm
 from backhaul._remote_tensors.remote_parameter import RemoteParameter, hidden
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
 from backhaul._rpc.futures import Future
@@ -31,7 +31,16 @@ from backhaul._rref.handle import RRef
 from backhaul._runtime.worker_patches import while_workers_run
 from backhaul._types import WorkerInfo
 from backhaul.optim.owners import ask_all
-from backhaul.optim.step_on_owner import Layout, Maker, Options, OwnedOptimizer, Step, Stepped, map_leaves, step_owned
+from backhaul.optim.step_on_owner import (
+    Layout,
+    Maker,
+    Options,
+    OwnedOptimizer,
+    OwnerStep,
+    Stepped,
+    map_leaves,
+    step_owned,
+)
 
 _SCALING = ("grad_scale", "found_inf")
 """What ``torch.amp.GradScaler`` gives to optimizers that unscale gradients themselves."""
@@ -39,7 +48,7 @@ _SCALING = ("grad_scale", "found_inf")
 _NOT_SENT = frozenset(("defaults", "state", "param_groups", "step", "_zero_grad_profile_name", *_SCALING))
 
 
-class _Share:
+class _OwnerShare:
     """What one owner steps for an optimizer.
 
     Attributes:
@@ -59,7 +68,7 @@ class RemoteSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._shares: dict[WorkerInfo, _Share] = {}
+        self._shares: dict[WorkerInfo, _OwnerShare] = {}
         self._numbers: dict[RemoteParameter, int] = {}
         self._options: list[Options] = []
 
@@ -91,9 +100,9 @@ class RemoteSteps:
             {o: each.finish for o, each in steps.items()},
         )
 
-    def share(self, owner: WorkerInfo) -> _Share:
+    def share(self, owner: WorkerInfo) -> _OwnerShare:
         """What an owner steps."""
-        return self._shares.setdefault(owner, _Share())
+        return self._shares.setdefault(owner, _OwnerShare())
 
     def options(self, group: int) -> Options:
         """The options of a group for the present step."""
@@ -147,7 +156,7 @@ class _OwnerStep:
                 [(numbers[id(each)], message.place(each._address)) for each in group] for group in self._groups.values()
             ]
         scaling = {name: self._optimizer.__dict__[name] for name in _SCALING if name in self._optimizer.__dict__}
-        step = Step(layout, self._options, pushed, scaling, count)
+        step = OwnerStep(layout, self._options, pushed, scaling, count)
         which = self._maker() if share.optimizer is None else message.number(share.optimizer)
         self._asked_at = passes_ended(self._named[0].worker)
         via = self._named[0].container
@@ -206,7 +215,9 @@ class _OwnerStep:
 
         def show(path: tuple[Any, ...], value: Any) -> Any:
             return (
-                RemoteTensor(Address(container, "state", (number, path)), value) if isinstance(value, Form) else value
+                RemoteTensor(Address(container, "state", (number, path)), value)
+                if isinstance(value, TensorForm)
+                else value
             )
 
         return map_leaves(show, described)

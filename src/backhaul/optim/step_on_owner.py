@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from backhaul._remote_tensors.addresses import Place
-from backhaul._remote_tensors.on_owner import Containers, Form, Gradients, gradients_of
+from backhaul._remote_tensors.on_owner import Containers, Gradients, TensorForm, gradients_of
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul.optim.gradients import one_at_a_time
@@ -37,7 +37,7 @@ class Maker:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class OwnerStep:
     """What a step needs from the driver.
 
     Attributes:
@@ -78,7 +78,7 @@ class OwnedOptimizer:
             found = found[part]
         return found  # type: ignore[no-any-return]
 
-    def step(self, step: Step, containers: Containers) -> dict[int, Any]:
+    def step(self, step: OwnerStep, containers: Containers) -> dict[int, Any]:
         """Step. Returns what has changed in the form of the state."""
         optimizer = self._optimizer_for(step, containers)
         for number, state in step.state.items():
@@ -91,7 +91,7 @@ class OwnedOptimizer:
                 del optimizer.__dict__[name]
         return self._new_descriptions(optimizer)
 
-    def _optimizer_for(self, step: Step, containers: Containers) -> torch.optim.Optimizer:
+    def _optimizer_for(self, step: OwnerStep, containers: Containers) -> torch.optim.Optimizer:
         optimizer = self._optimizer
         if step.layout is not None:
             groups = [[(number, containers.parameter(place)) for number, place in group] for group in step.layout]
@@ -153,7 +153,7 @@ class OwnedOptimizer:
             if parameter not in optimizer.state:
                 continue
             now = map_leaves(
-                lambda _, value: Form.of(value) if isinstance(value, torch.Tensor) else value,
+                lambda _, value: TensorForm.of(value) if isinstance(value, torch.Tensor) else value,
                 optimizer.state[parameter],
             )
             if number not in self._described or self._described[number] != now:
@@ -170,7 +170,7 @@ def map_leaves(function: Callable[[tuple[Any, ...], Any], Any], value: Any, path
     return function(path, value)
 
 
-def step_owned(named: Sequence[Named], share: int | Maker, step: Step) -> Stepped:
+def step_owned(named: Sequence[Named], share: int | Maker, step: OwnerStep) -> Stepped:
     """Step. ``share``: the container that is the share, or how to make one."""
     containers = Containers(named)
     new = isinstance(share, Maker)
