@@ -99,7 +99,7 @@ class RecordLifetimes:
         """
         worker = peer.record.id
         messages = self._graph.sent_to(worker)
-        for start in range(0, len(messages) or 1, _MAX_MESSAGES):
+        for start in range(0, len(messages), _MAX_MESSAGES):
             self._asking.add(worker)
             try:
                 asked = self._messenger.ask(worker, missing_of, messages[start : start + _MAX_MESSAGES])
