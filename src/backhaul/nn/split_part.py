@@ -1,0 +1,168 @@
+"""What ``split`` leaves in a model in place of a module that it has moved. It knows no models."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from backhaul._rref.handle import RRef
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._wire.pickling import reducers
+from backhaul.errors import BackhaulError, SerializationError
+from backhaul.nn import split_owner
+from backhaul.nn.remote_module import RemoteModule
+
+DESCRIPTION = ("_name", "_kind", "_attributes")
+"""The attributes of a part that describe the module that it stands for."""
+
+_OF_EVERY_PART = frozenset((*dir(nn.Module()), *dir(RemoteModule), "on", "device", "module_rref", *DESCRIPTION))
+
+
+class SplitPart(RemoteModule):
+    """A ``RemoteModule`` that stands for a module of a model. It has the methods and the attributes of that module.
+
+    Methods run on the owner. Reading an attribute returns a copy of its current value. Setting an attribute that the
+    module had when it was moved sets it on the owner. Other attributes that are set stay on this worker.
+
+    Attributes:
+        _name: The name of the module in the model.
+        _kind: The name of its class.
+        _attributes: The names of its attributes that are no tensors, modules or methods.
+    """
+
+    _name: str
+    _kind: str
+    _attributes: frozenset[str]
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for names that this side does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_attributes" not in self.__dict__:
+                raise
+        try:
+            what, value = self._start(split_owner.read, name).wait()
+        except SerializationError as error:
+            raise AttributeError(f"{self._where(name)}; it cannot be sent here: {error}", name=name) from error
+        except BackhaulError as error:
+            if name in self._attributes:
+                raise
+            raise AttributeError(f"{self._where(name)}; that worker cannot be asked: {error}", name=name) from error
+        if what == "data":
+            return value
+        if what == "method":
+            return functools.partial(_call, self, name)
+        if what == "missing":
+            raise AttributeError(value, name=name)
+        if what == "module":
+            advice = (
+                f"split '{self._path(name)}' or modules inside it in place of '{self._name}', or use it in a method of "
+                f"{self._kind}"
+            )
+            raise AttributeError(f"{self._where(name)} and is a module ({value}) there; {advice}", name=name)
+        raise AttributeError(
+            f"{self._where(name)} and is a parameter there; find it in named_parameters(), or state_dict() for a copy, "
+            "or bring the model back with bh.nn.gather first",
+            name=name,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise ValueError(
+                f"'{self._path(name)}' cannot be set here: '{self._name}' is on worker '{self.on}'; set it before "
+                "split, or after bh.nn.gather"
+            )
+        if name in self.__dict__.get("_attributes", ()):
+            with torch.no_grad():
+                self._start(split_owner.write, name, value).wait()
+        else:
+            super().__setattr__(name, value)
+
+    def _where(self, name: str) -> str:
+        return f"'{self._path(name)}' is on worker '{self.on}'"
+
+    def _path(self, name: str) -> str:
+        return f"{self._name}.{name}" if self._name else name
+
+    def _get_name(self) -> str:
+        return "RemoteModule"
+
+    def extra_repr(self) -> str:
+        return f"{self._kind}, {super().extra_repr()}"
+
+
+class SplitContainer(SplitPart):
+    """Stands for a module whose class can be indexed or iterated over."""
+
+    def __iter__(self) -> NoReturn:
+        raise self._no_elements("iterated over")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise self._no_elements("indexed")
+
+    def __len__(self) -> int:
+        raise self._no_elements("measured with len()")
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _no_elements(self, what: str) -> TypeError:
+        return TypeError(
+            f"'{self._name}' (a {self._kind}) cannot be {what} here: it is on worker '{self.on}', with its elements; "
+            f"split its elements in place of it: {{'{self._path('0')}': '{self.on}', ...}}"
+        )
+
+
+@graph_break
+def _call(part: SplitPart, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    return part._run(method, *args, **kwargs).wait()
+
+
+def make_part(name: str, module: nn.Module, reference: RRef[nn.Module], device: torch.device) -> SplitPart:
+    """Make what stands for ``module``, which the owner of ``reference`` has on ``device`` now."""
+    kind = type(module)
+    methods = tuple(
+        each
+        for each in dir(kind)
+        if each not in _OF_EVERY_PART
+        and not each.startswith("__")
+        and isinstance(inspect.getattr_static(kind, each), types.FunctionType)
+    )
+    data = {each for each in vars(module) if each not in _OF_EVERY_PART}
+    settable = {each for each in dir(kind) if getattr(inspect.getattr_static(kind, each), "fset", None) is not None}
+    attributes = frozenset(data | settable - _OF_EVERY_PART)
+    has_elements = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+    made_as = SplitContainer if has_elements else SplitPart
+    return _arrive_part(made_as, reference, device, methods, module.training, name, kind.__name__, attributes)
+
+
+def _reduce_part(part: SplitPart, parcels: list[Any]) -> Any:
+    """A part travels in calls as a ``RemoteModule`` does: as a reference."""
+    shown = part._name, part._kind, part._attributes
+    device = torch.device(part.device)
+    return _arrive_part, (type(part), part.module_rref, device, part._methods, part.training, *shown)
+
+
+def _arrive_part(  # noqa: PLR0917 (in a message)
+    made_as: type[SplitPart],
+    reference: RRef[nn.Module],
+    device: torch.device,
+    methods: tuple[str, ...],
+    training: bool,
+    name: str,
+    kind: str,
+    attributes: frozenset[str],
+) -> SplitPart:
+    part = made_as.__new__(made_as)
+    part._set(reference, device, methods, training)
+    part.__dict__.update(_name=name, _kind=kind, _attributes=attributes)
+    return part
+
+
+reducers[SplitPart] = reducers[SplitContainer] = _reduce_part
