@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from backhaul.nn import owner
-from backhaul.nn.module_on_owner import ModuleOnOwner
+from backhaul.nn.listed_tensors import ListedTensors
 
 
-class RemoteChanges(ModuleOnOwner):
+class RemoteChanges(ListedTensors):
     """Changes the module on its owner. Once a method returns, the module there has changed."""
 
     def train(self, mode: bool = True) -> Self:
@@ -36,7 +36,9 @@ class RemoteChanges(ModuleOnOwner):
         return self._change("apply", fn)
 
     def _change(self, method: str, *args: Any) -> Self:
-        self._start(owner.change, method, args, {}).wait()
+        if (gradients := self._gradients) is not None:
+            gradients.send_changes()
+        self._describe_again(self._start(owner.change, method, args, {}).wait())
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -79,7 +81,9 @@ class RemoteChanges(ModuleOnOwner):
 
     def _convert(self, method: str, *args: Any, known: torch.device | None = None, **kwargs: Any) -> Self:
         device = known or torch.device(self.device)
-        self.device = str(self._start(owner.convert, device, method, args, kwargs).wait())
+        place, description = self._start(owner.convert, device, method, args, kwargs).wait()
+        self.device = str(place)
+        self._describe_again(description)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -4,12 +4,14 @@ The module itself lives on its owner and never travels. This side keeps a refere
 
 - ``module_on_owner``: what this side keeps.
 - ``remote_changes``, ``remote_state``: methods that run on the owner.
+- ``listed_tensors``: the parameters and buffers.
 - ``no_local_tensors``: methods that are not possible.
 - ``owner``: what the owner runs.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
@@ -32,7 +34,11 @@ from backhaul.nn.remote_changes import RemoteChanges
 from backhaul.nn.remote_device import parse_place
 from backhaul.nn.remote_state import RemoteState
 
-_TRAVELING = frozenset((*nn.Module().__dict__, "on", "device", "module_rref", "_methods"))  # attributes that travel
+_TRAVELING = frozenset(
+    (*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors")
+)  # attributes that travel
+
+_NOT_COPIED = frozenset(("_parameters", "_buffers", "on", "device", "module_rref", "_methods", "_tensors", "training"))
 
 
 class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
@@ -86,10 +92,11 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     ) -> None:
         _check_maker(module_cls)
         place = parse_place(remote_device)
-        rref, training = rpc_sync(
+        rref, training, description = rpc_sync(
             place.worker, owner.build, (module_cls, positional(args), keywords(kwargs), place.device)
         )
         self._set(rref, place.device, _methods_of(_module_interface_cls), training)
+        self._describe_new(description)
 
     def _set(self, rref: RRef[nn.Module], device: torch.device, methods: tuple[str, ...], training: bool) -> None:
         super().__init__()
@@ -135,7 +142,15 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         arguments = torch.device(self.device), torch.is_grad_enabled(), method, *args
-        return self.module_rref._call(self._runner(), arguments, kwargs, None, label=f"RemoteModule.{method}")
+        runner, label, gradients = self._runner(), f"RemoteModule.{method}", self._gradients
+        changes = None if gradients is None else gradients.take_for_forward()
+        if gradients is None or changes is None:
+            return self.module_rref._call(runner, arguments, kwargs, None, label=label)
+        carried = changes.cleared, changes.zeroed, dict(changes.requires_grad)
+        arguments = carried, runner.__name__, *arguments
+        made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
+        gradients.carried_by(made)
+        return made
 
     def _runner(self) -> Callable[..., Any]:
         """The function of ``owner`` that calls the module."""
@@ -146,6 +161,8 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         """Find methods of the interface."""
         method = name.removesuffix("_async")
         if method not in self.__dict__.get("_methods", ()):
+            if self._lists_tensors and not name.startswith("_") and name in self._parameters:
+                return self._parameters[name]
             return super().__getattr__(name)
         run = functools.partial(self._run, method)
         return run if method != name else lambda *args, **kwargs: run(*args, **kwargs).wait()
@@ -186,13 +203,27 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     def extra_repr(self) -> str:
         return f"on={self.on!r}, device={self.device!r}"
 
+    @graph_break
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the module on its owner. Hooks and attributes of this side are copied here."""
+        if (gradients := self._gradients) is not None:
+            gradients.send_changes()
+        rref, training, description = self._start(owner.copy_of).wait()
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made._set(rref, torch.device(self.device), self._methods, training)
+        own = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        made.__dict__.update(copy.deepcopy(own, memo))
+        made._describe_new(description)
+        return made
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         reducers[cls] = _reduce
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SerializationError(
-            "a RemoteModule travels in calls only; it cannot be pickled, copied or saved: save its state_dict() instead"
+            "a RemoteModule travels in calls only; it cannot be pickled or saved: save its state_dict() instead"
         )
 
 

@@ -32,8 +32,12 @@ from backhaul._autograd.untrusted import recorder_for
 from backhaul._rpc.node import Node
 from backhaul._runtime.worker_patches import while_workers_run
 from backhaul._worker.deadlines import FOREVER
+from backhaul._worker.worker import Worker
 
 while_workers_run(patches.install, patches.uninstall)
+
+before_pass: list[Callable[[Worker], None]] = []
+"""Called with the worker before it starts a pass. Higher layers add what other workers must know by then."""
 
 
 # Over the limit because it puts the pieces together; it has little to do itself.
@@ -49,6 +53,7 @@ class Engine:
         recovery: Replays what a lost worker had computed.
         new_number: Returns the number of another pass of this driver.
         latest_pass: The number of the pass that this worker started last.
+        passes_ended: How many passes of this worker have ended.
         release: Ends a context, see ``ContextRelease.release``.
         name_of, post, report: See ``PassMessenger``.
     """
@@ -61,6 +66,8 @@ class Engine:
         self.drivers: dict[tuple[int, int], PassDriver] = {}
         self.new_number: Callable[[], int] = itertools.count(1).__next__
         self.latest_pass = 0
+        self.passes_ended = 0
+        self._count_ended: Callable[[], int] = itertools.count(1).__next__
         self._messenger = PassMessenger(worker, node.client, self.container)
         self.name_of, self.post, self.report = self._messenger.name_of, self._messenger.post, self._messenger.report
         self._outbox = GradientOutbox(worker, node.client.peers, self.container)
@@ -129,6 +136,8 @@ class Engine:
             number: The number of the pass, if the caller has one already.
             until: When the pass must be over, if its ``timeout`` began before this call.
         """
+        for prepare in before_pass:
+            prepare(self.worker)
         number, observer = number or self.new_number(), self.worker.observer
         self.latest_pass = number
         oldest = number
@@ -177,6 +186,7 @@ class Engine:
                 self.recovery.await_idle(share)
             raise
         finally:
+            self.passes_ended = self._count_ended()
             self.drivers.pop((context.id, number), None)
             with context.lock:
                 context.runs.pop((self.id, number), None)

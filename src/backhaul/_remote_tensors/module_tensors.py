@@ -1,0 +1,49 @@
+"""The parameters and buffers of a module on another worker, by name, as its driver has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from backhaul._remote_tensors import (  # what remote tensors need to work
+    operations,  # noqa: F401
+    patches,  # noqa: F401
+)
+from backhaul._remote_tensors.addresses import Address
+from backhaul._remote_tensors.module_gradients import ModuleGradients
+from backhaul._remote_tensors.on_owner import Description
+from backhaul._remote_tensors.remote_parameter import RemoteParameter
+from backhaul._remote_tensors.remote_tensor import RemoteTensor
+from backhaul._rref.handle import RRef
+
+
+class ModuleTensors:
+    """The proxies of a module's tensors. They stay the same objects when the module there changes.
+
+    Attributes:
+        gradients: What is known of its gradients.
+        parameters: The parameters by name. Tied parameters have several names.
+        buffers: The buffers by name.
+    """
+
+    def __init__(self, container: RRef[Any], description: Description) -> None:
+        self.gradients = ModuleGradients(container)
+        self.parameters: dict[str, RemoteParameter] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.update(description)
+
+    def update(self, description: Description) -> None:
+        """Describe the module anew: names and forms may have changed."""
+        known = {parameter._address.key: parameter for parameter in self.parameters.values()}
+        for index, (form, requires_grad) in enumerate(description.forms):
+            if index in known:
+                known[index].update_form(form, requires_grad)
+            else:
+                known[index] = RemoteParameter(self.gradients, index, form, requires_grad)
+        parameters = {name: known[index] for name, index in description.parameters}
+        self.parameters.clear()
+        self.parameters.update(parameters)
+        self.buffers.clear()
+        for index, (name, form) in enumerate(description.buffers):
+            self.buffers[name] = RemoteTensor(Address(self.gradients.container, "buffer", index), form)

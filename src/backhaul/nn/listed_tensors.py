@@ -1,0 +1,73 @@
+"""The parameters and buffers of a module on another worker. torch's ``parameters``, ``buffers`` and their ``named_``
+forms read ``_parameters`` and ``_buffers`` of every module of a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from backhaul._remote_tensors import on_owner
+from backhaul._remote_tensors.module_gradients import ModuleGradients
+from backhaul._remote_tensors.module_tensors import ModuleTensors
+from backhaul._remote_tensors.on_owner import Description
+from backhaul.nn.module_on_owner import ModuleOnOwner
+
+
+class ListedTensors(ModuleOnOwner):
+    """Lists the module's tensors under their names there. Asks the owner for the list when it is first needed."""
+
+    _lists_tensors: ClassVar[bool] = True
+    """Whether ``parameters`` and ``buffers`` list the tensors of the module there."""
+
+    _tensors: ModuleTensors | None = None
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        return self._list_tensors("_parameters")
+
+    @_parameters.setter
+    def _parameters(self, value: dict[str, Any]) -> None:
+        self.__dict__["_parameters"] = value
+
+    @property
+    def _buffers(self) -> dict[str, Any]:
+        return self._list_tensors("_buffers")
+
+    @_buffers.setter
+    def _buffers(self, value: dict[str, Any]) -> None:
+        self.__dict__["_buffers"] = value
+
+    def _list_tensors(self, name: str) -> dict[str, Any]:
+        if self._lists_tensors and self._tensors is None and "module_rref" in self.__dict__:
+            self._describe(self._start(on_owner.describe).wait())
+            if self._tensors is not None:
+                self._tensors.gradients.used = True
+        found: dict[str, Any] = self.__dict__[name]
+        return found
+
+    def _describe(self, description: Description) -> None:
+        """List the tensors of the module."""
+        if description.uninitialized:
+            names = ", ".join(description.uninitialized)
+            raise ValueError(
+                f"the module on worker '{self.on}' has parameters without a shape yet ({names}); run it once before "
+                "you list its parameters"
+            )
+        tensors = ModuleTensors(self.module_rref, description)
+        self.__dict__.update(_tensors=tensors, _parameters=tensors.parameters, _buffers=tensors.buffers)
+
+    def _describe_new(self, description: Description) -> None:
+        """List the tensors of a module that was just made."""
+        if self._lists_tensors and not description.uninitialized:
+            self._describe(description)
+
+    def _describe_again(self, description: Description) -> None:
+        """The module there has changed: change the list if there is one."""
+        if self._tensors is not None:
+            self._tensors.update(description)
+            self._tensors.gradients.forget()
+
+    @property
+    def _gradients(self) -> ModuleGradients | None:
+        """What this side knows of the module's gradients; None before the parameters were listed."""
+        return None if self._tensors is None else self._tensors.gradients
