@@ -187,22 +187,5 @@ def grads_there(part: bh.RRef[nn.Module]) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in part.local_value().parameters()]
 
 
-def names_there(part: bh.RRef[nn.Module]) -> list[str]:
-    return [name for name, _ in part.local_value().named_parameters()]
-
-
 def memory_lent() -> int:
     return bh.get_debug_info()["shm_lent"]
-
-
-def change_there(part: bh.RRef[nn.Module]) -> None:
-    """Train one step on the owner, as its optimizer would."""
-    with torch.no_grad():
-        for parameter in part.local_value().parameters():
-            if parameter.grad is not None:
-                parameter.sub_(0.1 * parameter.grad)
-                parameter.grad = None
-
-
-def refuse(*_: Any) -> None:
-    raise KeyError("refused")

@@ -17,7 +17,7 @@ from backhaul.errors import SerializationError, UnknownWorkerError
 from backhaul.nn import RemoteModule, gather, split
 
 from . import split_models
-from .conftest import DEADLINE_SECONDS, references
+from .conftest import DEADLINE_SECONDS, await_references
 from .split_models import CASES, Encoder, EncoderModel, SharedLayers, Transformer, make, vectors
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -27,24 +27,16 @@ def parts_of(model: nn.Module) -> list[RemoteModule]:
     return [part for part in model.modules() if isinstance(part, RemoteModule)]
 
 
-def sgd_step(model: nn.Module) -> None:
-    """Take a step of SGD on each worker."""
-    for part in parts_of(model):
-        bh.rpc_sync(part.on, split_models.change_there, (part.module_rref,))
-    with torch.no_grad():
-        for module in model.modules():
-            for parameter in module._parameters.values() if not isinstance(module, RemoteModule) else ():
-                if parameter is not None and parameter.grad is not None:
-                    parameter.sub_(0.1 * parameter.grad)
-                    parameter.grad = None
-
-
 def losses(model: nn.Module, inputs: Any, steps: int) -> list[torch.Tensor]:
+    """Train as users do."""
     found = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number in range(steps):
+        optimizer.zero_grad()
         loss = model(inputs(number)).pow(2).mean()
         loss.backward()
-        sgd_step(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
         found.append(loss.detach())
     return found
 
@@ -188,9 +180,6 @@ def test_weights_move() -> None:
     gc.collect()
     assert original() is None
     assert bh.get_debug_info()["shm_lent"] == 0
-    gather(model)
-    gc.collect()
-    assert references() == 0
 
 
 def test_tied_parts_stay_tied() -> None:
@@ -269,16 +258,13 @@ def test_a_tensor_that_a_part_sets_is_part_of_the_graph() -> None:
     split(model, {"encoder": "worker1"})
     for each in (model, wanted):
         (each(vectors(0)).sum() + each.encoder.auxiliary).backward()
-    sgd_step(model)
-    sgd_step(wanted)
-    assert_same_state(model, wanted)
+    assert_same_model(gather(model), wanted)
 
 
-@pytest.mark.parametrize("name", ["inner", "inner.weight"])
-def test_what_is_inside_a_part_is_not_here(name: str) -> None:
-    model = split(EncoderModel(), {"encoder": "worker1", "head": "worker1"})
-    with pytest.raises(AttributeError, match="worker1"):
-        _ = model.encoder.inner if name == "inner" else model.head.weight
+def test_modules_inside_a_part_are_not_here() -> None:
+    model = split(EncoderModel(), {"encoder": "worker1"})
+    with pytest.raises(AttributeError, match=r"'encoder\.inner' is on worker 'worker1'"):
+        _ = model.encoder.inner
     with pytest.raises(ValueError, match="worker1"):
         model.encoder.inner = nn.Linear(8, 8)
 
@@ -442,10 +428,54 @@ def test_a_reference_inside_what_moves_together() -> None:
 
 def test_an_optimizer_that_was_made_before_says_so() -> None:
     model = EncoderModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
     split(model, {"encoder": "worker1"})
     with pytest.raises(RuntimeError, match="moved to worker 'worker1'"):
-        optimizer.step()
+        before.step()
+    between = torch.optim.SGD(model.parameters(), lr=0.1)
+    between.step()
+    gather(model)
+    with pytest.raises(RuntimeError, match="brought back from worker 'worker1'"):
+        between.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_listed_as_before(case: str) -> None:
+    model, places, _ = make(case)
+    model.register_parameter("extra", nn.Parameter(torch.ones(3)))
+    wanted = copy.deepcopy(model)
+    model = split(model, places)
+    for remove in (True, False):
+        found, known = ([*each.named_parameters(remove_duplicate=remove)] for each in (model, wanted))
+        assert [name for name, _ in found] == [name for name, _ in known]
+        assert [(p.shape, p.dtype, p.requires_grad) for _, p in found] == [
+            (p.shape, p.dtype, p.requires_grad) for _, p in known
+        ]
+        assert_same([parameter.detach() + 0 for _, parameter in found], [parameter + 0 for _, parameter in known])
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in wanted.named_buffers()]
+    assert len({id(parameter) for parameter in model.parameters()}) == len(list(wanted.parameters()))
+
+
+def test_gather_waits_for_changes_of_gradients() -> None:
+    model = split(EncoderModel(), {"encoder": "worker1"})
+    model(vectors(0)).sum().backward()
+    model.zero_grad()
+    gather(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_copies() -> None:
+    model = make("all parts")[0]
+    wanted = copy.deepcopy(model)
+    split(model, {"encoder": "worker1"})
+    copied = copy.deepcopy(model)
+    losses(model, vectors, 2)
+    assert_same_state(copied, wanted)
+    assert_same_model(gather(copied), wanted)
+    model, places, _ = make("tied parts")
+    with pytest.raises(ValueError, match="shares parameters"):
+        copy.deepcopy(split(model, places))
 
 
 def test_a_worker_that_fails_leaves_the_model_as_it_was() -> None:
@@ -489,18 +519,17 @@ def train_over_processes(case: str) -> list[Any] | None:
     found = losses(model, inputs, 3), losses(wanted, inputs, 3)
     states = dict(model.state_dict()), dict(wanted.state_dict())
     model = gather(model)
-    return [found, states, type(model) is type(wanted), references()]
+    local = type(model) is type(wanted)
+    await_references(0)
+    return [found, states, local]
 
 
 @pytest.mark.parametrize("case", ["elements", "tied parts", "all parts"])
 def test_processes(case: str) -> None:
-    losses, states, local, left = bh.launch(
-        train_over_processes, 3, args=(case,), start_method="forkserver", timeout=100
-    )[0]
-    assert_same(*losses)
+    found, states, local = bh.launch(train_over_processes, 3, args=(case,), start_method="forkserver", timeout=100)[0]
+    assert_same(*found)
     assert_same(*states)
     assert local
-    assert left == 0
 
 
 def move_large_weights() -> bool | None:

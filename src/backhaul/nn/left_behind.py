@@ -42,6 +42,6 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         found = {_why[each] for group in optimizer.param_groups for each in group["params"] if each in _why}
     if found:
         raise RuntimeError(
-            f"{type(optimizer).__name__} has parameters that the model does not use any more: they were "
+            f"{type(optimizer).__name__} has parameters that the model does not use any more; they were "
             f"{', '.join(sorted(found))}; make the optimizer from model.parameters() after split or gather"
         )

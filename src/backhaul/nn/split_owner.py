@@ -9,16 +9,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from backhaul._remote_tensors.on_owner import Description, describe
 from backhaul._rref.handle import RRef
 from backhaul.nn.module_transfer import ModuleTransfer, pack, unpack
 
 Found = Literal["data", "method", "missing", "module", "parameter"]
 
 
-def take(transfer: ModuleTransfer, devices: Sequence[torch.device]) -> list[RRef[nn.Module]]:
-    """Become the owner of modules, each on its device. Returns references to them."""
-    parts = unpack(transfer)
-    return [RRef(part.to(device)) for part, device in zip(parts, devices, strict=True)]
+def take(transfer: ModuleTransfer, devices: Sequence[torch.device]) -> list[tuple[RRef[nn.Module], Description]]:
+    """Become the owner of modules, each on its device. Returns references to them, and their tensors."""
+    parts = [part.to(device) for part, device in zip(unpack(transfer), devices, strict=True)]
+    return [(RRef(part), describe(part)) for part in parts]
 
 
 def give(references: Sequence[RRef[nn.Module]], to_cpu: bool) -> ModuleTransfer:

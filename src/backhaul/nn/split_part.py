@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
+from backhaul._remote_tensors.on_owner import Description
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._wire.pickling import reducers
@@ -17,10 +19,10 @@ from backhaul.errors import BackhaulError, SerializationError
 from backhaul.nn import split_owner
 from backhaul.nn.remote_module import RemoteModule
 
-DESCRIPTION = ("_name", "_kind", "_attributes")
-"""The attributes of a part that describe the module that it stands for."""
+_SLOTS = ("on", "device", "module_rref", "_methods", "_tensors", "_name", "_kind", "_attributes", "_shares")
 
-_OF_EVERY_PART = frozenset((*dir(nn.Module()), *dir(RemoteModule), "on", "device", "module_rref", *DESCRIPTION))
+OF_EVERY_PART = frozenset((*dir(nn.Module()), *nn.Module().__dict__, *dir(RemoteModule), *_SLOTS))
+"""The attributes that a part has, whatever it stands for."""
 
 
 class SplitPart(RemoteModule):
@@ -33,11 +35,13 @@ class SplitPart(RemoteModule):
         _name: The name of the module in the model.
         _kind: The name of its class.
         _attributes: The names of its attributes that are no tensors, modules or methods.
+        _shares: Whether it shares parameters with another part.
     """
 
     _name: str
     _kind: str
     _attributes: frozenset[str]
+    _shares: bool = False
 
     def __getattr__(self, name: str) -> Any:
         """Called for names that this side does not have."""
@@ -84,6 +88,14 @@ class SplitPart(RemoteModule):
         else:
             super().__setattr__(name, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if self._shares:
+            raise ValueError(
+                f"'{self._name}' cannot be copied: it shares parameters with another part on worker '{self.on}', and a "
+                "copy would not; copy the model before split, or after bh.nn.gather"
+            )
+        return super().__deepcopy__(memo)
+
     def _where(self, name: str) -> str:
         return f"'{self._path(name)}' is on worker '{self.on}'"
 
@@ -124,22 +136,47 @@ def _call(part: SplitPart, method: str, /, *args: Any, **kwargs: Any) -> Any:
     return part._run(method, *args, **kwargs).wait()
 
 
-def make_part(name: str, module: nn.Module, reference: RRef[nn.Module], device: torch.device) -> SplitPart:
-    """Make what stands for ``module``, which the owner of ``reference`` has on ``device`` now."""
+def make_part(
+    name: str, module: nn.Module, device: torch.device, reference: RRef[nn.Module], description: Description
+) -> SplitPart:
+    """Make what stands for ``module``.
+
+    Args:
+        name: The name of the module in its model.
+        module: The module.
+        device: The device on which the owner has the module now.
+        reference: A reference to the module there.
+        description: Its tensors there.
+    """
     kind = type(module)
     methods = tuple(
         each
         for each in dir(kind)
-        if each not in _OF_EVERY_PART
+        if each not in OF_EVERY_PART
         and not each.startswith("__")
         and isinstance(inspect.getattr_static(kind, each), types.FunctionType)
     )
-    data = {each for each in vars(module) if each not in _OF_EVERY_PART}
+    data = {each for each in vars(module) if each not in OF_EVERY_PART}
     settable = {each for each in dir(kind) if getattr(inspect.getattr_static(kind, each), "fset", None) is not None}
-    attributes = frozenset(data | settable - _OF_EVERY_PART)
+    attributes = frozenset(data | settable - OF_EVERY_PART)
     has_elements = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
     made_as = SplitContainer if has_elements else SplitPart
-    return _arrive_part(made_as, reference, device, methods, module.training, name, kind.__name__, attributes)
+    part = _arrive_part(made_as, reference, device, methods, module.training, name, kind.__name__, attributes)
+    part._describe(description)
+    return part
+
+
+def share_proxies(parts: Iterable[tuple[SplitPart, nn.Module]]) -> None:
+    """Let parts that share parameters list the same proxies. Each part is given with the module for which it stands."""
+    first: dict[int, tuple[SplitPart, Any]] = {}  # by the id of the parameter
+    for part, module in parts:
+        assert part._tensors is not None
+        listed = dict(part._tensors.parameters)
+        for index, (name, parameter) in enumerate(module.named_parameters()):
+            other, proxy = first.setdefault(id(parameter), (part, listed[name]))
+            if other is not part:
+                part._tensors.share(index, proxy)
+                other._shares = part._shares = True
 
 
 def _reduce_part(part: SplitPart, parcels: list[Any]) -> Any:

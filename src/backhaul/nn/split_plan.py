@@ -151,6 +151,8 @@ def _survey(  # noqa: PLR0917
     if not survey.note(name, module, home):
         return
     survey.modules.append((name, module, home))
+    if isinstance(module, RemoteModule):
+        return
     prefix = f"{name}." if name else ""
     for tensors in (module._parameters, module._buffers):
         for key, tensor in tensors.items():
@@ -168,8 +170,9 @@ def _check_parts(parts: Mapping[int, Part], survey: _Survey) -> None:
             raise ValueError(
                 f"'{name}' is on worker '{module.on}' already; call bh.nn.gather(model) first, or leave it out"
             )
-        moved = [child for child in module._modules.values() if id(child) in parts]
-        if isinstance(module, torch.jit.ScriptModule) and (inside or moved):
+        if isinstance(module, torch.jit.ScriptModule) and (
+            inside or any(id(child) in parts for child in module._modules.values())
+        ):
             raise ValueError(f"'{name or 'the model'}' is a script module; split it before torch.jit.script")
     for name, tensor, home in survey.tensors:
         if home is not None and is_lazy(tensor):
@@ -212,7 +215,7 @@ def _fate(name: str, home: Home | None) -> str:
 def _check_references(survey: _Survey) -> None:
     """Attributes and hooks that refer to something registered elsewhere would refer to a copy of it afterwards."""
     for name, module, home in survey.modules:
-        for path, value in _references(module):
+        for path, value in () if isinstance(module, RemoteModule) else _references(module):
             homes = survey.homes.get(id(value))
             if homes is not None and home not in homes:
                 where = f"{name}{path}" if name else path.removeprefix(".")

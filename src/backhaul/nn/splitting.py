@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from backhaul._remote_tensors.module_gradients import send_changes
+from backhaul._remote_tensors.on_owner import Description
 from backhaul._rpc.api import rpc_async
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node
@@ -20,7 +22,7 @@ from backhaul.nn import split_owner
 from backhaul.nn.left_behind import leave_behind
 from backhaul.nn.module_transfer import HOOKS, ModuleTransfer, pack, unpack
 from backhaul.nn.remote_module import RemoteModule
-from backhaul.nn.split_part import DESCRIPTION, make_part
+from backhaul.nn.split_part import OF_EVERY_PART, make_part, share_proxies
 from backhaul.nn.split_plan import Part, make_plan
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -75,15 +77,21 @@ def split(model: Model, places: Mapping[str, str], *, timeout: float | None = No
     with torch.no_grad():
         sent = [(group, _send(worker, group, timeout)) for worker, group in by_worker.items()]
         made: dict[int, nn.Module] = {}
-        for group, references in sent:
-            for part, reference in zip(group, references.wait(), strict=True):
-                made[id(part.module)] = make_part(part.name, part.module, reference, part.home[1])
+        for group, taken in sent:
+            parts_there = [
+                make_part(part.name, part.module, part.home[1], *each)
+                for part, each in zip(group, taken.wait(), strict=True)
+            ]
+            share_proxies((there, part.module) for there, part in zip(parts_there, group, strict=True))
+            made.update((id(part.module), there) for there, part in zip(parts_there, group, strict=True))
     for part in parts:
         leave_behind(part.module.parameters(), f"moved to worker '{part.home[0].name}' by bh.nn.split")
     return _replace(model, made)
 
 
-def _send(worker: str, parts: Sequence[Part], timeout: float | None) -> Future[list[RRef[nn.Module]]]:
+def _send(
+    worker: str, parts: Sequence[Part], timeout: float | None
+) -> Future[list[tuple[RRef[nn.Module], Description]]]:
     devices = [part.home[1] for part in parts]
     transfer = pack([part.module for part in parts], to_cpu=all(device.type == "cpu" for device in devices))
     try:
@@ -134,6 +142,7 @@ def gather(model: Model, *, timeout: float | None = None) -> Model:
             by_worker.setdefault(part.on, []).append(part)
     if not by_worker:
         return model
+    send_changes(current_worker())  # such as gradients that zero_grad has cleared
     with torch.no_grad():
         asked = [(parts, _ask(worker, parts, timeout)) for worker, parts in by_worker.items()]
         found: dict[int, nn.Module] = {}
@@ -143,6 +152,8 @@ def gather(model: Model, *, timeout: float | None = None) -> Model:
     for parts in by_worker.values():
         for part in parts:
             _keep_local_changes(part, found[id(part)])
+            if part._tensors is not None:
+                leave_behind(part._tensors.parameters.values(), f"brought back from worker '{part.on}' by bh.nn.gather")
     return _replace(model, found)
 
 
@@ -164,9 +175,6 @@ def _replace(model: Model, replacements: Mapping[int, nn.Module]) -> Model:
     return model
 
 
-_OF_EVERY_PART = frozenset((*nn.Module().__dict__, "on", "device", "module_rref", "_methods", *DESCRIPTION))
-
-
 def _keep_local_changes(part: RemoteModule, module: nn.Module) -> None:
     """Give a module that came back the hooks and attributes that this worker has added to its ``RemoteModule``."""
     taken = {number for name in HOOKS for number in getattr(part, name)}
@@ -185,5 +193,5 @@ def _keep_local_changes(part: RemoteModule, module: nn.Module) -> None:
     if module._is_full_backward_hook is None:
         module._is_full_backward_hook = part._is_full_backward_hook
     for name, value in vars(part).items():
-        if name not in _OF_EVERY_PART:
+        if name not in OF_EVERY_PART:
             setattr(module, name, value)
