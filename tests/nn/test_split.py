@@ -121,6 +121,24 @@ def test_modes(case: str) -> None:
     assert_same_model(gather(model), wanted)
 
 
+def test_modes_that_are_set_module_by_module() -> None:
+    """As Lightning does after an evaluation: modules that were frozen stay frozen, also inside a part."""
+    model, wanted = split_models.convolutions(), split_models.convolutions()
+    wanted.load_state_dict(model.state_dict())
+    for each in (model, wanted):
+        each[1][1].eval()
+    split(model, {"1": "worker1"})
+    for each in (model, wanted):
+        modes = {name: module.training for name, module in each.named_modules()}
+        each.eval()
+        each(vectors(0))
+        for name, module in each.named_modules():
+            module.training = modes[name]
+        each(vectors(1))
+    assert model[1].training
+    assert_same_model(gather(model), wanted)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_checkpoints_of_both(case: str) -> None:
     """A checkpoint of the plain model is loaded into a split one, and the reverse."""
