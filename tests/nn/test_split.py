@@ -281,10 +281,52 @@ def test_a_tensor_that_a_part_sets_is_part_of_the_graph() -> None:
 
 def test_modules_inside_a_part_are_not_here() -> None:
     model = split(EncoderModel(), {"encoder": "worker1"})
-    with pytest.raises(AttributeError, match=r"'encoder\.inner' is on worker 'worker1'"):
-        _ = model.encoder.inner
+    with pytest.raises(RuntimeError, match=r"split 'encoder\.inner' itself"):
+        model.encoder.inner(vectors(0))
+    with pytest.raises(RuntimeError, match=r"hooks of 'encoder\.inner'"):
+        model.encoder.inner.register_forward_hook(print)
+    with pytest.raises(ValueError, match=r"'encoder\.inner' is inside a module that is on worker 'worker1'"):
+        split(model, {"encoder.inner": "worker2"})
     with pytest.raises(ValueError, match="worker1"):
         model.encoder.inner = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_modules_are_listed_as_before(case: str) -> None:
+    """Programs choose parameters by the class of their module, such as those without weight decay."""
+    model, places, _ = make(case)
+    wanted = copy.deepcopy(model)
+    model = split(model, places)
+    for remove in (True, False):
+        found, known = (list(each.named_modules(remove_duplicate=remove)) for each in (model, wanted))
+        assert [name for name, _ in found] == [name for name, _ in known]
+        for (_, one), (_, other) in zip(found, known, strict=True):
+            assert isinstance(one, type(other))
+            assert one.training == other.training
+            assert [n for n, p in one._parameters.items() if p is not None] == [
+                n for n, p in other._parameters.items() if p is not None
+            ]
+            assert [n for n, _ in one.named_buffers(recurse=False)] == [
+                n for n, _ in other.named_buffers(recurse=False)
+            ]
+            if isinstance(other, nn.Linear):
+                assert one.in_features == other.in_features
+                assert_same(one.weight.detach() + 0, other.weight.detach())
+
+
+def test_the_mode_and_attributes_of_a_module_inside_a_part() -> None:
+    model, wanted = split_models.convolutions(), split_models.convolutions()
+    wanted.load_state_dict(model.state_dict())
+    split(model, {"1": "worker1"})
+    for each in (model, wanted):
+        parts = {name: part for name, part in each.named_modules()}
+        parts["1.1"].eval()
+        parts["1.1"].eps = 0.1
+        parts["1.0"].requires_grad_(False)
+        each(vectors(0))
+    assert not parts["1.1"].training
+    assert_same_model(gather(model), wanted)
+    assert model[1][1].eps == 0.1
 
 
 @pytest.mark.parametrize("use", [iter, len, lambda layers: layers[0], list])

@@ -122,14 +122,17 @@ def train(module: nn.Module, mode: bool) -> None:
     module.train(mode)
 
 
-def restore_mode(module: nn.Module, mode: bool) -> None:
-    """Undo ``train``, if the module had ``mode`` before. Otherwise set the mode as ``train`` does."""
+def restore_mode(module: nn.Module, mode: bool) -> list[bool]:
+    """Undo ``train``, if the module had ``mode`` before. Otherwise set the mode as ``train`` does. Returns the modes of
+    the module and of all that is inside it.
+    """
     before, parts = _modes.get(module, []), list(module.modules())
     if before[:1] != [mode] or len(before) != len(parts):
         train(module, mode)
-        return
+        return [mode] * len(parts)
     for part, was in zip(parts, before, strict=True):
         part.training = was
+    return before
 
 
 def convert(

@@ -35,8 +35,11 @@ class RemoteChanges(ListedTensors):
     def training(self, mode: bool) -> None:
         known = self.__dict__.get("training")
         if "module_rref" in self.__dict__ and mode != known:
-            self._start(owner.restore_mode, mode).wait()
+            self._note_modes(self._start(owner.restore_mode, mode).wait())
         self.__dict__["training"] = mode
+
+    def _note_modes(self, modes: list[bool]) -> None:
+        """The modes of the module and of all that is inside it."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of all parameters of the module."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,9 +11,10 @@ from torch import nn
 
 from backhaul._remote_tensors.on_owner import Description, describe
 from backhaul._rref.handle import RRef
+from backhaul.nn import owner
 from backhaul.nn.module_transfer import ModuleTransfer, pack, unpack
 
-Found = Literal["data", "method", "missing", "module", "parameter"]
+Found = Literal["data", "method", "missing"]
 
 
 def take(transfer: ModuleTransfer, devices: Sequence[torch.device]) -> list[tuple[RRef[nn.Module], Description]]:
@@ -32,21 +33,30 @@ def give(references: Sequence[RRef[nn.Module]], to_cpu: bool) -> ModuleTransfer:
     return pack([reference.local_value() for reference in references], to_cpu=to_cpu)
 
 
-def read(module: nn.Module, name: str) -> tuple[Found, Any]:
-    """Look up an attribute of a module. Returns what it is and, for data, the value."""
+def read(module: nn.Module, path: str, name: str) -> tuple[Found, Any]:
+    """Look up an attribute of the module at ``path`` in ``module``. Returns what it is and, for data, the value."""
     try:
-        value = getattr(module, name)
+        value = getattr(module.get_submodule(path), name)
     except AttributeError as error:
         return "missing", str(error)
-    if isinstance(value, nn.Module):
-        return "module", type(value).__name__
-    if isinstance(value, nn.Parameter):
-        return "parameter", None
-    if isinstance(value, types.MethodType):
-        return "method", None
-    return "data", value
+    return ("method", None) if isinstance(value, types.MethodType) else ("data", value)
 
 
-def write(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute of a module."""
-    setattr(module, name, value)
+def write(module: nn.Module, path: str, name: str, value: Any) -> None:
+    """Set an attribute of the module at ``path``."""
+    setattr(module.get_submodule(path), name, value)
+
+
+def call(module: nn.Module, path: str, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the module at ``path``. ``grad``: whether grad mode is enabled."""
+    return owner.run(module.get_submodule(path), torch.device("cpu"), grad, method, *args, **kwargs)
+
+
+def train(module: nn.Module, path: str, mode: bool) -> None:
+    """Set the mode of the module at ``path`` and of all that is inside it."""
+    module.get_submodule(path).train(mode)
+
+
+def apply(module: nn.Module, path: str, function: Callable[[nn.Module], None]) -> None:
+    """Call a function with the module at ``path`` and all that is inside it."""
+    module.get_submodule(path).apply(function)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -13,19 +12,28 @@ from torch import nn
 
 from backhaul._remote_tensors.on_owner import Description
 from backhaul._rref.handle import RRef
-from backhaul._runtime.compile_marks import graph_break
 from backhaul._wire.pickling import reducers
-from backhaul.errors import BackhaulError, SerializationError
 from backhaul.nn import split_owner
 from backhaul.nn.remote_module import RemoteModule
+from backhaul.nn.split_inner import (
+    OF_EVERY_MODULE,
+    Impersonates,
+    InnerModule,
+    SplitInner,
+    attributes_of,
+    list_inner,
+    make_inner,
+    place_tensors,
+    read_attribute,
+)
 
-_SLOTS = ("on", "device", "module_rref", "_methods", "_tensors", "_name", "_kind", "_attributes", "_shares")
+_SLOTS = ("on", "device", "module_rref", "_methods", "_tensors", "_name", "_kind", "_attributes", "_listed", "_inner")
 
-OF_EVERY_PART = frozenset((*dir(nn.Module()), *nn.Module().__dict__, *dir(RemoteModule), *_SLOTS))
+OF_EVERY_PART = frozenset((*OF_EVERY_MODULE, *dir(RemoteModule), *_SLOTS, "_shares"))
 """The attributes that a part has, whatever it stands for."""
 
 
-class SplitPart(RemoteModule):
+class SplitPart(Impersonates, RemoteModule):
     """A ``RemoteModule`` that stands for a module of a model. It has the methods and the attributes of that module.
 
     Methods run on the owner. Reading an attribute returns a copy of its current value. Setting an attribute that the
@@ -33,14 +41,18 @@ class SplitPart(RemoteModule):
 
     Attributes:
         _name: The name of the module in the model.
-        _kind: The name of its class.
+        _kind: Its class.
         _attributes: The names of its attributes that are no tensors, modules or methods.
+        _listed: The modules inside it.
+        _inner: What stands for them here, once the parameters were listed.
         _shares: Whether it shares parameters with another part.
     """
 
     _name: str
-    _kind: str
+    _kind: type[nn.Module]
     _attributes: frozenset[str]
+    _listed: list[InnerModule]
+    _inner: Sequence[SplitInner] = ()
     _shares: bool = False
 
     def __getattr__(self, name: str) -> Any:
@@ -50,31 +62,7 @@ class SplitPart(RemoteModule):
         except AttributeError:
             if name.startswith("__") or "_attributes" not in self.__dict__:
                 raise
-        try:
-            what, value = self._start(split_owner.read, name).wait()
-        except SerializationError as error:
-            raise AttributeError(f"{self._where(name)}; it cannot be sent here: {error}", name=name) from error
-        except BackhaulError as error:
-            if name in self._attributes:
-                raise
-            raise AttributeError(f"{self._where(name)}; that worker cannot be asked: {error}", name=name) from error
-        if what == "data":
-            return value
-        if what == "method":
-            return functools.partial(_call, self, name)
-        if what == "missing":
-            raise AttributeError(value, name=name)
-        if what == "module":
-            advice = (
-                f"split '{self._path(name)}' or modules inside it in place of '{self._name}', or use it in a method of "
-                f"{self._kind}"
-            )
-            raise AttributeError(f"{self._where(name)} and is a module ({value}) there; {advice}", name=name)
-        raise AttributeError(
-            f"{self._where(name)} and is a parameter there; find it in named_parameters(), or state_dict() for a copy, "
-            "or bring the model back with bh.nn.gather first",
-            name=name,
-        )
+        return read_attribute(self._start, self._path(name), self.on, "", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
@@ -84,7 +72,7 @@ class SplitPart(RemoteModule):
             )
         if name in self.__dict__.get("_attributes", ()):
             with torch.no_grad():
-                self._start(split_owner.write, name, value).wait()
+                self._start(split_owner.write, "", name, value).wait()
         else:
             super().__setattr__(name, value)
 
@@ -96,8 +84,30 @@ class SplitPart(RemoteModule):
             )
         return super().__deepcopy__(memo)
 
-    def _where(self, name: str) -> str:
-        return f"'{self._path(name)}' is on worker '{self.on}'"
+    # What is inside it.
+
+    def _describe(self, description: Description) -> None:
+        super()._describe(description)
+        self.__dict__["_inner"] = make_inner(self, self._name, self._listed)
+        self._place_tensors()
+
+    def _describe_again(self, description: Description) -> None:
+        super()._describe_again(description)
+        self._place_tensors()
+
+    def _place_tensors(self) -> None:
+        if self._tensors is not None:
+            place_tensors(self, self._inner, "_parameters", dict(self._tensors.parameters))
+            place_tensors(self, self._inner, "_buffers", dict(self._tensors.buffers))
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self._note_modes([mode] * (1 + len(self._inner)))
+        return self
+
+    def _note_modes(self, modes: list[bool]) -> None:
+        for each, mode in zip(self._inner, modes[1:], strict=True):
+            each.__dict__["training"] = mode
 
     def _path(self, name: str) -> str:
         return f"{self._name}.{name}" if self._name else name
@@ -106,7 +116,10 @@ class SplitPart(RemoteModule):
         return "RemoteModule"
 
     def extra_repr(self) -> str:
-        return f"{self._kind}, {super().extra_repr()}"
+        return f"{self._kind.__name__}, {super().extra_repr()}"
+
+    def __repr__(self) -> str:
+        return f"{self._get_name()}({self.extra_repr()})"
 
 
 class SplitContainer(SplitPart):
@@ -126,14 +139,9 @@ class SplitContainer(SplitPart):
 
     def _no_elements(self, what: str) -> TypeError:
         return TypeError(
-            f"'{self._name}' (a {self._kind}) cannot be {what} here: it is on worker '{self.on}', with its elements; "
-            f"split its elements in place of it: {{'{self._path('0')}': '{self.on}', ...}}"
+            f"'{self._name}' (a {self._kind.__name__}) cannot be {what} here: it is on worker '{self.on}', with its "
+            f"elements; split its elements in place of it: {{'{self._path('0')}': '{self.on}', ...}}"
         )
-
-
-@graph_break
-def _call(part: SplitPart, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    return part._run(method, *args, **kwargs).wait()
 
 
 def make_part(
@@ -156,12 +164,11 @@ def make_part(
         and not each.startswith("__")
         and isinstance(inspect.getattr_static(kind, each), types.FunctionType)
     )
-    data = {each for each in vars(module) if each not in OF_EVERY_PART}
-    settable = {each for each in dir(kind) if getattr(inspect.getattr_static(kind, each), "fset", None) is not None}
-    attributes = frozenset(data | settable - OF_EVERY_PART)
+    attributes = attributes_of(module) - OF_EVERY_PART
     has_elements = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
     made_as = SplitContainer if has_elements else SplitPart
-    part = _arrive_part(made_as, reference, device, methods, module.training, name, kind.__name__, attributes)
+    shown = name, kind, attributes, list_inner(module)
+    part = _arrive_part(made_as, reference, device, methods, module.training, *shown)
     part._describe(description)
     return part
 
@@ -176,12 +183,13 @@ def share_proxies(parts: Iterable[tuple[SplitPart, nn.Module]]) -> None:
             other, proxy = first.setdefault(id(parameter), (part, listed[name]))
             if other is not part:
                 part._tensors.share(index, proxy)
-                other._shares = part._shares = True
+                other.__dict__["_shares"] = part.__dict__["_shares"] = True
+        part._place_tensors()
 
 
 def _reduce_part(part: SplitPart, parcels: list[Any]) -> Any:
     """A part travels in calls as a ``RemoteModule`` does: as a reference."""
-    shown = part._name, part._kind, part._attributes
+    shown = part._name, part._kind, part._attributes, part._listed
     device = torch.device(part.device)
     return _arrive_part, (type(part), part.module_rref, device, part._methods, part.training, *shown)
 
@@ -193,12 +201,13 @@ def _arrive_part(  # noqa: PLR0917 (in a message)
     methods: tuple[str, ...],
     training: bool,
     name: str,
-    kind: str,
+    kind: type[nn.Module],
     attributes: frozenset[str],
+    listed: list[InnerModule],
 ) -> SplitPart:
     part = made_as.__new__(made_as)
     part._set(reference, device, methods, training)
-    part.__dict__.update(_name=name, _kind=kind, _attributes=attributes)
+    part.__dict__.update(_name=name, _kind=kind, _attributes=attributes, _listed=listed)
     return part
 
 

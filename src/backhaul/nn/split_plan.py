@@ -108,6 +108,10 @@ def _find(model: nn.Module, name: Any) -> nn.Module:
         raise TypeError(f"a part is named by a str such as 'encoder.layers.0', not a {type(name).__name__}")
     module: Any = model
     for step in name.split(".") if name else ():
+        if isinstance(module, RemoteModule):
+            raise ValueError(
+                f"'{name}' is inside a module that is on worker '{module.on}' already; call bh.nn.gather(model) first"
+            )
         if step not in module._modules or module._modules[step] is None:
             raise ValueError(f"the model has no module '{name}'{_hint(model, name)}")
         module = module._modules[step]
