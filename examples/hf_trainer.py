@@ -57,7 +57,6 @@ def train(steps: int, places: dict[str, str] | None) -> tuple[list[float], dict[
             folder,
             max_steps=steps,
             per_device_train_batch_size=BATCH,
-            gradient_accumulation_steps=2,
             learning_rate=3e-3,
             weight_decay=0.01,
             warmup_steps=2,
@@ -67,7 +66,7 @@ def train(steps: int, places: dict[str, str] | None) -> tuple[list[float], dict[
             use_cpu=True,
             disable_tqdm=True,
         )
-        trainer = Trainer(model, arguments, train_dataset=make_data(2 * BATCH * steps))
+        trainer = Trainer(model, arguments, train_dataset=make_data(BATCH * steps))
         trainer.train()
         trainer.save_model()
         weights = load_file(Path(folder) / "model.safetensors")
