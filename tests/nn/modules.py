@@ -143,3 +143,8 @@ def tied() -> nn.Module:
     made = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     made[1].weight = made[0].weight
     return made
+
+
+def nested() -> nn.Module:
+    """A module with a part on another worker."""
+    return nn.Sequential(bh.nn.RemoteModule("worker2", seeded, (1,)), nn.Tanh())

@@ -138,8 +138,13 @@ def test_a_parameter_in_the_loss() -> None:
         (model(batch()).sum() + 0.1 * decay).backward()
     assert_same_gradients(there, here)
     weight = next(iter(there[3].parameters()))
-    (gradient,) = torch.autograd.grad((2 * torch.stack([weight, weight])).sum(), [there[0].weight], allow_unused=True)
-    assert gradient is None
+    with pytest.raises(NotImplementedError, match="grad of the parameter"):
+        torch.autograd.grad(there(batch()).sum(), [weight])
+    with pytest.raises(bh.errors.BackhaulError, match="inputs="):
+        there(batch()).sum().backward(inputs=[weight])
+    (gradient,) = torch.autograd.grad(there(batch()).sum(), [there[0].bias])
+    (wanted,) = torch.autograd.grad(here(batch()).sum(), [here[0].bias])
+    torch.testing.assert_close(gradient, wanted)
 
 
 def test_operations_stay_on_the_owner() -> None:
@@ -230,8 +235,56 @@ def listed(module: RemoteModule) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(each.shape)) for name, each in module.named_parameters()]
 
 
+def doubled(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return type(tensor).__name__, tensor * 2
+
+
+def test_parameters_travel_by_value() -> None:
+    there, here = pair()
+    weight, wanted = there[1]._parameters["0.weight"], here[1][0].weight
+    name, found = bh.rpc_sync("worker2", doubled, args=(weight,))
+    found.sum().backward()
+    assert torch.equal(found, wanted * 2)
+    assert torch.equal(value(weight.grad), torch.full_like(wanted, 2))
+    with torch.no_grad():
+        assert bh.rpc_sync("worker2", doubled, args=(weight,))[0] == "Parameter"
+    assert bh.rpc_sync("worker2", doubled, args=(weight.grad,))[0] == name == "Tensor"
+    there.requires_grad_(False)  # reaches the owner before the module travels
+    assert bh.rpc_sync("worker2", requires_grad, args=(there[1],)) == {False}
+
+
+def requires_grad(module: nn.Module) -> set[bool]:
+    return {parameter.requires_grad for parameter in module.parameters()}
+
+
+def test_modules_that_contain_remote_modules() -> None:
+    there, here = RemoteModule("worker1", modules.nested), pair()[1][1:3]
+    assert [tuple(each.shape) for each in there.parameters()] == [tuple(each.shape) for each in here.parameters()]
+    for model in (there, here):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(batch(seed)).pow(2).sum().backward()
+            clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    found, wanted = list(there.state_dict().values()), list(here.state_dict().values())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_modules_that_traveled() -> None:
     there = RemoteModule("worker1", nn.Linear, (4, 2))
     assert bh.rpc_sync("worker2", listed, args=(there,)) == [("weight", (2, 4)), ("bias", (2,))]
     again = RemoteModule.init_from_module_rref("worker1", there.module_rref)
     assert torch.equal(again.weight, there.weight.detach())
+
+
+def test_two_objects_for_one_module() -> None:
+    there = RemoteModule("worker1", nn.Linear, (4, 2))
+    with torch.inference_mode():
+        again = RemoteModule.init_from_module_rref("worker1", there.module_rref)
+        assert again.weight.norm() == there.weight.norm()
+    (there(torch.ones(1, 4)) + again(torch.ones(1, 4))).sum().backward()
+    assert torch.equal(value(again.weight.grad), torch.full((2, 4), 2.0))
+    again.weight.grad, there.bias.grad = None, torch.ones(2)
+    assert there.weight.grad is None
+    assert torch.equal(value(again.bias.grad), torch.ones(2))

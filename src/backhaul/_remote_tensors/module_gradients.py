@@ -3,7 +3,8 @@
 [Note: pending changes] ``optimizer.zero_grad()`` sets ``.grad`` of one parameter after the other. One message for each
 would cost more than the step. So a change of ``.grad`` or ``requires_grad`` is kept here, and all changes go out
 together before anything that could depend on them: the module's next forward (which carries them), a step, an
-operation on remote tensors, and any backward pass of this worker.
+operation on remote tensors, and any backward pass of this worker. They are forgotten if no object here refers to the
+module any more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from backhaul._remote_tensors.on_owner import Changes, Form, Gradients, change_a
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._worker.worker import Worker
+from backhaul.errors import PeerLostError, UnknownWorkerError
 
 _attaching = threading.Lock()  # guards the creation of a worker's DrivenModules
 
@@ -35,12 +38,12 @@ class ModuleGradients:
         used: Whether the driver has run the module with grad mode enabled, so that its passes may change gradients.
     """
 
-    def __init__(self, container: RRef[Any]) -> None:
+    def __init__(self, container: RRef[Any], driven: DrivenModules) -> None:
         self.container = container
         self.worker: Worker = container._rrefs.worker
         self.used = False
-        self._modules = driven_modules(self.worker)
-        self._lock = self._modules.lock
+        self._driven = driven
+        self._lock = self._driven.lock
         self._known: Gradients | None = None
         self._known_at = -1  # how many passes of the driver had ended when it asked
         self._cleared: dict[int, None] = {}
@@ -48,7 +51,6 @@ class ModuleGradients:
         self._assigned: dict[int, torch.Tensor] = {}
         self._requires_grad: dict[int, bool] = {}
         self._on_its_way: Future[Any] | None = None  # the forward that carries the latest changes
-        self._modules.add(self)
 
     # What is there.
 
@@ -60,7 +62,7 @@ class ModuleGradients:
             if (assigned := self._assigned.get(index)) is not None:
                 return Form.of(assigned)
         if self.is_stale():
-            self._modules.ask(self)
+            self._driven.ask(self)
         known = self._known
         return None if known is None else known[index]
 
@@ -89,14 +91,14 @@ class ModuleGradients:
             self._zeroed.pop(index, None)
             self._assigned.pop(index, None)
             self._cleared[index] = None
-            self._modules.changed[self] = None
+            self._driven.changed.add(self)
 
     def zero(self, index: int) -> None:
         """Set a gradient to zero."""
         with self._lock:
             if index not in self._cleared:
                 self._zeroed[index] = None
-                self._modules.changed[self] = None
+                self._driven.changed.add(self)
 
     def assign(self, index: int, gradient: torch.Tensor) -> None:
         """Set a gradient."""
@@ -104,19 +106,19 @@ class ModuleGradients:
             self._zeroed.pop(index, None)
             self._cleared.pop(index, None)
             self._assigned[index] = gradient
-            self._modules.changed[self] = None
+            self._driven.changed.add(self)
 
     def require_grad(self, index: int, wanted: bool) -> None:
         """Set whether a parameter requires grad."""
         with self._lock:
             self._requires_grad[index] = wanted
-            self._modules.changed[self] = None
+            self._driven.changed.add(self)
 
     def take(self) -> Changes | None:
         """The changes to send now, if there are any. They count as sent. The caller holds the lock of the modules."""
-        if self not in self._modules.changed:
+        if self not in self._driven.changed:
             return None
-        del self._modules.changed[self]
+        self._driven.changed.discard(self)
         changes = Changes(tuple(self._cleared), tuple(self._zeroed), self._assigned, self._requires_grad)
         known = self._known
         if known is not None:
@@ -129,14 +131,14 @@ class ModuleGradients:
 
     def send_changes(self) -> None:
         """Send the changes of all modules of the driver."""
-        self._modules.send_changes()
+        self._driven.send_changes()
 
     def take_for_forward(self) -> Changes | None:
         """The module is about to run: return the changes that the call carries. Call ``carried_by`` with its future."""
         if torch.is_grad_enabled():
             self.used = True
             self.forget()
-        if self not in self._modules.changed:
+        if self not in self._driven.changed:
             return None
         if self._assigned:
             self.send_changes()
@@ -165,17 +167,25 @@ class DrivenModules:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.changed: dict[ModuleGradients, None] = {}
-        self._modules: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
+        self.changed: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
+        self._all: weakref.WeakValueDictionary[tuple[Any, int], ModuleGradients] = weakref.WeakValueDictionary()
 
-    def add(self, module: ModuleGradients) -> None:
-        """A module whose parameters the worker uses."""
+    def find(self, container: RRef[Any]) -> ModuleGradients:
+        """The gradients of a module, one object however many references to the module there are."""
+        key = container._identity, container._id
         with self.lock:
-            self._modules.add(module)
+            found = self._all.get(key)
+            if found is None:
+                found = self._all[key] = ModuleGradients(container, self)
+            return found
+
+    def _list(self) -> list[ModuleGradients]:
+        with self.lock:
+            return list(self._all.values())
 
     def send_changes(self) -> None:
         """Send all changes, one message to each owner, and wait until they are made; see [Note: pending changes]."""
-        for module in list(self._modules):
+        for module in self._list():
             if module._on_its_way is not None:
                 module.await_forward()
         if not self.changed:
@@ -191,15 +201,20 @@ class DrivenModules:
             assigned = {index: _sendable(message, gradient) for index, gradient in each.assigned.items()}
             number = message.number(module.container)
             made[number] = Changes(each.cleared, each.zeroed, assigned, each.requires_grad)
-        futures = [
-            message.send(via, change_all, made, label="change parameters") for message, made, via in messages.values()
-        ]
+        errors: list[Exception] = []
+        futures: list[Future[None]] = []
+        for message, made, via in messages.values():
+            with _collecting(errors):
+                futures.append(message.send(via, change_all, made, label="change parameters"))
         for future in futures:
-            future.wait()
+            with _collecting(errors):
+                future.wait()
+        if errors:
+            raise errors[0]
 
     def ask(self, module: ModuleGradients) -> None:
         """Ask the owners of ``module``, and of all other modules that may have changed, which gradients there are."""
-        stale = [each for each in self._modules if each is module or (each.used and each.is_stale())]
+        stale = [each for each in self._list() if each is module or (each.used and each.is_stale())]
         at = passes_ended(module.worker)
         by_owner: dict[int, list[ModuleGradients]] = {}
         for each in stale:
@@ -225,6 +240,17 @@ class DrivenModules:
                 each.learn(gradients, at)
 
 
+@contextlib.contextmanager
+def _collecting(errors: list[Exception]) -> Iterator[None]:
+    """Keep the error of the block. A lost owner has nothing to change: what needs its tensors raises an error."""
+    try:
+        yield
+    except (PeerLostError, UnknownWorkerError):
+        return
+    except Exception as error:
+        errors.append(error)
+
+
 def _sendable(message: Message, tensor: torch.Tensor) -> Any:
     """A tensor as an argument of a message: its place, if it is on the receiver."""
     address: Address | None = getattr(tensor, "_address", None)
@@ -243,6 +269,11 @@ def driven_modules(worker: Worker) -> DrivenModules:
             found = DrivenModules()
             worker.attach(found)
         return found
+
+
+def gradients_at(container: RRef[Any]) -> ModuleGradients:
+    """What the worker that holds a reference to a module knows of the module's gradients."""
+    return driven_modules(container._rrefs.worker).find(container)
 
 
 def send_changes(worker: Worker) -> None:

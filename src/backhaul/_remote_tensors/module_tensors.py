@@ -11,7 +11,7 @@ from backhaul._remote_tensors import (  # what remote tensors need to work
     patches,  # noqa: F401
 )
 from backhaul._remote_tensors.addresses import Address
-from backhaul._remote_tensors.module_gradients import ModuleGradients
+from backhaul._remote_tensors.module_gradients import gradients_at
 from backhaul._remote_tensors.on_owner import Description
 from backhaul._remote_tensors.remote_parameter import RemoteParameter
 from backhaul._remote_tensors.remote_tensor import RemoteTensor
@@ -28,12 +28,13 @@ class ModuleTensors:
     """
 
     def __init__(self, container: RRef[Any], description: Description) -> None:
-        self.gradients = ModuleGradients(container)
+        self.gradients = gradients_at(container)
         self.parameters: dict[str, RemoteParameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self._by_index: dict[int, RemoteParameter] = {}
         self.update(description)
 
+    @torch.inference_mode(False)  # else no graph could have the parameters later
     def update(self, description: Description) -> None:
         """Describe the module anew: names and forms may have changed."""
         known = self._by_index

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from backhaul._remote_tensors.addresses import Place
+from backhaul._remote_tensors.addresses import Place, Places
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul._rref.registry import current_rrefs
@@ -57,12 +58,16 @@ class Description:
         parameters: Names and indices; tied parameters have several names and one index.
         forms: The form of each parameter, and whether it requires grad.
         buffers: Names and forms.
+        not_persistent: Names of buffers that are not part of the state.
+        norms: Names and momenta of batch normalization layers.
         uninitialized: Names of lazy parameters. If there are any, nothing else is described.
     """
 
     parameters: list[tuple[str, int]]
     forms: list[tuple[Form, bool]]
     buffers: list[tuple[str, Form]]
+    not_persistent: list[str]
+    norms: list[tuple[str, float | None]]
     uninitialized: list[str]
 
 
@@ -130,7 +135,15 @@ class Containers:
 
     def find_all(self, values: Any) -> Any:
         """``values`` with tensors in place of their places."""
-        return tree_map(lambda value: self.find(value) if isinstance(value, Place) else value, values)
+
+        def find(value: Any) -> Any:
+            if isinstance(value, Place):
+                return self.find(value)
+            if isinstance(value, Places):
+                return [self.find(Place(value.container, value.kind, key)) for key in value.keys]
+            return value
+
+        return tree_map(find, values)
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         """The place of a tensor that was found."""
@@ -157,10 +170,9 @@ def run(named: Sequence[Named], function: Callable[..., Any], args: Any, kwargs:
 
 
 @torch.no_grad()
-def fetch(named: Sequence[Named], places: Sequence[Place]) -> list[torch.Tensor]:
+def fetch(named: Sequence[Named], places: Sequence[Place] | Places) -> list[torch.Tensor]:
     """Copies of tensors."""
-    containers = Containers(named)
-    return [on_cpu(containers.find(place).detach()) for place in places]
+    return [on_cpu(tensor.detach()) for tensor in Containers(named).find_all(places)]
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,12 +190,18 @@ def describe(module: nn.Module) -> Description:
     """The tensors of a module."""
     named = list(module.named_parameters(remove_duplicate=False))
     if lazy := [name for name, parameter in named if is_lazy(parameter)]:
-        return Description([], [], [], lazy)
+        return Description([], [], [], [], [], lazy)
     indices = {parameter: index for index, parameter in enumerate(module.parameters())}
     return Description(
         [(name, indices[parameter]) for name, parameter in named],
         [(Form.of(parameter), parameter.requires_grad) for parameter in indices],
         [(name, Form.of(buffer)) for name, buffer in module.named_buffers() if not is_lazy(buffer)],
+        [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in module.named_modules()
+            for name in part._non_persistent_buffers_set
+        ],
+        [(name, part.momentum) for name, part in module.named_modules() if isinstance(part, _BatchNorm)],
         [],
     )
 

@@ -131,9 +131,7 @@ class _Call:
         send_changes_for(remote[0])
         self._via = remote[0]._address.container
         self._message = message = Message(owner)
-        self._given: dict[Place, RemoteTensor] = {}
-        for tensor in remote:
-            self._given.setdefault(message.place(tensor._address), tensor)
+        self._remote = remote
         places = [message.place(leaf._address) if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(
             [each.detach() if isinstance(each, torch.Tensor) else each for each in places], form
@@ -154,7 +152,7 @@ class _Call:
         if not isinstance(value, Stays):
             return value
         if isinstance(value.value, Place):
-            return self._given[value.value]
+            return next(each for each in self._remote if self._message.place(each._address) == value.value)
         return RemoteTensor(Address(value.value), value.form)
 
 
@@ -168,7 +166,7 @@ def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     by_owner: dict[int, list[int]] = {}
     for index in range(count):
         parts = [each[index] for each in args if _is_list(each, count)]
-        owner = _place_of(args[0][index]) if written else _owner_of(func, tree_flatten(parts)[0], ())
+        owner = _place_of(args[0][index]) if written else _owner_of(func, parts, ())
         by_owner.setdefault(owner, []).append(index)
 
     def share(indices: Sequence[int]) -> tuple[list[Any], Any]:

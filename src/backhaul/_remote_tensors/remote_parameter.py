@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.module_gradients import ModuleGradients, send_changes
+from backhaul._remote_tensors.module_gradients import ModuleGradients, gradients_at, send_changes
 from backhaul._remote_tensors.on_owner import Form
 from backhaul._remote_tensors.remote_tensor import RemoteTensor
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
+from backhaul._wire.tensors.subclasses import stand_ins
 
 _original: Any = torch._C.TensorBase
 
@@ -53,6 +54,11 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            raise NotImplementedError(
+                "torch.autograd.grad() cannot return the gradient of a parameter of another worker; call "
+                "loss.backward() and read .grad of the parameter"
+            )
         if torch.is_grad_enabled() and not _keeps_proxies(func):
             args, kwargs = _with_graph(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -128,7 +134,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
             made = message.place(self._address), self.requires_grad
             rref, description = message.send(container, on_owner.copy_parameter, *made, label="copy a parameter").wait()
             ((form, requires_grad),) = description.forms
-            memo[id(self)] = RemoteParameter(ModuleGradients(rref), 0, form, requires_grad)
+            memo[id(self)] = RemoteParameter(gradients_at(rref), 0, form, requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def update_form(self, form: Form, requires_grad: bool) -> None:
@@ -193,6 +199,17 @@ def differentiable(parameters: Sequence[RemoteParameter]) -> list[torch.Tensor]:
     for indices, call in calls:
         made.update(zip(indices, call.wait(), strict=True))
     return [made[index] for index in range(len(parameters))]
+
+
+def _sent(parameter: RemoteParameter) -> torch.Tensor:
+    """What travels in a call in place of a parameter: a copy, part of the graph if the call is."""
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        return differentiable([parameter])[0]
+    return nn.Parameter(parameter.to_here(), parameter.requires_grad)
+
+
+stand_ins[RemoteParameter] = _sent
+stand_ins[RemoteTensor] = RemoteTensor.to_here
 
 
 # Steps of torch's optimizers.

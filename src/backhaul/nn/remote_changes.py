@@ -54,8 +54,6 @@ class RemoteChanges(ListedTensors):
         return self._change("apply", fn)
 
     def _change(self, method: str, *args: Any) -> Self:
-        if (gradients := self._gradients) is not None:
-            gradients.send_changes()
         self._describe_again(self._start(owner.change, method, args, {}).wait())
         return self
 

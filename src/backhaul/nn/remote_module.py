@@ -34,11 +34,11 @@ from backhaul.nn.remote_changes import RemoteChanges
 from backhaul.nn.remote_device import parse_place
 from backhaul.nn.remote_state import RemoteState
 
-_TRAVELING = frozenset(
-    (*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors")
-)  # attributes that travel
+_TRAVELING = frozenset((*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors", "_norms"))
+"""The attributes that travel with a module."""
 
-_NOT_COPIED = frozenset(("_parameters", "_buffers", "on", "device", "module_rref", "_methods", "_tensors", "training"))
+_MADE_ANEW = frozenset(("on", "device", "module_rref", "_methods", "_tensors", "_norms", "_parameters", "_buffers"))
+"""The attributes that a copy of a module gets anew."""
 
 
 class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
@@ -50,7 +50,8 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     as a reference to it exists on any worker.
 
     Local hooks, ``train``, ``eval``, ``to`` and the like, ``state_dict`` and ``load_state_dict`` work as on any module,
-    also when a local module contains this one. The parameters are on the owner: see ``remote_parameters``.
+    also when a local module contains this one. So do ``parameters`` and ``buffers``: they list what stands for the
+    tensors on the owner, and any ``torch.optim`` optimizer takes it.
 
     Args:
         remote_device: ``"worker1"``, ``"worker1/cuda:0"``, ``"rank:1/cpu"``; without a device, the CPU.
@@ -73,11 +74,12 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         >>> import torch, backhaul as bh
         >>> with bh.cluster(2):
         ...     layer = bh.nn.RemoteModule("worker1", torch.nn.Linear, (4, 2))
-        ...     with bh.context() as ctx:
-        ...         loss = layer(torch.ones(3, 4)).sum()
-        ...         ctx.backward(loss)
-        ...     loss.shape, layer
-        (torch.Size([]), RemoteModule(on='worker1', device='cpu'))
+        ...     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        ...     loss = layer(torch.ones(3, 4)).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     layer.bias.grad.tolist(), layer
+        ([3.0, 3.0], RemoteModule(on='worker1', device='cpu'))
     """
 
     @graph_break
@@ -161,9 +163,8 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         """Find methods of the interface."""
         method = name.removesuffix("_async")
         if method not in self.__dict__.get("_methods", ()):
-            if self._lists_tensors and not name.startswith("_") and name in self._parameters:
-                return self._parameters[name]
-            return super().__getattr__(name)
+            found = self._find_tensor(name)
+            return super().__getattr__(name) if found is None else found
         run = functools.partial(self._run, method)
         return run if method != name else lambda *args, **kwargs: run(*args, **kwargs).wait()
 
@@ -171,6 +172,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """The reference to the module."""
+        self._send_changes()
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
@@ -206,13 +208,11 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of the module on its owner. Hooks and attributes of this side are copied here."""
-        if (gradients := self._gradients) is not None:
-            gradients.send_changes()
         rref, training, description = self._start(owner.copy_of).wait()
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made._set(rref, torch.device(self.device), self._methods, training)
-        own = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        own = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
         made.__dict__.update(copy.deepcopy(own, memo))
         made._describe_new(description)
         return made
@@ -266,6 +266,7 @@ def _reduce(module: RemoteModule, parcels: list[Any]) -> Any:
             f"attributes added to a RemoteModule do not travel with it: {', '.join(added)}", UserWarning, stacklevel=2
         )
     device = torch.device(module.device)
+    module._send_changes()
     return _arrive, (type(module), module.module_rref, device, module._methods, module.training)
 
 

@@ -124,14 +124,14 @@ class _OwnerStep:
         self._parameters = {steps.number(parameter): parameter for parameter in _all(groups)}
         self._options = [steps.options(number) for number in groups]
         self._message = Message(owner.id)
-        self._modules: list[ModuleGradients] = []
+        self._named: list[ModuleGradients] = []
         self._asked_at = 0
 
     def start(self) -> Future[Stepped]:
         """Send the message."""
         share, message = self._share, self._message
         modules = dict.fromkeys(parameter._gradients for parameter in self._parameters.values())
-        self._modules = list(modules)
+        self._named = list(modules)
         for module in modules:
             message.number(module.container)
         count = len(modules)
@@ -149,8 +149,8 @@ class _OwnerStep:
         scaling = {name: self._optimizer.__dict__[name] for name in _SCALING if name in self._optimizer.__dict__}
         step = Step(layout, self._options, pushed, scaling, count)
         which = self._maker() if share.optimizer is None else message.number(share.optimizer)
-        self._asked_at = passes_ended(self._modules[0].worker)
-        via = self._modules[0].container
+        self._asked_at = passes_ended(self._named[0].worker)
+        via = self._named[0].container
         return message.send(via, step_owned, which, step, label=f"{type(self._optimizer).__name__}.step")
 
     def _maker(self) -> Maker:
@@ -212,7 +212,7 @@ class _OwnerStep:
         return map_leaves(show, described)
 
     def _learn(self, gradients: Sequence[Gradients]) -> None:
-        for module, found in zip(self._modules, gradients, strict=True):
+        for module, found in zip(self._named, gradients, strict=True):
             module.learn(found, self._asked_at)
 
 

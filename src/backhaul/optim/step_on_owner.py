@@ -66,6 +66,7 @@ class OwnedOptimizer:
         self._maker = maker
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: dict[int, torch.Tensor] = {}
+        self._places: dict[int, Place] = {}
         self._described: dict[int, Any] = {}
 
     def find(self, key: tuple[int, tuple[Any, ...]]) -> torch.Tensor:
@@ -95,6 +96,7 @@ class OwnedOptimizer:
         if step.layout is not None:
             groups = [[(number, containers.parameter(place)) for number, place in group] for group in step.layout]
             self._parameters.update(pair for group in groups for pair in group)
+            self._places = {number: place for group in step.layout for number, place in group}
             param_groups = [
                 {**options, "params": [parameter for _, parameter in group]}
                 for options, group in zip(step.options, groups, strict=True)
@@ -104,9 +106,21 @@ class OwnedOptimizer:
             else:
                 optimizer.param_groups[:] = param_groups
         assert optimizer is not None
+        self._follow(optimizer, containers)
         for group, options in zip(optimizer.param_groups, step.options, strict=True):
             group.update(options)
         return optimizer
+
+    def _follow(self, optimizer: torch.optim.Optimizer, containers: Containers) -> None:
+        """Take over parameters that have replaced others, as ``load_state_dict(assign=True)`` does."""
+        for number, place in self._places.items():
+            old, new = self._parameters[number], containers.parameter(place)
+            if new is not old:
+                self._parameters[number] = new
+                for group in optimizer.param_groups:
+                    group["params"] = [new if each is old else each for each in group["params"]]
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
 
     def _make(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         made = self._maker.kind.__new__(self._maker.kind)

@@ -63,6 +63,11 @@ def take(  # noqa: PLR0917 (torch's signature)
         raise BackhaulError(
             "is_grads_batched and torch.func transforms cannot go back to another worker; use bh.remote_op for the call"
         )
+    if any(isinstance(each, torch.Tensor) and hasattr(each, "owner_name") for each in inputs):
+        raise BackhaulError(
+            "inputs= names a parameter of another worker, and a pass can only be limited to tensors of this worker; "
+            "call backward() without inputs=, and read .grad of the parameter"
+        )
     wanted = list({id(each): each for each in inputs}.values())
     results = None if accumulate_grad else GradientTable()
     with engine.worker:
