@@ -139,6 +139,18 @@ def test_modes_that_are_set_module_by_module() -> None:
     assert_same_model(gather(model), wanted)
 
 
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16, lambda model: model.to(torch.float64)])
+def test_the_type_of_the_model(convert: Any) -> None:
+    model, wanted = EncoderModel(), EncoderModel()
+    wanted.load_state_dict(model.state_dict())
+    split(model, {"encoder": "worker1"})
+    for each in (model, wanted):
+        convert(each)
+        each.cpu()
+        each(vectors(0).to(each.head.weight.dtype)).sum().backward()
+    assert_same_model(gather(model), wanted)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_checkpoints_of_both(case: str) -> None:
     """A checkpoint of the plain model is loaded into a split one, and the reverse."""
@@ -523,6 +535,21 @@ def test_gather_waits_for_changes_of_gradients() -> None:
     model.zero_grad()
     gather(model)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_averaged_weights() -> None:
+    """As in stochastic weight averaging: the average is a copy, whose statistics are computed anew."""
+    found = []
+    for places in (None, {"1": "worker1", "3": "worker2"}):
+        model = make("convolutions")[0]
+        model = model if places is None else split(model, places)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        for _ in range(2):
+            losses(model, vectors, 2)
+            averaged.update_parameters(model)
+        torch.optim.swa_utils.update_bn([vectors(5), vectors(6)], averaged)
+        found.append(dict(averaged.state_dict()))
+    assert_same(*found)
 
 
 def test_copies() -> None:

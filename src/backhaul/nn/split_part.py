@@ -84,6 +84,21 @@ class SplitPart(Impersonates, RemoteModule):
             )
         return super().__deepcopy__(memo)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Called by torch when it converts the model: convert this part to the same type. It stays on its device."""
+        if self._tensors is not None:
+            tensors = [*self._tensors.parameters.values(), *self._tensors.buffers.values()]
+            types = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+            wanted = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in types}
+            if wanted != types:
+                if len(wanted) > 1:
+                    raise ValueError(
+                        f"'{self._name}' has parameters of several types ({', '.join(map(str, types))}), and they are "
+                        "to stay different; convert the model before split, or after bh.nn.gather"
+                    )
+                self.to(wanted.pop())
+        return self
+
     # What is inside it.
 
     def _describe(self, description: Description) -> None:
@@ -99,6 +114,10 @@ class SplitPart(Impersonates, RemoteModule):
         if self._tensors is not None:
             place_tensors(self, self._inner, "_parameters", dict(self._tensors.parameters))
             place_tensors(self, self._inner, "_buffers", dict(self._tensors.buffers))
+
+    def _note_layers(self, description: Description) -> None:
+        super()._note_layers(description)
+        self.__dict__["_norms"] = {}  # they are among the modules inside it
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
