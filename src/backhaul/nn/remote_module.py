@@ -145,13 +145,13 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         arguments = torch.device(self.device), torch.is_grad_enabled(), method, *args
         runner, label, gradients = self._runner(), f"RemoteModule.{method}", self._gradients
-        changes = None if gradients is None else gradients.take_for_forward()
-        if gradients is None or changes is None:
+        changes = [] if gradients is None else gradients.take_for_forward()
+        if gradients is None or not changes:
             return self.module_rref._call(runner, arguments, kwargs, None, label=label)
-        carried = changes.cleared, changes.zeroed, dict(changes.requires_grad)
-        arguments = carried, runner.__name__, *arguments
+        carried = [(each.number, each.cleared, each.zeroed, dict(each.requires_grad)) for each in changes]
+        arguments = gradients.worker.incarnation, carried, runner.__name__, *arguments
         made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
-        gradients.carried_by(made)
+        gradients.carried_by(made, changes)
         return made
 
     def _runner(self) -> Callable[..., Any]:

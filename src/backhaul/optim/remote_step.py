@@ -19,10 +19,9 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from backhaul._autograd.api import passes_ended
 from backhaul._remote_tensors import remote_parameter
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.module_gradients import ModuleGradients, send_changes
+from backhaul._remote_tensors.module_gradients import Asked, ModuleGradients, send_changes
 from backhaul._remote_tensors.on_owner import Gradients, TensorForm
 from backhaul._remote_tensors.remote_parameter import RemoteParameter, hidden
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
@@ -135,7 +134,7 @@ class _OwnerStep:
         self._options = [steps.options(number) for number in groups]
         self._message = Message(owner.id)
         self._named: list[ModuleGradients] = []
-        self._asked_at = 0
+        self._asked: list[Asked] = []
 
     def start(self) -> Future[Stepped]:
         """Send the message."""
@@ -159,7 +158,7 @@ class _OwnerStep:
         scaling = {name: self._optimizer.__dict__[name] for name in _SCALING if name in self._optimizer.__dict__}
         step = OwnerStep(layout, self._options, pushed, scaling, count)
         which = self._maker() if share.optimizer is None else message.number(share.optimizer)
-        self._asked_at = passes_ended(self._named[0].worker)
+        self._asked = [module.asked_now() for module in modules]
         via = self._named[0].container
         return message.send(via, step_owned, which, step, label=f"{type(self._optimizer).__name__}.step")
 
@@ -224,8 +223,8 @@ class _OwnerStep:
         return map_leaves(show, described)
 
     def _learn(self, gradients: Sequence[Gradients]) -> None:
-        for module, found in zip(self._named, gradients, strict=True):
-            module.learn(found, self._asked_at)
+        for module, found, asked in zip(self._named, gradients, self._asked, strict=True):
+            module.learn(found, asked)
 
 
 def _snapshot(state: Any) -> Any:
