@@ -83,25 +83,17 @@ class GroupRun:
         self, group: Group, sources: Sequence[MessageId], compute: Callable[[], list[Fired]]
     ) -> list[Fired]:
         assert self._sharded is not None
-        joined = self.joins_sharded(group)
-        if joined or self._spec.deterministic:
+        if self._spec.deterministic or self.joins_sharded(group):
             self.put_in_order(sources)
-        with self.task(sources), self._sharded.running(joined=joined):
-            fired = compute()
-        if joined and not self._sharded.at_driver:
-            self._sharded.finish()
-        return fired
+        with self.task(sources), self._sharded.running():
+            return compute()
 
     def feed(self, stepper: Stepper, group: Group, arrived: Mapping[MessageId, Grads]) -> tuple[list[Fired], bool]:
         """Give a group that runs node by node what has arrived; see ``Stepper.feed``."""
         if self._sharded is None:
             return stepper.feed(arrived)
-        joined = self.joins_sharded(group)
-        with self._sharded.running(joined=joined):
-            fired, over = stepper.feed(arrived)
-        if over and joined and not self._sharded.at_driver:
-            self._sharded.finish()
-        return fired, over
+        with self._sharded.running():
+            return stepper.feed(arrived)
 
     def joins_sharded(self, group: Group) -> bool:
         """Whether the group has joined all FSDP2 modules of this worker."""

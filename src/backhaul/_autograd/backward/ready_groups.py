@@ -194,8 +194,21 @@ class ReadyGroups:
             return [Outcome(PassTally((), produced) if produced else None, fired)]
         with self._lock:
             self._gatherings.pop(id(group), None)
+        self._reduce_sharded(group)
         self._end(gathering.active)
         return [Outcome(PassTally(tuple(gathering.active), gathering.stepper.produced), fired)]
+
+    def _reduce_sharded(self, group: Group) -> None:
+        """A group has run: reduce gradients of FSDP2 modules, unless others of the pass may still come."""
+        sharded = self._sharded
+        if sharded is None:
+            return
+        joined = sharded.joins(group.leaves, group.nodes)
+        if joined:
+            sharded.joined_ran = True
+            sharded.reach(group.leaves)
+        if not (sharded.at_driver or (not sharded.joined_ran and self.graph.has(sharded.joins))):
+            sharded.finish()
 
     def finish(self) -> None:
         """At the driver: the pass is over."""
@@ -244,6 +257,7 @@ class ReadyGroups:
         fired: list[Fired] = []
         if edges or ends:
             fired = self._group_run.run(group, sources, edges, seeds, ends, order=order, send_early=send_early)
+            self._reduce_sharded(group)
         self._end(sources)
         produced: dict[int, int] = {}
         for answered in ends:

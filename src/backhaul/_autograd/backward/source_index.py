@@ -228,6 +228,10 @@ class SourceIndex:
                 return None
         return _without_frozen(found) if frozen else found
 
+    def has(self, test: Callable[[Iterable[int], Iterable[Node]], bool]) -> bool:
+        """See ``PlainSources.has``."""
+        return any(test(found.leaves, found.nodes) for found in self._sources.values())
+
     def related(
         self, sources: Iterable[MessageId], calls: Iterable[int], roots: IndexedSource | None
     ) -> set[MessageId]:
@@ -306,6 +310,12 @@ class PlainSources:
         with self._lock:
             self._update()
             return self._index.related(sources, calls, None if roots is None else self._index.look(roots))
+
+    def has(self, test: Callable[[Iterable[int], Iterable[Node]], bool]) -> bool:
+        """Whether ``test`` holds for what any source reaches: the ids of leaves, and nodes."""
+        with self._lock:
+            self._update()
+            return self._index.has(test)
 
     def _update(self) -> None:
         """Walk the records that are new."""

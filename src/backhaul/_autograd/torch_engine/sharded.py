@@ -20,7 +20,6 @@ import torch
 from backhaul._autograd.torch_engine.run import Node, OfRun
 from backhaul._runtime import interrupts
 from backhaul._torch_support import require
-from backhaul.errors import BackhaulError
 
 State = Any  # torch's FSDPState: what FSDP2 knows about a module
 
@@ -77,20 +76,24 @@ class ShardedShare:
     Args:
         found: The states of the modules.
         at_driver: Whether the worker drives the pass. The driver knows when the pass is over, and calls ``finish``
-            then. Other workers call it when the group that has joined all modules has run.
+            then. Other workers call ``finish`` when the group that has joined all modules has run.
+
+    Attributes:
+        joined_ran: Whether that group has run.
     """
 
     def __init__(self, found: Iterable[State], *, at_driver: bool) -> None:
         self.at_driver = at_driver
-        self._parameters: dict[int, torch.Tensor] = {}  # by id: the gathered ones, which are the leaves of the graph
+        self.joined_ran = False
+        self._parameters: dict[int, tuple[torch.Tensor, State]] = {}  # by id: the gathered ones, which are the leaves
         for state in found:
             for group in _groups(state):
                 for each in group.fsdp_params:
                     parameter = getattr(each, "_unsharded_param", None)
                     if parameter is not None:
-                        self._parameters[id(parameter)] = parameter
+                        self._parameters[id(parameter)] = parameter, state
         self._lock = threading.Lock()  # guards _waiting
-        self._waiting: dict[State, None] = {}
+        self._waiting: dict[State, None] = {}  # modules that got gradients
 
     def __contains__(self, leaf: torch.Tensor) -> bool:
         """Whether ``leaf`` is a parameter of an FSDP2 module."""
@@ -101,26 +104,26 @@ class ShardedShare:
         return any(leaf in self._parameters for leaf in leaves) or among(nodes)
 
     @contextlib.contextmanager
-    def running(self, *, joined: bool) -> Iterator[None]:
-        """While this thread runs a part of the pass: do not reduce gradients. ``joined``: see ``joins``."""
-        _running.begin((self, joined))
+    def running(self) -> Iterator[None]:
+        """While this thread runs a part of the pass: do not reduce gradients."""
+        _running.begin(self)
         try:
             yield
         finally:
             _running.end()
 
-    def put_off(self, state: State, *, joined: bool) -> None:
+    def put_off(self, state: State) -> None:
         """A gradient has arrived at an output of a module: reduce gradients in ``finish``."""
-        if not (joined or self.at_driver):
-            raise BackhaulError(
-                "a gradient of a pass of another worker arrived at an output of an FSDP2 module (fully_shard), but no "
-                "parameter or input of the module lies behind that output on this worker: the module computed the "
-                "output from tensors of other workers alone. Backhaul cannot tell when to reduce the gradients of the "
-                "module. Apply fully_shard to the parts that have parameters, not to the module around them"
-            )
         with self._lock:
             self._waiting[state] = None
         state._state_ctx.post_backward_final_callback_queued = True
+
+    def reach(self, leaves: Iterable[int]) -> None:
+        """Leaves, given by ids, have got gradients."""
+        with self._lock:
+            for leaf in leaves:
+                if leaf in self._parameters:
+                    self._waiting[self._parameters[leaf][1]] = None
 
     @interrupts.calls_out
     def finish(self) -> None:
@@ -129,16 +132,18 @@ class ShardedShare:
             waiting, self._waiting = self._waiting, {}
         if not waiting:
             return
+        done: set[int] = set()  # ids of what all states below one root share
         _running.begin(None)  # this may be a pass inside a part of another
         try:
             for state in states():
-                if state in waiting and state._state_ctx.post_backward_final_callback_queued:
+                if state in waiting and id(state._state_ctx) not in done:
+                    done.add(id(state._state_ctx))
                     state._root_post_backward_final_callback()
         finally:
             _running.end()
 
 
-_running: OfRun[tuple[ShardedShare, bool] | None] = OfRun()
+_running: OfRun[ShardedShare | None] = OfRun()
 
 
 def replacements() -> list[tuple[Any, str, Callable[..., None]]]:
@@ -147,12 +152,11 @@ def replacements() -> list[tuple[Any, str, Callable[..., None]]]:
     register, post_backward = state._register_root_post_backward_final_callback, group.post_backward
 
     def register_callback(self: State) -> None:
-        running = _running.get()
-        if running is None:
+        share = _running.get()
+        if share is None:
             register(self)
-        elif not self._state_ctx.post_backward_final_callback_queued:
-            share, joined = running
-            share.put_off(self, joined=joined)
+        else:
+            share.put_off(self)
 
     def reduce_now(self: Any, *unused: Any) -> None:
         if _running.get() is None:
