@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -248,3 +250,99 @@ def test_both_ends(tmp_path: pathlib.Path, kind: str, by_layer: bool, ranks: int
     should = expected(kind, ranks)
     for rank in range(2 * ranks):
         torch.testing.assert_close(found[rank], should[rank // ranks])
+
+
+# In one process, with one rank. Gloo keeps descriptors.
+
+
+@pytest.fixture
+def model(tmp_path: pathlib.Path) -> Iterator[torch.nn.Module]:
+    """A sharded model that worker 1 serves, and an equal one in ``plain``."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch.manual_seed(12)
+        models["plain"] = Net().double()
+        models["there"] = made = copy.deepcopy(models["plain"])
+        fully_shard(made)
+        yield made
+    finally:
+        models.clear()
+        torch.distributed.destroy_process_group()
+
+
+def grads_of(model: torch.nn.Module) -> Grads:
+    return [whole(each.grad) for each in model.parameters()]
+
+
+def call_twice(calls: Calls, x: torch.Tensor) -> torch.Tensor:
+    return calls.there(calls.there(x) + x).pow(2).sum()
+
+
+def in_plain(program: Callable[[], Any]) -> Any:
+    """Run a program with the model that is not sharded."""
+    sharded, models["there"] = models["there"], models["plain"]
+    try:
+        return program()
+    finally:
+        models["there"] = sharded
+
+
+@pytest.mark.may_leak
+def test_accumulation_without_reduction(model: torch.nn.Module) -> None:
+    with bh.cluster(2):
+        model.set_requires_gradient_sync(False)
+        call_twice(Calls(1), batch(0, 0)).backward()
+        assert grads_of(model) == [None] * 7
+        model.set_requires_gradient_sync(True)
+        call_twice(Calls(1), batch(0, 1)).backward()
+    in_plain(lambda: [call_twice(Calls(None), batch(0, step)).backward() for step in range(2)])
+    torch.testing.assert_close(grads_of(model), grads_of(models["plain"]))
+
+
+@pytest.mark.may_leak
+def test_gradients_of_inputs_alone(model: torch.nn.Module) -> None:
+    x = batch(0, 0).requires_grad_()
+    with bh.cluster(2):
+        (found,) = torch.autograd.grad(call_twice(Calls(1), x), x)
+        assert grads_of(model) == [None] * 7
+        call_twice(Calls(1), x).backward()
+    (should,) = in_plain(lambda: torch.autograd.grad(call_twice(Calls(None), x), x))
+    torch.testing.assert_close(found, should)
+    torch.testing.assert_close(x.grad, should)
+    in_plain(lambda: call_twice(Calls(None), x).backward())
+    torch.testing.assert_close(grads_of(model), grads_of(models["plain"]))
+
+
+@pytest.mark.may_leak
+def test_frozen_model(model: torch.nn.Module) -> None:
+    model.requires_grad_(False)
+    x = batch(0, 0).requires_grad_()
+    with bh.cluster(2):
+        for _ in range(2):
+            call_twice(Calls(1), x).backward()
+    found, x.grad = x.grad, None
+    in_plain(lambda: [call_twice(Calls(None), x).backward() for _ in range(2)])
+    torch.testing.assert_close(found, x.grad)
+
+
+@pytest.mark.may_leak
+def test_gradients_in_contexts(model: torch.nn.Module) -> None:
+    with bh.cluster(2):
+        with bh.context() as ctx, pytest.raises(bh.BackhaulError, match=r"FSDP2 .* call loss\.backward\(\) outside"):
+            ctx.backward(call_twice(Calls(1), batch(0, 0)))
+        with bh.context() as ctx:
+            ctx.backward(call_twice(Calls(1), batch(0, 0)), accumulate="grad")
+        found = grads_of(model)
+    in_plain(lambda: call_twice(Calls(None), batch(0, 0)).backward())
+    torch.testing.assert_close(found, grads_of(models["plain"]))
+
+
+@pytest.mark.may_leak
+def test_passes_in_one_process_stay_as_they_are(model: torch.nn.Module) -> None:
+    with bh.cluster(2):
+        call_twice(Calls(1), batch(0, 0)).backward()
+        model(batch(0, 1)).pow(2).sum().backward()
+    in_plain(lambda: call_twice(Calls(None), batch(0, 0)).backward())
+    models["plain"](batch(0, 1)).pow(2).sum().backward()
+    torch.testing.assert_close(grads_of(model), grads_of(models["plain"]))
