@@ -66,7 +66,7 @@ SIGNATURES = {
     "shutdown": "(*, graceful, timeout, ignore_rref_leak)",
     "leave": "(*, timeout)",
     "on_membership": "(callback)",
-    "launch": "(function, workers, *, args, kwargs, options, timeout, start_method)",
+    "launch": "(function, workers, *, args, kwargs, options, timeout, start_method, torchrun_variables)",
     "expose": "(function, *, name, to)",
     "cluster": "(workers, *, options, endpoints)",
     "rpc_sync": "(to, func, args, kwargs, timeout, *, retry)",
@@ -98,6 +98,12 @@ def test_names() -> None:
 
 def test_signatures() -> None:
     assert {name: shape(getattr(bh, name)) for name in SIGNATURES} == SIGNATURES
+
+
+def test_modules_on_other_workers() -> None:
+    assert bh.nn.__all__ == ["RemoteModule", "gather", "split"]
+    assert shape(bh.nn.split) == "(model, places, *, timeout)"
+    assert shape(bh.nn.gather) == "(model, *, timeout)"
 
 
 def test_every_public_thing_is_documented() -> None:

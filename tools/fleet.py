@@ -39,6 +39,7 @@ from backhaul.testing.snapshots import take_snapshot
 COUNTED = (
     "num_autograd_contexts",
     "num_current_backward_passes",
+    "num_plain_records",
     "num_pending_calls",
     "num_owner_rrefs",
     "num_forks",

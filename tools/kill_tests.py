@@ -29,6 +29,7 @@ import torch
 
 from backhaul._options import Options
 from backhaul._rpc.api import rpc_async, rpc_sync
+from backhaul._sim.plain_steps import PlainStep, draw_plain_step, plain_step, run_plain_step
 from backhaul._sim.random_steps import RandomStep, draw_step, run_step
 from backhaul.errors import BackhaulError, BackwardTimeoutError, CallTimeoutError, PeerLostError, SerializationError
 from tools.fleet import Exam, Fleet
@@ -189,8 +190,12 @@ class Killer:
 
     def _run_step(self, step: RandomStep, outcome: KillOutcome) -> None:
         driver = step.places[0]
+        run: Callable[..., list[str]] = run_step
+        given: RandomStep | PlainStep = step
+        if self._draw.random() < 0.3:  # no context, so stages of contexts may not be reached
+            run, given = run_plain_step, plain_step(step)
         try:
-            differences = run_step(step) if driver == 0 else rpc_async(driver, run_step, args=(step,)).wait()
+            differences = run(given) if driver == 0 else rpc_async(driver, run, args=(given,)).wait()
         except BackhaulError as error:
             outcome.how, outcome.about = type(error).__name__, error.worker
             error.__traceback__ = None  # it refers to everything that the step held
@@ -248,8 +253,9 @@ class Killer:
     def _must_be_right(self, when: str, others: Sequence[int] | None = None) -> None:
         numbers = self._numbers() if others is None else [0, *others]
         step = draw_step(self._draw, next(self._runs), 0, numbers)
+        plain = draw_plain_step(self._draw, next(self._runs), 0, numbers)
         try:
-            differences = run_step(step)
+            differences = run_step(step) + run_plain_step(plain)
         except Exception as error:
             self._verdict.steps[type(error).__name__] += 1
             self._verdict.problems.append(f"{when}: a step failed:\n{''.join(traceback.format_exception(error))}")

@@ -32,6 +32,7 @@ import torch
 from backhaul._options import Options
 from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._rref.remote import remote
+from backhaul._sim.plain_steps import draw_plain_step, run_plain_step
 from backhaul._sim.random_steps import draw_step, forget_states, run_step
 from backhaul.errors import BackhaulError
 from tools.fleet import DRIVER, Exam, Fleet
@@ -163,6 +164,7 @@ class Soak:
         draw = random.Random(self._setting.seed * 1000 + number)
         operations: list[tuple[str, Callable[[random.Random], bool]]] = [
             ("step", self._step),
+            ("plain step", self._plain_step),
             ("call", self._call),
             ("calls at once", self._calls),
             ("nested call", self._nested),
@@ -205,6 +207,10 @@ class Soak:
     def _step(self, draw: random.Random) -> bool:
         numbers = range(len(self._names) + 1)
         return not run_step(draw_step(draw, next(self._runs), 0, numbers, length=5))
+
+    def _plain_step(self, draw: random.Random) -> bool:
+        numbers = range(len(self._names) + 1)
+        return not run_plain_step(draw_plain_step(draw, next(self._runs), 0, numbers, length=5))
 
     def _value(self, draw: random.Random) -> torch.Tensor:
         return torch.full((draw.choice(_SIZES),), draw.random())

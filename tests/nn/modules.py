@@ -136,3 +136,15 @@ def shifted(module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
 def fill(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.ones_(module.weight)
+
+
+def tied() -> nn.Module:
+    """A module with one parameter in two places."""
+    made = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    made[1].weight = made[0].weight
+    return made
+
+
+def nested() -> nn.Module:
+    """A module with a part on another worker."""
+    return nn.Sequential(bh.nn.RemoteModule("worker2", seeded, (1,)), nn.Tanh())

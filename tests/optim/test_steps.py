@@ -71,6 +71,31 @@ def test_gradients_in_grad() -> None:
         same(far.values(), plain.values())
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_closure_computes_the_gradients(named: bool) -> None:
+    plain = Plain()
+    expected = torch.optim.SGD(plain.groups(), lr=0.1)
+    for x in batches(2):
+        expected.zero_grad()
+        plain.loss(x).backward()
+        expected.step()
+    with bh.cluster(WORKERS):
+        far = Far()
+        optimizer = DistributedOptimizer(torch.optim.SGD, far.groups(), lr=0.1)
+        for x in batches(2):
+
+            def closure(x: torch.Tensor = x) -> float:
+                optimizer.zero_grad()
+                loss = far.loss(x)
+                loss.backward()
+                return loss.item()
+
+            with torch.no_grad():
+                found = optimizer.step(closure=closure) if named else optimizer.step(closure)
+            assert isinstance(found, float)
+        same(far.values(), plain.values())
+
+
 def test_zero_grad_can_leave_zeros() -> None:
     with bh.cluster(WORKERS):
         far = Far(accumulate="grad")

@@ -40,7 +40,9 @@ def test_a_kind_of_fault(fault: str) -> None:
 def test_every_step_is_right_where_nothing_goes_wrong() -> None:
     verdict = run_seed(SimulationSetting(3, workers=6, steps=10, faults=()))
     assert verdict.problems == []
-    assert verdict.outcomes["right"] + verdict.outcomes["right, with replay"] == 10
+    outcomes = verdict.outcomes
+    assert outcomes["right"] + outcomes["right, with replay"] + outcomes["plain right"] == 10
+    assert outcomes["plain right"]
 
 
 @pytest.mark.parametrize("seed", [1, 4, 6])

@@ -41,6 +41,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--replay", action=argparse.BooleanOptionalAction, default=True, help="run some steps in contexts with replay"
     )
+    parser.add_argument("--plain", type=float, default=0.5, help="the share of steps outside contexts (default 0.5)")
     parser.add_argument("--errors", help="show the errors of steps that match this regular expression")
     parser.add_argument("--twice", action="store_true", help="run each seed twice and compare the runs")
     parser.add_argument("--trace", help="write the trace to this file; for one seed")
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
         faults,
         Checks(left_by_lost=given.left_by_lost, references=given.references),
         given.replay,
+        given.plain,
         keep_trace=given.trace is not None,
     )
     torch.set_num_threads(1)
@@ -119,4 +121,5 @@ def _command(given: argparse.Namespace, seed: int) -> str:
         text += f" --faults '{given.faults}'"
     text += "" if given.left_by_lost else " --no-left-by-lost"
     text += "" if given.replay else " --no-replay"
+    text += "" if given.plain == 0.5 else f" --plain {given.plain:g}"
     return text + ("" if given.references else " --no-references")

@@ -6,17 +6,20 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import random
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+from backhaul._autograd.forward import functions
 from backhaul._options import Liveness, Options
 from backhaul._rpc.node import Node
 from backhaul._sim.cluster import SimCluster, SimProgram
 from backhaul._sim.faults import FAULTS, HARMLESS, SURVIVED, UNREACHABLE, SimulatedFaults
 from backhaul._sim.network import NetworkConditions
+from backhaul._sim.plain_steps import draw_plain_step, plain_leftovers, run_plain_step
 from backhaul._sim.random_steps import RandomStep, Stage, draw_step, forget_states, run_step
 from backhaul._worker.worker import current_worker
 from backhaul.errors import BackhaulError
@@ -53,6 +56,7 @@ class SimulationSetting:
         faults: The kinds of faults to draw from.
         checks: The optional checks at the end.
         replay: Whether some steps run in contexts with replay.
+        plain: The share of steps that run outside contexts.
         keep_trace: Whether to keep the lines of the trace.
     """
 
@@ -62,6 +66,7 @@ class SimulationSetting:
     faults: tuple[str, ...] = FAULTS
     checks: Checks = Checks()
     replay: bool = True
+    plain: float = 0.5
     keep_trace: bool = False
 
 
@@ -193,6 +198,9 @@ class _Run:
             self._begun[run] = worker.incarnation, self._cluster.scheduler.now
             draw = random.Random(self._setting.seed * 1_000_003 + run)
             known = [peer.record.id for peer in worker.part(Node).peers]
+            if random.Random(f"plain {self._setting.seed} {run}").random() < self._setting.plain:
+                self._run_plain(draw, run, known)
+                continue
             step = draw_step(draw, run, worker.info.id, known, replay=self._setting.replay)
             what = "step with replay" if step.replay else "step"
             self._cluster.scheduler.trace.note(f"{what} {run} on {worker.name}")
@@ -221,6 +229,30 @@ class _Run:
                 if differences:
                     self._verdict.problems.append(f"step {run} has wrong gradients: {'; '.join(differences)}")
             self._cluster.collect()
+
+    def _run_plain(self, draw: random.Random, run: int, known: list[int]) -> None:
+        """Run a step outside contexts."""
+        worker = current_worker()
+        self._cluster.scheduler.trace.note(f"plain step {run} on {worker.name}")
+        try:
+            differences = run_plain_step(draw_plain_step(draw, run, worker.info.id, known))
+        except BackhaulError as error:
+            self._verdict.errors.append("".join(traceback.format_exception(error)))
+            kind = type(error).__name__
+            del error
+            self._end(run, f"plain {kind}")
+            if self._is_unharmed:
+                self._verdict.problems.append(
+                    f"plain step {run} failed although no harmful fault happened\n{self._verdict.errors[-1]}"
+                )
+        except Exception as error:
+            self._end(run, f"plain {type(error).__name__}")
+            self._complain(f"plain step {run} failed with an error that is not a BackhaulError", error)
+        else:
+            self._end(run, "plain wrong" if differences else "plain right")
+            if differences:
+                self._verdict.problems.append(f"plain step {run} has wrong gradients: {'; '.join(differences)}")
+        self._cluster.collect()
 
     def _note_stage(self, stages: dict[Stage, float], stage: Stage) -> None:
         stages[stage] = self._cluster.scheduler.now
@@ -253,8 +285,9 @@ class _Run:
         cluster, faults, checks = self._cluster, self._verdict.faults, self._setting.checks
         for _ in range(_MAX_COLLECTIONS):  # what is freed on one worker may free something on another
             cluster.sleep(_SETTLE_SECONDS / 4)
+            forget_states()
             cluster.collect()
-            if not cluster.leftovers():
+            if not (cluster.leftovers() or plain_leftovers(cluster.nodes.values())):
                 break
         cluster.sleep(1.0)
         ignored: list[str] = []
@@ -269,6 +302,7 @@ class _Run:
             self._verdict.problems.append(
                 "left behind: " + ", ".join(f"{name} {what} {count}" for (name, what), count in left.items())
             )
+        self._verdict.problems += [f"left behind: {text}" for text in plain_leftovers(cluster.nodes.values())]
         try:
             # A graceful shutdown would wait for a silent worker, which may still answer.
             left_open = cluster.shutdown(graceful=not faults["crash in silence"], timeout=60.0)
@@ -329,6 +363,8 @@ def _run_seed(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
         verdict.problems.append("".join(traceback.format_exception(error)))
     finally:
         forget_states()
+        gc.collect()  # what crashed workers held
+        functions.live.clear()  # message ids of another seed may be the same
     scheduler = cluster.scheduler
     verdict.digest = scheduler.trace.digest
     verdict.switches, verdict.frames, verdict.virtual = scheduler.switches, cluster.network.sent, scheduler.now

@@ -306,6 +306,11 @@ def passes_started() -> int:
     return current_worker().part(Engine).latest_pass
 
 
+def passes_ended(worker: Worker) -> int:
+    """How many backward passes of a worker have ended. Each may have changed ``.grad`` of leaves on any worker."""
+    return worker.part(Engine).passes_ended
+
+
 def find_gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:
     """As ``get_gradients``; None if no call of the context has reached this worker, so that it holds no gradients here.
 

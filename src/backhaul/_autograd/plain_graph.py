@@ -7,8 +7,9 @@ The send record on the other worker lives as long as that object:
 - A pass that frees the graph frees the send records that it uses, and marks the ``PlainRecv`` as spent. An ordinary
   training step therefore needs no message besides those of the pass.
 - When a ``PlainRecv`` dies that is not spent, its worker tells the sender, which drops the record (``Drop``).
-- When a worker is lost, all records of messages to it are dropped.
-- When only a channel is lost, notices may be lost in it. Each worker then asks the other which messages it still holds.
+- When a channel is lost, notices may be lost in it. Each worker then asks the other which messages it still holds, and
+  drops the other records.
+- When the other worker cannot be reached, all records of messages to it are dropped.
 
 A record keeps a graph, and that graph may hold other ``PlainRecv`` objects. Each of these was received before the
 record was made. So ownership goes back in time only, has no cycles, and needs no garbage collection.
@@ -65,6 +66,10 @@ class PlainGraph(Context):
         generation = self._losses[sender][0] if sender in self._losses else 0
         return PlainRecv(message, sender, order, replied, self.mark, generation=generation, on_death=self._on_death)
 
+    def received(self, recv: PlainRecv) -> bool:
+        """Whether a message was received by this worker."""
+        return recv.on_death == self._on_death
+
     def add_send(self, record: SendRecord) -> bool:
         self.known.add(record.to)
         self.sends[record.message] = record
@@ -113,6 +118,13 @@ class PlainGraph(Context):
         for each in passes:
             each.abandon()
         self.drop(self.sent_to(worker))
+
+    def abandon(self, driver: int) -> None:
+        """The passes of a driver are over. Their shares stay, so that gradients that are still to come are ignored."""
+        with self.lock:
+            passes = [share for (number, _), share in self.runs.items() if number == driver]
+        for each in passes:
+            each.abandon()
 
     def orphaned(self, recv: Recv) -> tuple[str, str] | None:
         loss = self._losses.get(recv.sender)

@@ -33,6 +33,7 @@ T = TypeVar("T")
 _COUNTED = (
     "num_autograd_contexts",
     "num_current_backward_passes",
+    "num_plain_records",
     "num_pending_calls",
     "num_owner_rrefs",
     "num_forks",

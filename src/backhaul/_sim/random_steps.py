@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -118,10 +118,14 @@ _states: dict[tuple[str, int], State] = {}  # (incarnation, run) -> what the wor
 
 def forget_states() -> None:
     """Drop what failed steps have left. Call it after a simulation."""
+    states = list(_states.values())
     _states.clear()
+    for state in states:
+        state.take_gradients()
 
 
-def _state(step: RandomStep) -> State:
+def state_of(step: RandomStep) -> State:
+    """The state of a step on this worker."""
     state = _states.get((current_worker().incarnation, step.run))
     if state is None:
         raise LostStateError(f"this worker has no state of step {step.run}", worker=current_worker().name)
@@ -141,7 +145,7 @@ def serve(step: RandomStep, worker: int, body: Body, args: Tensors, path: int) -
     def call(to: int, inner: Body, given: Tensors) -> Tensors:
         return _call(step, to, inner, given, path * 31 + next(numbers))
 
-    return run_body(body, args, _state(step), call)
+    return run_body(body, args, state_of(step), call)
 
 
 def serve_referred(step: RandomStep, worker: int, body: Body, args: RRef[Tensors], path: int) -> Tensors:
@@ -183,18 +187,27 @@ def _call(step: RandomStep, to: int, body: Body, given: Tensors, path: int) -> T
     return copies(rpc_sync(other, relay_further, args=(made, draw.choice(step.places))).to_here())
 
 
-def penalize(context_id: int, step: RandomStep) -> Tensors:
-    """A loss computed from the gradients of this worker's parameters."""
-    grads = get_gradients(context_id) if _has(context_id) else {}
-    return [torch.tanh(grads[p]).pow(2).sum() for p in _state(step).parameters if p in grads]
+def penalize(context_id: int | None, step: RandomStep) -> Tensors:
+    """A loss computed from the gradients of this worker's parameters. They are in ``.grad`` if there is no context."""
+    state = state_of(step)
+    grads = _gradients(context_id, state)
+    return [torch.tanh(grads[p]).pow(2).sum() for p in state.parameters if p in grads]
 
 
-def collect(context_id: int, step: RandomStep) -> tuple[list[torch.Tensor | None], dict[str, int]]:
+def collect(context_id: int | None, step: RandomStep) -> tuple[list[torch.Tensor | None], dict[str, int]]:
     """Return this worker's gradients and counts, and drop the state of the step."""
-    state = _state(step)
+    state = state_of(step)
     del _states[current_worker().incarnation, step.run]
-    grads: dict[torch.Tensor, Any] = get_gradients(context_id) if _has(context_id) else {}
-    return [grads[p].detach() if p in grads else None for p in state.parameters], dict(state.counts)
+    grads = _gradients(context_id, state)
+    found = [grads[p].detach() if p in grads else None for p in state.parameters]
+    state.take_gradients()
+    return found, dict(state.counts)
+
+
+def _gradients(context_id: int | None, state: State) -> dict[torch.Tensor, torch.Tensor]:
+    if context_id is None:
+        return {p: p.grad for p in state.parameters if p.grad is not None}
+    return get_gradients(context_id) if _has(context_id) else {}
 
 
 def _has(context_id: int) -> bool:

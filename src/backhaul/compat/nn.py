@@ -42,6 +42,8 @@ class RemoteModule(nn.RemoteModule):
     most of them.
     """
 
+    _lists_tensors = False
+
     def __init__(
         self,
         remote_device: str,
@@ -96,6 +98,9 @@ class RemoteModule(nn.RemoteModule):
         raise ValueError(
             "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead."
         )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(4)
 
     def __repr__(self) -> str:
         return f"RemoteModule(on={self.on!r}, device={self.device!r})"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from backhaul._remote_tensors.module_gradients import send_changes
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
@@ -28,4 +29,9 @@ class ModuleOnOwner(nn.Module):
     @graph_break
     def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a function of ``owner`` with the module, on the worker that has it."""
+        self._send_changes()
         return self.module_rref._call(function, args, kwargs, None)
+
+    def _send_changes(self) -> None:
+        """Send changes of parameters that the owner does not know yet."""
+        send_changes(self.module_rref._rrefs.worker)

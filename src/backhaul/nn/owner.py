@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,20 +11,32 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from backhaul._remote_tensors import on_owner
+from backhaul._remote_tensors.on_owner import Changes, Description, describe, on_cpu
 from backhaul._rref.handle import RRef
 
 State = dict[str, Any]
 
+Made = tuple[RRef[nn.Module], bool, Description]
+"""A reference to a new module, whether it is in training mode, and its tensors."""
 
-def build(
-    make: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[RRef[nn.Module], bool]:
-    """Make a module on a device. Returns a reference to it, and whether it is in training mode."""
+
+def build(make: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Made:
+    """Make a module on a device."""
     module = make(*args, **kwargs)
     if not isinstance(module, nn.Module):
         label = getattr(make, "__qualname__", repr(make))
         raise ValueError(f"module_cls {label} must return a torch.nn.Module, but it returned a {type(module).__name__}")
-    return RRef(module.to(device)), module.training
+    return _made(module.to(device))
+
+
+def copy_of(module: nn.Module) -> Made:
+    """Copy a module."""
+    return _made(copy.deepcopy(module))
+
+
+def _made(module: nn.Module) -> Made:
+    return RRef(module), module.training, describe(module)
 
 
 def run(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +71,24 @@ def run_in_place(module: nn.Module, device: torch.device, grad: bool, method: st
         return function(*args, **kwargs)
 
 
+def run_changed(  # noqa: PLR0917 (positional arguments travel without pickle)
+    module: nn.Module,
+    changes: tuple[Any, ...],
+    runner: str,
+    device: torch.device,
+    grad: bool,
+    method: str,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Change the module's parameters, then call ``runner``, one of the functions above."""
+    cleared, zeroed, requires_grad = changes
+    on_owner.change(module, Changes(cleared, zeroed, {}, requires_grad))
+    function = {"run": run, "run_there": run_there, "run_in_place": run_in_place}[runner]
+    return function(module, device, grad, method, *args, **kwargs)
+
+
 def _device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
     """The device of the first parameter or buffer: any worker may have moved the module with ``to``."""
     for tensors in (module.parameters(), module.buffers()):
@@ -69,25 +101,46 @@ def _bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to(device)
 
 
-def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU. Meta tensors have no data to move."""
-    return tensor if tensor.is_meta else tensor.cpu()
-
-
 def parameters(module: nn.Module, recurse: bool) -> list[RRef[nn.Parameter]]:
     """References to the parameters, in the module's order."""
     return [RRef(parameter) for parameter in module.parameters(recurse)]
 
 
-def change(module: nn.Module, method: str, args: Any, kwargs: Any) -> None:
-    """Call a method that changes the module."""
+def change(module: nn.Module, method: str, args: Any, kwargs: Any) -> Description:
+    """Call a method that changes the module. Returns its tensors."""
     getattr(module, method)(*args, **kwargs)
+    return describe(module)
 
 
-def convert(module: nn.Module, device: torch.device, method: str, args: Any, kwargs: Any) -> torch.device:
-    """Call ``to`` or a similar method. Returns the device of the module; ``device`` if it has no tensors."""
-    change(module, method, args, kwargs)
-    return _device_of(module, device)
+_modes: weakref.WeakKeyDictionary[nn.Module, list[bool]] = weakref.WeakKeyDictionary()
+"""The modes of modules and of all that is inside them, before the last change by ``train``."""
+
+
+def train(module: nn.Module, mode: bool) -> None:
+    """Set the mode of a module and of all that is inside it."""
+    _modes[module] = [part.training for part in module.modules()]
+    module.train(mode)
+
+
+def restore_mode(module: nn.Module, mode: bool) -> list[bool]:
+    """Undo ``train``, if the module had ``mode`` before. Otherwise set the mode as ``train`` does. Returns the modes of
+    the module and of all that is inside it.
+    """
+    before, parts = _modes.get(module, []), list(module.modules())
+    if before[:1] != [mode] or len(before) != len(parts):
+        train(module, mode)
+        return [mode] * len(parts)
+    for part, was in zip(parts, before, strict=True):
+        part.training = was
+    return before
+
+
+def convert(
+    module: nn.Module, device: torch.device, method: str, args: Any, kwargs: Any
+) -> tuple[torch.device, Description]:
+    """Call ``to`` or a similar method. Returns the device of the module (``device`` if it has no tensors)."""
+    description = change(module, method, args, kwargs)
+    return _device_of(module, device), description
 
 
 def add_hook(module: nn.Module, register: str, hook: Callable[..., Any], options: Mapping[str, Any]) -> RRef[Any]:
@@ -101,16 +154,20 @@ def save(module: nn.Module) -> tuple[State, State]:
     return _plain(dict(state)), dict(getattr(state, "_metadata", {}))
 
 
-def load(module: nn.Module, state: State, versions: State, assign: bool) -> tuple[list[str], list[str], list[str]]:
-    """Load a state. Returns missing keys, unexpected keys, and errors."""
+Loaded = tuple[list[str], list[str], list[str], Description]
+"""Missing keys, unexpected keys, errors, and the tensors of the module."""
+
+
+def load(module: nn.Module, state: State, versions: State, assign: bool) -> Loaded:
+    """Load a state."""
     given: Any = nn.Module().state_dict()  # of the type that can carry metadata
     given.update(state)
     given._metadata = versions
     try:
         keys = module.load_state_dict(given, strict=False, assign=assign)
     except RuntimeError as error:
-        return [], [], [str(error)]
-    return list(keys.missing_keys), list(keys.unexpected_keys), []
+        return [], [], [str(error)], describe(module)
+    return list(keys.missing_keys), list(keys.unexpected_keys), [], describe(module)
 
 
 def _plain(state: State) -> State:

@@ -9,19 +9,37 @@ import torch
 from torch import nn
 
 from backhaul.nn import owner
-from backhaul.nn.module_on_owner import ModuleOnOwner
+from backhaul.nn.listed_tensors import ListedTensors
 
 
-class RemoteChanges(ModuleOnOwner):
+class RemoteChanges(ListedTensors):
     """Changes the module on its owner. Once a method returns, the module there has changed."""
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the module. ``training`` tells the mode that this side has last set or seen."""
         if not isinstance(mode, bool):
             raise ValueError(f"mode must be a bool, not a {type(mode).__name__}")
-        self._change("train", mode)
-        self.training = mode
+        self._start(owner.train, mode).wait()
+        self.__dict__["training"] = mode
         return self
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode. Setting it, as frameworks do after an evaluation, sets the modes of
+        all modules inside it back to what they were before the last ``train`` or ``eval``.
+        """
+        found: bool = self.__dict__["training"]
+        return found
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        known = self.__dict__.get("training")
+        if "module_rref" in self.__dict__ and mode != known:
+            self._note_modes(self._start(owner.restore_mode, mode).wait())
+        self.__dict__["training"] = mode
+
+    def _note_modes(self, modes: list[bool]) -> None:
+        """The modes of the module and of all that is inside it."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of all parameters of the module."""
@@ -36,7 +54,7 @@ class RemoteChanges(ModuleOnOwner):
         return self._change("apply", fn)
 
     def _change(self, method: str, *args: Any) -> Self:
-        self._start(owner.change, method, args, {}).wait()
+        self._describe_again(self._start(owner.change, method, args, {}).wait())
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -79,7 +97,9 @@ class RemoteChanges(ModuleOnOwner):
 
     def _convert(self, method: str, *args: Any, known: torch.device | None = None, **kwargs: Any) -> Self:
         device = known or torch.device(self.device)
-        self.device = str(self._start(owner.convert, device, method, args, kwargs).wait())
+        place, description = self._start(owner.convert, device, method, args, kwargs).wait()
+        self.device = str(place)
+        self._describe_again(description)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -4,12 +4,14 @@ The module itself lives on its owner and never travels. This side keeps a refere
 
 - ``module_on_owner``: what this side keeps.
 - ``remote_changes``, ``remote_state``: methods that run on the owner.
+- ``listed_tensors``: the parameters and buffers.
 - ``no_local_tensors``: methods that are not possible.
 - ``owner``: what the owner runs.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
@@ -32,7 +34,11 @@ from backhaul.nn.remote_changes import RemoteChanges
 from backhaul.nn.remote_device import parse_place
 from backhaul.nn.remote_state import RemoteState
 
-_TRAVELING = frozenset((*nn.Module().__dict__, "on", "device", "module_rref", "_methods"))  # attributes that travel
+_TRAVELING = frozenset((*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors", "_norms"))
+"""The attributes that travel with a module."""
+
+_MADE_ANEW = frozenset(("on", "device", "module_rref", "_methods", "_tensors", "_norms", "_parameters", "_buffers"))
+"""The attributes that a copy of a module gets anew."""
 
 
 class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
@@ -44,7 +50,8 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     as a reference to it exists on any worker.
 
     Local hooks, ``train``, ``eval``, ``to`` and the like, ``state_dict`` and ``load_state_dict`` work as on any module,
-    also when a local module contains this one. The parameters are on the owner: see ``remote_parameters``.
+    also when a local module contains this one. So do ``parameters`` and ``buffers``: they list what stands for the
+    tensors on the owner, and any ``torch.optim`` optimizer takes it.
 
     Args:
         remote_device: ``"worker1"``, ``"worker1/cuda:0"``, ``"rank:1/cpu"``; without a device, the CPU.
@@ -67,11 +74,12 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         >>> import torch, backhaul as bh
         >>> with bh.cluster(2):
         ...     layer = bh.nn.RemoteModule("worker1", torch.nn.Linear, (4, 2))
-        ...     with bh.context() as ctx:
-        ...         loss = layer(torch.ones(3, 4)).sum()
-        ...         ctx.backward(loss)
-        ...     loss.shape, layer
-        (torch.Size([]), RemoteModule(on='worker1', device='cpu'))
+        ...     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        ...     loss = layer(torch.ones(3, 4)).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     layer.bias.grad.tolist(), layer
+        ([3.0, 3.0], RemoteModule(on='worker1', device='cpu'))
     """
 
     @graph_break
@@ -86,10 +94,11 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     ) -> None:
         _check_maker(module_cls)
         place = parse_place(remote_device)
-        rref, training = rpc_sync(
+        rref, training, description = rpc_sync(
             place.worker, owner.build, (module_cls, positional(args), keywords(kwargs), place.device)
         )
         self._set(rref, place.device, _methods_of(_module_interface_cls), training)
+        self._describe_new(description)
 
     def _set(self, rref: RRef[nn.Module], device: torch.device, methods: tuple[str, ...], training: bool) -> None:
         super().__init__()
@@ -135,7 +144,15 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         arguments = torch.device(self.device), torch.is_grad_enabled(), method, *args
-        return self.module_rref._call(self._runner(), arguments, kwargs, None, label=f"RemoteModule.{method}")
+        runner, label, gradients = self._runner(), f"RemoteModule.{method}", self._gradients
+        changes = None if gradients is None else gradients.take_for_forward()
+        if gradients is None or changes is None:
+            return self.module_rref._call(runner, arguments, kwargs, None, label=label)
+        carried = changes.cleared, changes.zeroed, dict(changes.requires_grad)
+        arguments = carried, runner.__name__, *arguments
+        made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
+        gradients.carried_by(made)
+        return made
 
     def _runner(self) -> Callable[..., Any]:
         """The function of ``owner`` that calls the module."""
@@ -146,7 +163,8 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         """Find methods of the interface."""
         method = name.removesuffix("_async")
         if method not in self.__dict__.get("_methods", ()):
-            return super().__getattr__(name)
+            found = self._find_tensor(name)
+            return super().__getattr__(name) if found is None else found
         run = functools.partial(self._run, method)
         return run if method != name else lambda *args, **kwargs: run(*args, **kwargs).wait()
 
@@ -154,6 +172,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """The reference to the module."""
+        self._send_changes()
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
@@ -186,13 +205,25 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     def extra_repr(self) -> str:
         return f"on={self.on!r}, device={self.device!r}"
 
+    @graph_break
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the module on its owner. Hooks and attributes of this side are copied here."""
+        rref, training, description = self._start(owner.copy_of).wait()
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made._set(rref, torch.device(self.device), self._methods, training)
+        own = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
+        made.__dict__.update(copy.deepcopy(own, memo))
+        made._describe_new(description)
+        return made
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         reducers[cls] = _reduce
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SerializationError(
-            "a RemoteModule travels in calls only; it cannot be pickled, copied or saved: save its state_dict() instead"
+            "a RemoteModule travels in calls only; it cannot be pickled or saved: save its state_dict() instead"
         )
 
 
@@ -235,6 +266,7 @@ def _reduce(module: RemoteModule, parcels: list[Any]) -> Any:
             f"attributes added to a RemoteModule do not travel with it: {', '.join(added)}", UserWarning, stacklevel=2
         )
     device = torch.device(module.device)
+    module._send_changes()
     return _arrive, (type(module), module.module_rref, device, module._methods, module.training)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from backhaul._remote_tensors.on_owner import on_cpu
 from backhaul.nn import owner
-from backhaul.nn.module_on_owner import ModuleOnOwner
+from backhaul.nn.listed_tensors import ListedTensors
 
 
-class RemoteState(ModuleOnOwner):
+class RemoteState(ListedTensors):
     """Copies the module's state from its owner, and loads it there."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -41,14 +42,15 @@ class RemoteState(ModuleOnOwner):
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         state = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-        state = tree_map_only(torch.Tensor, lambda tensor: owner.on_cpu(tensor.detach()), state)
+        state = tree_map_only(torch.Tensor, lambda tensor: on_cpu(tensor.detach()), state)
         versions = {
             f"{name}."[len(prefix) : -1]: value
             for name, value in getattr(state_dict, "_metadata", {}).items()
             if f"{name}.".startswith(prefix)
         }
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, errors = self._start(owner.load, state, versions, assign).wait()
+        missing, unexpected, errors, description = self._start(owner.load, state, versions, assign).wait()
+        self._describe_again(description)
         missing_keys.extend(prefix + name for name in missing)
         if strict:
             unexpected_keys.extend(prefix + name for name in unexpected)

@@ -1,5 +1,6 @@
 """Optimizers for parameters on many workers, gradient clipping, and loss scaling for mixed precision."""
 
+from backhaul.optim import remote_step as _remote_step  # noqa: F401 (steps of torch's own optimizers)
 from backhaul.optim.checkpoint import read_checkpoint
 from backhaul.optim.clip import clip_grad_norm_, clip_grad_value_
 from backhaul.optim.optimizer import DistributedOptimizer

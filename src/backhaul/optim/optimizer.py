@@ -174,25 +174,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return answers
 
     @graph_break
-    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, context_id: int | Callable[[], Any] | None = None, closure: Callable[[], Any] | None = None
+    ) -> Any:
         """Step on all owners at once. When this returns or raises, each owner has stepped or failed.
 
         Parameters without a gradient do not change. The ``.grad`` of every parameter stays as it was.
 
         Args:
-            context_id: The context that holds the gradients. None: step with ``.grad``, after passes with
-                ``accumulate="grad"``.
+            context_id: The context that holds the gradients. None: step with ``.grad``, after ``loss.backward()`` or
+                passes with ``accumulate="grad"``. A function is taken as ``closure``.
+            closure: Called first. It computes the gradients into ``.grad``.
+
+        Returns:
+            What ``closure`` returned, else None.
 
         Raises:
             UnknownContextError: The context was released, or no owner knows it.
             Exception: The error of an owner. Notes name its worker and all other owners that failed. The remaining
                 owners have stepped.
         """
+        if callable(context_id):
+            context_id, closure = None, context_id
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
         if context_id is not None:
             find_gradients(context_id)  # raises if it was released
             context_id = int(context_id)
         answers = self._with_changes("the step", lambda share, new: share.local.rpc_async().step(new, context_id))
         check_context(context_id, list(answers.values()))
+        return result
 
     @graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:

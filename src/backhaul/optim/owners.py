@@ -67,8 +67,17 @@ def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[int]]:
     return places
 
 
-def ask_all(calls: Mapping[WorkerInfo, Callable[[], Future[T]]], what: str) -> dict[WorkerInfo, T]:
+def ask_all(
+    calls: Mapping[WorkerInfo, Callable[[], Future[T]]],
+    what: str,
+    finish: Mapping[WorkerInfo, Callable[[T], None]] | None = None,
+) -> dict[WorkerInfo, T]:
     """Start all calls, wait until each has ended, and return the results by owner.
+
+    Args:
+        calls: The function that starts the call, by owner.
+        what: What the calls do, for errors.
+        finish: Functions that take the results, also if other owners fail.
 
     Raises:
         Exception: The error of the first owner that failed. Its notes name that owner and all others that failed.
@@ -84,6 +93,8 @@ def ask_all(calls: Mapping[WorkerInfo, Callable[[], Future[T]]], what: str) -> d
     for owner, future in started.items():
         try:
             results[owner] = future.wait()
+            if finish is not None:
+                finish[owner](results[owner])
         except Exception as error:
             errors[owner] = error
     if errors:

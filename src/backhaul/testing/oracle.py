@@ -75,6 +75,15 @@ class State:
             if (worker, index) in program.hooked:
                 parameter.register_hook(self.hook(f"parameter {index}"))
 
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients of all parameters, and set ``.grad`` to None. A recorded gradient refers to its
+        parameter, so both would never be freed.
+        """
+        found = [None if parameter.grad is None else parameter.grad.detach() for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return found
+
     def count(self, key: str) -> None:
         """Count an event."""
         with self._lock:
@@ -141,9 +150,7 @@ def run_locally(program: Program, *, order: int = 1, retain: bool = False) -> Re
         loss = [p for p in penalties if p.requires_grad]
     result = Result()
     for state in states:
-        for index, parameter in enumerate(state.parameters):
-            result.grads[state.worker, index] = parameter.grad.detach() if parameter.grad is not None else None
-            parameter.grad = None  # a recorded gradient refers to its parameter, so both would never be freed
+        result.grads.update({(state.worker, index): grad for index, grad in enumerate(state.take_gradients())})
         result.counts.update({(state.worker, key): n for key, n in state.counts.items()})
     return result
 
@@ -185,8 +192,7 @@ def collect(context_id: int | None, run: int) -> tuple[list[torch.Tensor | None]
     state = _states.pop((worker.name + worker.incarnation, run))
     grads = _gradients(context_id, state)
     found = [grads[p].detach() if p in grads else None for p in state.parameters]
-    for parameter in state.parameters:
-        parameter.grad = None  # a recorded gradient refers to its parameter, so both would never be freed
+    state.take_gradients()
     return found, dict(state.counts)
 
 

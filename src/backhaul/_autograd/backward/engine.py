@@ -15,6 +15,7 @@ from backhaul._autograd.backward.messenger import PassMessenger
 from backhaul._autograd.backward.outbox import GradientOutbox
 from backhaul._autograd.backward.pass_graph import PassGraph
 from backhaul._autograd.backward.pass_ledger import PassLedger
+from backhaul._autograd.backward.pass_numbers import PassNumbers
 from backhaul._autograd.backward.plain_backward import engines
 from backhaul._autograd.backward.receiver import GradientReceiver
 from backhaul._autograd.backward.record_lifetimes import RecordLifetimes
@@ -32,8 +33,12 @@ from backhaul._autograd.untrusted import recorder_for
 from backhaul._rpc.node import Node
 from backhaul._runtime.worker_patches import while_workers_run
 from backhaul._worker.deadlines import FOREVER
+from backhaul._worker.worker import Worker
 
 while_workers_run(patches.install, patches.uninstall)
+
+before_pass: list[Callable[[Worker], None]] = []
+"""Called with the worker before it starts a pass. Higher layers add what other workers must know by then."""
 
 
 # Over the limit because it puts the pieces together; it has little to do itself.
@@ -49,6 +54,7 @@ class Engine:
         recovery: Replays what a lost worker had computed.
         new_number: Returns the number of another pass of this driver.
         latest_pass: The number of the pass that this worker started last.
+        passes_ended: How many passes of this worker have ended.
         release: Ends a context, see ``ContextRelease.release``.
         name_of, post, report: See ``PassMessenger``.
     """
@@ -61,8 +67,11 @@ class Engine:
         self.client = node.client
         self.container = Container(self.id, worker.incarnation)
         self.drivers: dict[tuple[int, int], PassDriver] = {}
-        self.new_number: Callable[[], int] = itertools.count(1).__next__
+        self._numbers = PassNumbers()
+        self.new_number = self._numbers.new
         self.latest_pass = 0
+        self.passes_ended = 0
+        self._count_ended: Callable[[], int] = itertools.count(1).__next__
         self._messenger = PassMessenger(worker, node.client, self.container)
         self.name_of, self.post, self.report = self._messenger.name_of, self._messenger.post, self._messenger.report
         self._outbox = GradientOutbox(worker, node.client.peers, self.container)
@@ -131,54 +140,58 @@ class Engine:
             number: The number of the pass, if the caller has one already.
             until: When the pass must be over, if its ``timeout`` began before this call.
         """
-        number, observer = number or self.new_number(), self.worker.observer
+        for prepare in before_pass:
+            prepare(self.worker)
+        observer = self.worker.observer
+        number, oldest = self._numbers.begin(context.id, number)
         self.latest_pass = number
-        oldest = number
-        if self.drivers:
-            oldest = min([n for c, n in list(self.drivers) if c == context.id], default=number)
-        spec = PassSpec(
-            context.id,
-            self.id,
-            number,
-            retain,
-            create,
-            fast,
-            into_grad,
-            deterministic,
-            inputs is not None,
-            oldest,
-            observer.sessions() if observer is not None else (),
-            anomaly.level(),
-        )
-        ledger = PassLedger(spec, self.worker.runtime)
-        share = LocalPass(
-            self.worker,
-            spec,
-            context,
-            outbox=self._outbox,
-            messenger=self._messenger,
-            request_orders=self._planner.request_orders,
-            ledger=ledger,
-            roots=[root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots],
-            inputs=inputs,
-            results=results,
-        )
-        driver = PassDriver(self.worker, self.client, self._messenger, share, ledger)
         try:
-            with context.lock:
-                context.runs[self.id, number] = share
-            self.drivers[context.id, number] = driver
-            if until != FOREVER:
-                share.deadline = until
-            elif timeout:
-                share.deadline = self.worker.runtime.now() + timeout
-            driver.run(seeds, timeout)
-        except BaseException:  # also an interrupt of the user
-            driver.abort()
-            if context.replay is not None:
-                self.recovery.await_idle(share)
-            raise
+            spec = PassSpec(
+                context.id,
+                self.id,
+                number,
+                retain,
+                create,
+                fast,
+                into_grad,
+                deterministic,
+                inputs is not None,
+                oldest,
+                observer.sessions() if observer is not None else (),
+                anomaly.level(),
+            )
+            ledger = PassLedger(spec, self.worker.runtime)
+            share = LocalPass(
+                self.worker,
+                spec,
+                context,
+                outbox=self._outbox,
+                messenger=self._messenger,
+                request_orders=self._planner.request_orders,
+                ledger=ledger,
+                roots=[root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots],
+                inputs=inputs,
+                results=results,
+            )
+            driver = PassDriver(self.worker, self.client, self._messenger, share, ledger)
+            try:
+                with context.lock:
+                    context.runs[self.id, number] = share
+                self.drivers[context.id, number] = driver
+                if until != FOREVER:
+                    share.deadline = until
+                elif timeout:
+                    share.deadline = self.worker.runtime.now() + timeout
+                driver.run(seeds, timeout)
+            except BaseException:  # also an interrupt of the user
+                driver.abort()
+                if context.replay is not None:
+                    self.recovery.await_idle(share)
+                raise
+            finally:
+                self.drivers.pop((context.id, number), None)
+                with context.lock:
+                    context.runs.pop((self.id, number), None)
         finally:
-            self.drivers.pop((context.id, number), None)
-            with context.lock:
-                context.runs.pop((self.id, number), None)
+            self._numbers.end(context.id, number)
+            self.passes_ended = self._count_ended()

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Grads, add
 from backhaul._autograd.gradient_table import GradientTable
+from backhaul._autograd.ids import PLAIN
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.torch_engine.hooks import node_hooks
 from backhaul._autograd.torch_engine.reducers import reducers
@@ -216,7 +217,7 @@ class Leaves:
         if not self._spec.into_grad:
             self._accumulate_aside(leaves, grads)
             return
-        if not create:
+        if not create and self._context.id != PLAIN:
             self._detach_grads(leaves)
         run_accumulation(leaves, grads, create=create)
 

@@ -15,6 +15,7 @@ from backhaul._autograd.messages import Abort, AutogradKind, PassSpec, Report, i
 from backhaul._devices import seam
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.pending_call import fault_frame
+from backhaul._rpc.futures import Future
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.faults import encode_fault
 from backhaul._wire.frames import Frame
@@ -58,20 +59,22 @@ class PassMessenger:
         finally:
             leave(token)
 
-    def hint(self, worker: int, frame: Frame) -> None:
-        """Send a frame through every channel to a worker; never blocks.
+    def ask(self, worker: int, function: Callable[..., T], *args: Any) -> Future[T]:
+        """As ``call``, without waiting. The call ends when the other worker answers, or with a lost channel."""
+        token = enter(None)
+        try:
+            return self._client.call_async(worker, function, args, None, 0, mode="internal")
+        finally:
+            leave(token)
 
-        A worker that has lost a channel asks by itself, see ``peer_failure``. A worker with several channels may have
-        lost any of them, and asked through another.
+    def hint(self, worker: int, frame: Frame, *, soon: bool = False) -> None:
+        """Send a frame through every channel to a worker; never blocks. ``soon``: as for ``send_hint``.
+
+        A worker that has lost a channel asks by itself, see ``peer_failure`` and ``record_lifetimes``. A worker with
+        several channels may have lost any of them, and asked through another.
         """
         for channel in self.channels_of(worker):
-            self.send_hint(worker, channel, frame)
-
-    def tell(self, worker: int, frame: Frame) -> None:
-        """Send a frame for which nobody waits, through one channel to a worker; never blocks."""
-        peer = self._client.peers.with_id(worker)
-        if peer is not None and (channel := peer.channel) is not None:
-            self.send_hint(worker, channel, frame, soon=True)
+            self.send_hint(worker, channel, frame, soon=soon)
 
     @staticmethod
     def send_hint(worker: int, channel: Channel, frame: Frame, *, soon: bool = False) -> bool:

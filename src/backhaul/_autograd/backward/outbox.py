@@ -87,8 +87,13 @@ class GradientOutbox:
 
     def ship(self, share: LocalPass, parcels: Parcels) -> None:
         """Send all parcels."""
-        for parcel in parcels.values():
-            self._send(share, parcel)
+        left = list(parcels.values())
+        try:
+            while left:
+                self._send(share, left.pop(0))
+        finally:
+            for parcel in left:
+                _forget(share, parcel)
 
     def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
@@ -162,9 +167,17 @@ class GradientOutbox:
                 share.flush_later(channel)
                 channel.send_soon(frame, timeout=left)
         except (ChannelClosedError, PeerLostError) as error:
+            _forget(share, parcel)
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
             messages = [gradient.message for gradient in parcel.gradients]
             raise peer_lost(share.spec, peer.info.name, reason, messages) from error
+
+
+def _forget(share: LocalPass, parcel: _Parcel) -> None:
+    """A parcel was not sent: forget the records of its gradients, which keep the graph."""
+    for gradient in parcel.gradients:
+        if gradient.note is not None:
+            share.context.drop_send(gradient.note.message)
 
 
 def key_of(spec: PassSpec, message: int) -> GradientKey:

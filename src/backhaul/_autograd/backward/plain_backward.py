@@ -19,6 +19,7 @@ from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ContextId
 from backhaul._autograd.torch_engine import entry
 from backhaul._autograd.torch_engine.run import LeafNode, Node
+from backhaul._runtime.compile_marks import graph_break
 from backhaul.errors import BackhaulError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _UNUSED = (
 )  # torch's text
 
 
+@graph_break
 def take(  # noqa: PLR0917 (torch's signature)
     outputs: Sequence[Root],
     seeds: Sequence[torch.Tensor | None],
@@ -62,6 +64,11 @@ def take(  # noqa: PLR0917 (torch's signature)
     if any(map(_is_batched, seeds)):
         raise BackhaulError(
             "is_grads_batched and torch.func transforms cannot go back to another worker; use bh.remote_op for the call"
+        )
+    if any(isinstance(each, torch.Tensor) and hasattr(each, "owner_name") for each in inputs):
+        raise BackhaulError(
+            "inputs= names a parameter of another worker, and a pass can only be limited to tensors of this worker; "
+            "call backward() without inputs=, and read .grad of the parameter"
         )
     wanted = _once(inputs)
     results = None if accumulate_grad else GradientTable()

@@ -121,6 +121,11 @@ class ReadyGroups:
         with self._lock:
             return sorted(self._waiting)
 
+    @property
+    def holding(self) -> bool:
+        """Whether gradients wait here, or a part of the graph outside contexts is kept."""
+        return bool(self._waiting or self._gatherings or (self._graph is not None and self._graph.ends))
+
     def arrive(self, source: MessageId, grads: Grads, send_early: SendEarly | None = None) -> list[Outcome] | None:
         """The gradients of a source have arrived: run its group if nothing is missing. None: no such source."""
         graph = self._graph or self.prepare()

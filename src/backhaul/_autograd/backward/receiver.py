@@ -14,7 +14,7 @@ from backhaul._autograd.backward.outbox import GradientOutbox, Parcels
 from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Grads, record_recv
-from backhaul._autograd.ids import MessageId, split
+from backhaul._autograd.ids import PLAIN, MessageId, split
 from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, PassTally, Report
 from backhaul._autograd.untrusted import check_abort, check_gradients, check_report
 from backhaul._rpc.cluster.peers import Peers
@@ -244,10 +244,13 @@ class GradientReceiver:
             return None
 
     def _decline(self, channel: Channel, gradients: Iterable[Gradient]) -> None:
-        """Gradients will not be used: free the slots of device memory that hold them."""
+        """Gradients will not be used: free the slots of device memory that hold them, and their records."""
         link = self._link_of(channel).answer(channel)
         for gradient in gradients:
             decline(gradient.payload, link)
+            note = gradient.note
+            if note is not None and note.message and note.context == PLAIN:
+                self._container.plain.refuse(split(note.message)[0], note.message)
 
     def _complain_of_missing(self, spec: PassSpec, source: MessageId) -> None:
         error = pass_errors.missing_source(self._worker.name, spec.context, source, freed=False)

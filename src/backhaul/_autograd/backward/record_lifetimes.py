@@ -6,6 +6,7 @@ See [Note: plain graph] in ``plain_graph``.
 from __future__ import annotations
 
 import functools
+import logging
 
 from backhaul._autograd.backward.messenger import PassMessenger
 from backhaul._autograd.forward import functions
@@ -14,6 +15,7 @@ from backhaul._autograd.messages import AutogradKind, Drop
 from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._autograd.untrusted import check_drop
 from backhaul._rpc.cluster.peers import Peer, Peers
+from backhaul._rpc.futures import Future
 from backhaul._rpc.security.policy import internal
 from backhaul._transport.base import Channel
 from backhaul._wire.frames import Frame
@@ -21,7 +23,9 @@ from backhaul._wire.messages import pack, unpack
 from backhaul._worker.cleaner import Cleaner
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
-from backhaul.errors import BackhaulError
+from backhaul.errors import BackhaulError, PeerLostError
+
+log = logging.getLogger("backhaul")
 
 _MAX_MESSAGES = 1024  # in one frame or call; every worker accepts a frame of that size
 
@@ -42,6 +46,7 @@ class RecordLifetimes:
         self._peers = peers
         self._graph = graph
         self._messenger = messenger
+        self._asking: set[int] = set()  # workers that a thread connects to and asks
         self._cleaner = Cleaner(worker, "autograd", self._tell_senders)
         graph.watch(self._cleaner.start, self._cleaner.put)
         worker.on_frame(AutogradKind.DROP, self._on_drop, check=check_drop)
@@ -62,7 +67,7 @@ class RecordLifetimes:
                 continue
             for start in range(0, len(messages), _MAX_MESSAGES):
                 frame = Frame(AutogradKind.DROP, 0, pack(Drop(messages[start : start + _MAX_MESSAGES])))
-                self._messenger.tell(sender, frame)
+                self._messenger.hint(sender, frame, soon=True)
 
     def _on_drop(self, channel: Channel, frame: Frame) -> Task | None:
         peer = self._peers.of(channel)
@@ -71,23 +76,55 @@ class RecordLifetimes:
         return functools.partial(self._graph.drop, unpack(frame.body, Drop).messages, peer.record.id)
 
     def _on_change(self, what: str, peer: Peer, reason: str) -> None:
-        if what in ("lost", "left", "replaced") and peer.record.id in self._graph.known:
+        if what in ("left", "replaced"):
             self._graph.orphan(peer.record.id, peer.info.name, reason)
+        elif what == "lost" and peer.record.id not in self._asking:  # else the question itself has failed
+            self._reconcile_later(peer, reason)
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        """A channel is lost. Messages in it, and notices that messages are gone, may never have arrived."""
-        messages = self._graph.sent_to(peer.record.id)
-        if messages and not (peer.gone or self._worker.closed):
-            self._worker.thread_pool.submit(functools.partial(self._ask, peer.record.id, messages))
+        """A channel is lost. Messages in it, and notices that messages are gone, may never have arrived. A pass of the
+        other worker is over: the driver ends it when it notices the loss.
+        """
+        self._graph.abandon(peer.record.id)
+        self._reconcile_later(peer, reason)
 
-    def _ask(self, worker: int, messages: list[MessageId]) -> None:
-        """Drop the records of messages that the other worker does not hold."""
+    def _reconcile_later(self, peer: Peer, reason: str) -> None:
+        over = peer.gone or self._peers.shutting_down or self._worker.closed
+        if peer.record.id in self._graph.known and not over:
+            self._worker.thread_pool.submit(functools.partial(self._worker.run, self._reconcile, peer, reason))
+
+    def _reconcile(self, peer: Peer, reason: str) -> None:
+        """Ask the other worker which messages it holds, and drop the records of the others. If the worker cannot be
+        reached, drop all.
+        """
+        worker = peer.record.id
+        messages = self._graph.sent_to(worker)
         for start in range(0, len(messages), _MAX_MESSAGES):
+            self._asking.add(worker)
             try:
-                missing = self._messenger.call(worker, missing_of, messages[start : start + _MAX_MESSAGES])
-            except BackhaulError:
-                return  # if the worker is lost, ``_on_change`` frees the records
-            self._graph.drop(missing, worker)
+                asked = self._messenger.ask(worker, missing_of, messages[start : start + _MAX_MESSAGES])
+            except BackhaulError as error:  # the other worker has left, or this one is closed
+                log.debug("cannot ask worker '%s' which messages it holds: %s", peer.info.name, error)
+                return
+            finally:
+                self._asking.discard(worker)
+            asked._when_done(functools.partial(self._take_answer, peer, reason, not asked.done()))
+
+    def _take_answer(self, peer: Peer, reason: str, sent: bool, answer: Future[list[MessageId]]) -> None:
+        """``sent``: whether the question was sent, so that its failure says that a channel was lost since."""
+        if self._peers.with_id(peer.record.id) is not peer:
+            return  # see ``_on_change``
+        try:
+            missing = answer.value()
+        except PeerLostError:
+            if peer.lost or not sent:
+                self._graph.orphan(peer.record.id, peer.info.name, reason)
+            else:
+                self._reconcile_later(peer, reason)  # only a channel was lost
+        except BackhaulError as error:
+            log.debug("worker '%s' did not say which messages it holds: %s", peer.info.name, error)
+        else:
+            self._graph.drop(missing, peer.record.id)
 
     def _close(self) -> None:
         self._cleaner.close()

@@ -286,6 +286,10 @@ class PlainSources:
         self._lock = threading.Lock()  # guards the index
         self._gone: collections.deque[MessageId] = collections.deque()
 
+    def __len__(self) -> int:
+        """How many records have been walked and are not forgotten."""
+        return len(self._index)
+
     def alone(
         self, source: MessageId, roots: Sequence[End] | None, joins: Joins, ignored: Ignored
     ) -> IndexedSource | None:

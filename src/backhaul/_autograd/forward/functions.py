@@ -135,9 +135,10 @@ class PlainRecv(Recv):
     Attributes:
         spent: The sender has freed its record, or frees it in a pass that runs now: its graph is used up.
         generation: How often the sender had been lost when the message came.
+        on_death: Called when this object dies before the sender has freed its record, see ``PlainGraph.watch``.
     """
 
-    __slots__ = ("__weakref__", "_on_death", "generation", "spent")
+    __slots__ = ("__weakref__", "generation", "on_death", "spent")
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class PlainRecv(Recv):
         super().__init__(message, sender, order, replied, context)
         self.spent = False
         self.generation = generation
-        self._on_death = on_death
+        self.on_death = on_death
         live.add(message)
 
     boundary: ClassVar[BoundaryNode] = BoundaryNode(
@@ -165,7 +166,7 @@ class PlainRecv(Recv):
     def __del__(self) -> None:
         live.discard(self.message)
         if not self.spent:
-            self._on_death((self.sender, self.message))
+            self.on_death((self.sender, self.message))
 
 
 live: set[MessageId] = set()

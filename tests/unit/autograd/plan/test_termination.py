@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import networkx
@@ -116,10 +116,12 @@ class Network:
     reach: dict[tuple[int, int], frozenset[int]]  # (worker, source) -> recv nodes
     groups: dict[int, list[list[int]]]  # worker -> groups of sources
 
-    def summary(self, worker: int) -> Summary:
-        groups = tuple({s: self.reach[worker, s] for s in group} for group in self.groups[worker])
+    def summary(self, worker: int, goals: Collection[int] = (), shown: Collection[int] | None = None) -> Summary:
+        """``goals``: the sources of the driver that reach inputs. ``shown``: the summary covers only these sources."""
+        kept = [[s for s in group if shown is None or s in shown] for group in self.groups[worker]]
+        groups = tuple({s: self.reach[worker, s] for s in group} for group in kept if group)
         here = {m: self.senders[m] for m, receiver in self.receivers.items() if receiver == worker}
-        return Summary(groups, here)
+        return Summary(groups, here, goals=frozenset(goals) if worker == 0 else frozenset())
 
     def active(self) -> set[tuple[int, int]]:
         """The sources that gradients of the roots come to, one by one."""
@@ -166,15 +168,20 @@ def networks(draw: st.DrawFn, *, in_time: bool) -> Network:
     return Network(senders, receivers, reach, groups)
 
 
-def make_plan(network: Network, order: random.Random, goals: set[int] | None = None) -> Plan:
-    """Ask the workers, as the driver does, in any order."""
-    plan = Plan(0, goals)
-    asked: set[int] = set()
+def make_plan(network: Network, order: random.Random, goals: set[int] | None = None, *, in_parts: bool = False) -> Plan:
+    """Ask the workers, as the driver does, in any order. ``in_parts``: they show what they are asked for, and perhaps
+    some sources besides, as they do outside contexts.
+    """
+    plan = Plan(0, restricted=goals is not None)
+    asked: dict[int, set[int]] = {}
     while missing := plan.missing():
-        assert not missing & asked
+        assert not any(asked.get(worker, set()) >= sources for worker, sources in missing.items())
         for worker in order.sample(sorted(missing), len(missing)):
-            asked.add(worker)
-            plan.add(worker, network.summary(worker))
+            sources = asked[worker] = missing[worker]
+            shown = None
+            if in_parts:
+                shown = sources | {s for group in network.groups[worker] for s in group if order.random() < 0.3}
+            plan.add(worker, sources, network.summary(worker, goals or (), shown))
     return plan
 
 
@@ -182,9 +189,9 @@ def pairs(table: Mapping[int, set[int]]) -> set[tuple[int, int]]:
     return {(worker, source) for worker, sources in table.items() for source in sources}
 
 
-@given(networks(in_time=False), st.randoms(use_true_random=False))
-def test_active_is_what_gradients_come_to(network: Network, order: random.Random) -> None:
-    plan = make_plan(network, order)
+@given(networks(in_time=False), st.randoms(use_true_random=False), st.booleans())
+def test_active_is_what_gradients_come_to(network: Network, order: random.Random, in_parts: bool) -> None:
+    plan = make_plan(network, order, in_parts=in_parts)
     assert pairs(plan.active) == network.active()
     assert plan.useful is None
 
@@ -195,14 +202,14 @@ def test_only_workers_that_take_part_are_asked(network: Network, order: random.R
     while missing := plan.missing():
         worker = order.choice(sorted(missing))
         asked.add(worker)
-        plan.add(worker, network.summary(worker))
+        plan.add(worker, missing[worker], network.summary(worker))
     assert asked == {worker for worker, _ in network.active()}
 
 
-@given(networks(in_time=False), st.randoms(use_true_random=False))
-def test_circular_is_what_lies_on_a_cycle_of_waits(network: Network, order: random.Random) -> None:
+@given(networks(in_time=False), st.randoms(use_true_random=False), st.booleans())
+def test_circular_is_what_lies_on_a_cycle_of_waits(network: Network, order: random.Random, in_parts: bool) -> None:
     """Every group is one node: a gradient waits for all of it, and all it fires waits for all its gradients."""
-    plan, active = make_plan(network, order), network.active()
+    plan, active = make_plan(network, order, in_parts=in_parts), network.active()
     waits = networkx.DiGraph()
     several: dict[tuple[int, int], list[int]] = {}
     for worker, groups in network.groups.items():
@@ -223,11 +230,11 @@ def test_circular_is_what_lies_on_a_cycle_of_waits(network: Network, order: rand
     assert pairs(plan.circular) == expected
 
 
-@given(networks(in_time=True), st.randoms(use_true_random=False))
+@given(networks(in_time=True), st.randoms(use_true_random=False), st.booleans())
 @settings(max_examples=300)
-def test_with_the_plan_nothing_waits_for_ever(network: Network, order: random.Random) -> None:
+def test_with_the_plan_nothing_waits_for_ever(network: Network, order: random.Random, in_parts: bool) -> None:
     """Play the pass: groups wait for all their active sources, circular ones fire what is complete. All arrives."""
-    plan, active = make_plan(network, order), network.active()
+    plan, active = make_plan(network, order, in_parts=in_parts), network.active()
     arrived, fired, ran, todo = set(), set(), set(), [(0, 0)]
     while todo:
         worker, source = todo.pop(order.randrange(len(todo)))
@@ -257,7 +264,8 @@ def test_useful_is_what_leads_to_the_inputs(network: Network, data: st.DataObjec
     order = random.Random(data.draw(st.integers(0, 999)))
     own = [source for worker, source in network.reach if worker == 0]
     goals = set(data.draw(st.lists(st.sampled_from(own))))
-    plan, active = make_plan(network, order, goals), network.active()
+    plan = make_plan(network, order, goals, in_parts=data.draw(st.booleans()))
+    active = network.active()
     graph = networkx.DiGraph(list(network.edges()))
     graph.add_nodes_from(network.reach)
     leads = {at for goal in goals for at in networkx.ancestors(graph, (0, goal)) | {(0, goal)}}

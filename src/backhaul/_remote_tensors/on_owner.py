@@ -1,0 +1,259 @@
+"""What the owner of tensors runs for workers that use them. It gets places and returns descriptions.
+
+A result with dimensions stays here. A number, as a tensor without dimensions or in another form, goes to the caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
+
+from backhaul._remote_tensors.addresses import Place, Places
+from backhaul._rref.handle import RRef
+from backhaul._rref.owner_calls import Named
+from backhaul._rref.registry import current_rrefs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorForm:
+    """What a caller must know of a tensor to stand for it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    layout: torch.layout
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
+        """The form of a tensor of this worker."""
+        strided = tensor.layout is torch.strided
+        return cls(tuple(tensor.shape), tensor.stride() if strided else None, tensor.dtype, tensor.layout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stays:
+    """A result that stays here.
+
+    Attributes:
+        form: Its form.
+        value: A reference to it, or its place if the caller had one.
+    """
+
+    form: TensorForm
+    value: RRef[torch.Tensor] | Place
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Description:
+    """The tensors of a module.
+
+    Attributes:
+        parameters: Names and indices; tied parameters have several names and one index.
+        forms: The form of each parameter, and whether it requires grad.
+        buffers: Names and forms.
+        not_persistent: Names of buffers that are not part of the state.
+        norms: Names and momenta of batch normalization layers.
+        uninitialized: Names of lazy parameters. If there are any, nothing else is described.
+    """
+
+    parameters: list[tuple[str, int]]
+    forms: list[tuple[TensorForm, bool]]
+    buffers: list[tuple[str, TensorForm]]
+    not_persistent: list[str]
+    norms: list[tuple[str, float | None]]
+    uninitialized: list[str]
+
+
+Gradients = list[TensorForm | None]
+"""For each parameter of a module, the form of its gradient; None if it has none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Changes:
+    """Changes of a module's parameters that belong together, by the indices of the parameters.
+
+    Attributes:
+        cleared: Their gradients become None.
+        zeroed: Their gradients become zero.
+        assigned: Their new gradients.
+        requires_grad: Whether they require grad.
+    """
+
+    cleared: tuple[int, ...] = ()
+    zeroed: tuple[int, ...] = ()
+    assigned: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    requires_grad: Mapping[int, bool] = dataclasses.field(default_factory=dict)
+
+
+class Containers:
+    """The objects that a message names. Finds tensors in them."""
+
+    def __init__(self, named: Sequence[Named]) -> None:
+        owned = current_rrefs().owned
+        self.values: list[Any] = [owned.use(*each).wait() for each in named]
+        self._parameters: dict[int, list[torch.Tensor]] = {}
+        self._found: dict[int, tuple[torch.Tensor, Place]] = {}  # by the id of the tensor
+
+    def parameters(self, container: int) -> list[torch.Tensor]:
+        """The parameters of a module."""
+        found = self._parameters.get(container)
+        if found is None:
+            found = self._parameters[container] = list(self.values[container].parameters())
+        return found
+
+    def parameter(self, place: Place) -> torch.Tensor:
+        """The parameter at a place, itself; ``find`` returns it without its graph."""
+        found: torch.Tensor = self.parameters(place.container)[place.key]
+        return found
+
+    def find(self, place: Place) -> torch.Tensor:
+        """The tensor at a place."""
+        value, key = self.values[place.container], place.key
+        if place.kind == "value":
+            found: torch.Tensor = value
+        elif place.kind == "state":
+            found = value.find(key)
+        elif place.kind == "buffer":
+            found = list(value.buffers())[key]
+        else:
+            found = self.parameters(place.container)[key]
+            if place.kind == "gradient":
+                if found.grad is None:
+                    raise RuntimeError(f"parameter {key} of the {type(value).__name__} has no gradient any more")
+                found = found.grad
+            else:
+                found = found.detach()
+        self._found[id(found)] = found, place
+        return found
+
+    def find_all(self, values: Any) -> Any:
+        """``values`` with tensors in place of their places."""
+
+        def find(value: Any) -> Any:
+            if isinstance(value, Place):
+                return self.find(value)
+            if isinstance(value, Places):
+                return [self.find(Place(value.container, value.kind, key)) for key in value.keys]
+            return value
+
+        return tree_map(find, values)
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """The place of a tensor that was found."""
+        found = self._found.get(id(tensor))
+        return None if found is None or found[0] is not tensor else found[1]
+
+
+@torch.no_grad()
+def run(named: Sequence[Named], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with tensors of this worker."""
+    containers = Containers(named)
+    args, kwargs = containers.find_all((args, kwargs))
+    result = function(*args, **kwargs)
+
+    def reply(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = containers.place_of(value)
+        if place is not None:
+            return Stays(TensorForm.of(value), place)
+        return Stays(TensorForm.of(value), RRef(value)) if value.dim() else on_cpu(value)
+
+    return tree_map(reply, result)
+
+
+@torch.no_grad()
+def fetch(named: Sequence[Named], places: Sequence[Place] | Places) -> list[torch.Tensor]:
+    """Copies of tensors."""
+    return [on_cpu(tensor.detach()) for tensor in Containers(named).find_all(places)]
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU. Meta tensors have no data to move."""
+    return tensor if tensor.is_meta else tensor.cpu()
+
+
+def differentiable(module: nn.Module, indices: Iterable[int]) -> list[torch.Tensor]:
+    """Parameters of a module as parts of the graph: the gradients of the copies at the caller reach the parameters."""
+    parameters = list(module.parameters())
+    return [on_cpu(parameters[index].view_as(parameters[index])) for index in indices]
+
+
+def describe(module: nn.Module) -> Description:
+    """The tensors of a module."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    if lazy := [name for name, parameter in named if is_lazy(parameter)]:
+        return Description([], [], [], [], [], lazy)
+    indices = {parameter: index for index, parameter in enumerate(module.parameters())}
+    return Description(
+        [(name, indices[parameter]) for name, parameter in named],
+        [(TensorForm.of(parameter), parameter.requires_grad) for parameter in indices],
+        [(name, TensorForm.of(buffer)) for name, buffer in module.named_buffers() if not is_lazy(buffer)],
+        [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in module.named_modules()
+            for name in part._non_persistent_buffers_set
+        ],
+        [(name, part.momentum) for name, part in module.named_modules() if isinstance(part, _BatchNorm)],
+        [],
+    )
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    """The forms of the gradients of a module's parameters."""
+    grads = [parameter.grad for parameter in module.parameters()]
+    return [None if grad is None else TensorForm.of(grad) for grad in grads]
+
+
+def describe_gradients(named: Sequence[Named]) -> list[Gradients]:
+    """The forms of the gradients of the named modules."""
+    return [gradients_of(module) for module in Containers(named).values]
+
+
+@torch.no_grad()
+def change(module: nn.Module, changes: Changes) -> None:
+    """Make changes to the parameters of a module."""
+    parameters = list(module.parameters())
+    for index, gradient in changes.assigned.items():
+        parameters[index].grad = gradient.to(parameters[index].device)
+    for index in changes.cleared:
+        parameters[index].grad = None
+    for index in changes.zeroed:
+        gradient = parameters[index].grad
+        if gradient is not None:
+            gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
+            gradient.zero_()
+    for index, wanted in changes.requires_grad.items():
+        parameters[index].requires_grad_(wanted)
+
+
+def change_all(named: Sequence[Named], changes: Mapping[int, Changes]) -> None:
+    """Make changes to several modules."""
+    containers = Containers(named)
+    for container, each in changes.items():
+        assigned = containers.find_all(dict(each.assigned))
+        change(containers.values[container], dataclasses.replace(each, assigned=assigned))
+
+
+@torch.no_grad()
+def copy_parameter(named: Sequence[Named], place: Place, requires_grad: bool) -> tuple[RRef[nn.Module], Description]:
+    """A module with one parameter, which is a copy of a tensor."""
+    copy = nn.ParameterList([nn.Parameter(Containers(named).find(place).clone(), requires_grad)])
+    return RRef(copy), describe(copy)
+
+
+def check_and_unscale(
+    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> torch.Tensor:
+    """Unscale gradients. Returns 1 if one of them is infinite or NaN, else 0."""
+    device = gradients[0].device
+    found = found_inf.to(device)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, inverse_scale.to(device))
+    return found

@@ -1,0 +1,111 @@
+"""The parameters and buffers of a module on another worker. torch's ``parameters``, ``buffers`` and their ``named_``
+forms read ``_parameters`` and ``_buffers`` of every module of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from torch import nn
+
+from backhaul._remote_tensors import on_owner
+from backhaul._remote_tensors.module_gradients import ModuleGradients
+from backhaul._remote_tensors.module_tensors import ModuleTensors
+from backhaul._remote_tensors.on_owner import Description
+from backhaul.nn.module_on_owner import ModuleOnOwner
+from backhaul.nn.parts import RemoteBatchNorm, find_attribute, find_registry
+
+
+class ListedTensors(ModuleOnOwner):
+    """Lists the module's tensors under their names there. Asks the owner for the list when it is first needed."""
+
+    _lists_tensors: ClassVar[bool] = True
+    """Whether ``parameters`` and ``buffers`` list the tensors of the module there."""
+
+    _tensors: ModuleTensors | None = None
+    _norms: Mapping[str, RemoteBatchNorm] = MappingProxyType({})
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        return self._list_tensors("_parameters")
+
+    @_parameters.setter
+    def _parameters(self, value: dict[str, Any]) -> None:
+        self.__dict__["_parameters"] = value
+
+    @property
+    def _buffers(self) -> dict[str, Any]:
+        return self._list_tensors("_buffers")
+
+    @_buffers.setter
+    def _buffers(self, value: dict[str, Any]) -> None:
+        self.__dict__["_buffers"] = value
+
+    def _list_tensors(self, name: str) -> dict[str, Any]:
+        if self._lists_tensors and self._tensors is None and "module_rref" in self.__dict__:
+            self._describe(self._start(on_owner.describe).wait())
+        found: dict[str, Any] = self.__dict__[name]
+        return found
+
+    def _describe(self, description: Description) -> None:
+        """List the tensors of the module."""
+        if description.uninitialized:
+            names = ", ".join(description.uninitialized)
+            raise ValueError(
+                f"the module on worker '{self.on}' has parameters without a shape yet ({names}); run it once before "
+                "you list its parameters"
+            )
+        tensors = ModuleTensors(self.module_rref, description)
+        tensors.gradients.used = True  # as far as this side knows
+        self.__dict__.update(_tensors=tensors, _parameters=tensors.parameters, _buffers=tensors.buffers)
+        self._note_layers(description)
+
+    def _note_layers(self, description: Description) -> None:
+        known = self._norms
+        norms = {
+            name: known.get(name) or RemoteBatchNorm(name, momentum, self._start_and_wait)
+            for name, momentum in description.norms
+        }
+        self.__dict__.update(_norms=norms, _non_persistent_buffers_set=set(description.not_persistent))
+
+    def _start_and_wait(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._start(function, *args).wait()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This module, and its batch normalization layers: ``torch.optim.swa_utils.update_bn`` looks for them."""
+        memo = set() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if self._lists_tensors and self._tensors is None:
+            self._describe_new(self._start(on_owner.describe).wait())
+        for name, layer in self._norms.items():
+            if layer not in memo:
+                if remove_duplicate:
+                    memo.add(layer)
+                yield f"{prefix}.{name}" if prefix else name, layer
+
+    def _describe_new(self, description: Description) -> None:
+        """List the tensors of a module that was just made."""
+        if self._lists_tensors and not description.uninitialized:
+            self._describe(description)
+
+    def _describe_again(self, description: Description) -> None:
+        """The module there has changed: change the list if there is one."""
+        if self._tensors is not None:
+            self._tensors.update(description)
+            self._tensors.gradients.forget()
+            self._note_layers(description)
+
+    def _find_tensor(self, name: str) -> Any:
+        """The tensor of that name, or what stands for the submodule of that name; None if there is none."""
+        if not self._lists_tensors or name.startswith("_"):
+            return find_registry(name) if self._lists_tensors else None
+        return find_attribute({**self._parameters, **self._buffers}, name)
+
+    @property
+    def _gradients(self) -> ModuleGradients | None:
+        """What this side knows of the module's gradients; None before the parameters were listed."""
+        return None if self._tensors is None else self._tensors.gradients
