@@ -29,6 +29,7 @@ settings.load_profile("steady")
 LONG = (
     "tests/reference/test_reference.py",
     "tests/test_examples.py",
+    "tests/frameworks/test_examples.py",
     "tests/test_documentation.py",
     "tests/cluster/test_interrupts.py",
     "tests/sim/test_simulation.py",

@@ -66,7 +66,7 @@ SIGNATURES = {
     "shutdown": "(*, graceful, timeout, ignore_rref_leak)",
     "leave": "(*, timeout)",
     "on_membership": "(callback)",
-    "launch": "(function, workers, *, args, kwargs, options, timeout, start_method)",
+    "launch": "(function, workers, *, args, kwargs, options, timeout, start_method, torchrun_variables)",
     "expose": "(function, *, name, to)",
     "cluster": "(workers, *, options, endpoints)",
     "rpc_sync": "(to, func, args, kwargs, timeout, *, retry)",

@@ -624,3 +624,20 @@ def test_connections_open_at_the_first_call(endpoints: EndpointFactory) -> None:
         assert opened == list(bob.endpoint.addresses[:1])  # one for both directions
         bh.rpc_sync("carol", remote.whoami)
         assert opened == [bob.endpoint.addresses[0], carol.endpoint.addresses[0]]
+
+
+def convolution_gradient(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    weight = weight.requires_grad_()
+    with torch.enable_grad():
+        torch.nn.functional.conv1d(x, weight).backward(grad)
+    return weight.grad
+
+
+def test_handlers_use_as_many_threads_as_torch_was_told() -> None:
+    """With another number oneDNN adds up in another order. The tests run with one thread."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (4, 2, 3), (6, 2, 4), (6, 4, 2)
+    weight, x, grad = (torch.randn(*shape, generator=generator) for shape in shapes)
+    with torch.no_grad(), bh.cluster(2):
+        there = bh.rpc_sync("worker1", convolution_gradient, (weight, x, grad))
+    assert torch.equal(there, convolution_gradient(weight, x, grad))

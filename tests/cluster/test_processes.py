@@ -98,6 +98,15 @@ def share_memory(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Networ
     return base, base[:10], Network()
 
 
+def torchrun_variables() -> list[str | None]:
+    return [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")]
+
+
+def test_variables_of_torchrun() -> None:
+    assert launch(torchrun_variables, 2) == [[str(rank), str(rank), "2", "127.0.0.1"] for rank in range(2)]
+    assert launch(torchrun_variables, 2, torchrun_variables=False) == [[None] * 4] * 2
+
+
 def test_options_reach_every_worker() -> None:
     found = launch(look_at_options, 2, options=bh.Options(timeout=5, threads=3, transport="tcp"))
     assert found == [(5, 3, "tcp")] * 2

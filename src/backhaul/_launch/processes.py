@@ -41,6 +41,7 @@ from backhaul.errors import WorkerFailedError
 
 _TERMINATE_SECONDS = 3.0  # between asking a process to end and killing it
 _SERVE_SECONDS = 1e9  # workers that are done serve the others for as long as those take; ``timeout`` may limit that
+_TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 _MORE_FAILURES_SECONDS = 0.5  # to collect further failures after the first, and to tell cause from consequence
 
 
@@ -62,6 +63,7 @@ def launch(
     options: Options | None = None,
     timeout: float | None = None,
     start_method: Literal["spawn", "forkserver"] = "spawn",
+    torchrun_variables: bool = True,
 ) -> list[Any]:
     """Run ``function(*args, **kwargs)`` in each of several new worker processes; return the results by rank.
 
@@ -81,6 +83,10 @@ def launch(
         options: The options of all workers.
         timeout: After this many seconds, end all processes and raise ``TimeoutError``.
         start_method: ``forkserver`` starts many workers much faster: they share one import of torch.
+        torchrun_variables: Whether each process gets the environment variables that torchrun sets (``RANK``,
+            ``WORLD_SIZE``, ``MASTER_ADDR`` and so on), for programs that also use ``torch.distributed``. Give False if
+            one worker trains with accelerate, Lightning or the HF Trainer. From these variables they start a process
+            group of all workers, and wait for the others.
 
     Raises:
         Exception: What ``function`` raised first, on any worker.
@@ -98,8 +104,10 @@ def launch(
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store; no worker should open one
         "WORLD_SIZE": str(len(names)),
-        SECRET_VARIABLE: secrets.token_hex(32),
     }
+    if not torchrun_variables:
+        environment.clear()
+    environment[SECRET_VARIABLE] = secrets.token_hex(32)
     processes = _WorkerProcesses(names)
     with contextlib.ExitStack() as stack:
         if options is not None and options.security.tls == "auto":
@@ -109,9 +117,8 @@ def launch(
         try:
             with _real_main_file():
                 for rank, name in enumerate(names):
-                    processes.start(
-                        context, rank, (job, name, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                    )
+                    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if torchrun_variables else {}
+                    processes.start(context, rank, (job, name, rank, len(names), {**environment, **ranks}))
             return processes.results(None if timeout is None else time.monotonic() + timeout)
         finally:
             processes.end()
@@ -287,19 +294,27 @@ def _wait(pipes: list[multiprocessing.connection.Connection], timeout: float | N
 
 
 @interrupts.calls_out
-def _work(job: bytes, name: str, environment: dict[str, str], pipe: multiprocessing.connection.Connection) -> None:
+def _work(  # noqa: PLR0917 (given by position)
+    job: bytes,
+    name: str,
+    rank: int,
+    world_size: int,
+    environment: dict[str, str],
+    pipe: multiprocessing.connection.Connection,
+) -> None:
     """What a worker process does."""
+    for variable in _TORCHRUN_VARIABLES:
+        os.environ.pop(variable, None)
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by _uninterrupted until now
     _follow_parent()
-    world_size = int(environment["WORLD_SIZE"])
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
         function, args, kwargs, options = pickle.loads(job)
         store = PipeStore(pipe) if options is None or options.init_method is None else None
-        init(name, rank=int(environment["RANK"]), world_size=world_size, store=store, options=options)
+        init(name, rank=rank, world_size=world_size, store=store, options=options)
         result = function(*args, **kwargs)
         shutdown(timeout=_SERVE_SECONDS)
         encoded = encode([result], names=[f"the result of worker '{name}'"])

@@ -31,12 +31,13 @@ class ModuleTensors:
         self.gradients = gradients_at(container)
         self.parameters: dict[str, RemoteParameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
+        self._by_index: dict[int, RemoteParameter] = {}
         self.update(description)
 
     @torch.inference_mode(False)  # else no graph could have the parameters later
     def update(self, description: Description) -> None:
         """Describe the module anew: names and forms may have changed."""
-        known = {parameter._address.key: parameter for parameter in self.parameters.values()}
+        known = self._by_index
         for index, (form, requires_grad) in enumerate(description.forms):
             if index in known:
                 known[index].update_form(form, requires_grad)
@@ -45,6 +46,14 @@ class ModuleTensors:
         parameters = {name: known[index] for name, index in description.parameters}
         self.parameters.clear()
         self.parameters.update(parameters)
+        for index in known.keys() - {index for _, index in description.parameters}:
+            del known[index]
         self.buffers.clear()
         for index, (name, form) in enumerate(description.buffers):
             self.buffers[name] = RemoteTensor(Address(self.gradients.container, "buffer", index), form)
+
+    def share(self, index: int, parameter: RemoteParameter) -> None:
+        """Use a proxy of another module for a parameter, because the two modules share that parameter."""
+        own = self._by_index[index]
+        self._by_index[index] = parameter
+        self.parameters.update({name: parameter for name, each in self.parameters.items() if each is own})

@@ -21,6 +21,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
+import torch
+
 from backhaul._runtime import runtime
 from backhaul._runtime.observer import Observer
 from backhaul._runtime.runtime import Runtime
@@ -183,6 +185,9 @@ class ThreadPool:
             self._threads.add(thread)
 
     def _work(self) -> None:
+        # torch.set_num_threads holds for a thread once it has asked for the number. Until then oneDNN uses all cores,
+        # and its results differ in the last bits from those of the main thread.
+        torch.get_num_threads()
         here, effort, forks = self._here, self._runtime.effort, runtime.forks
         task = self._next(None)
         while task is not None:

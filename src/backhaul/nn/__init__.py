@@ -1,5 +1,6 @@
 """Modules that live on other workers."""
 
 from backhaul.nn.remote_module import RemoteModule
+from backhaul.nn.splitting import gather, split
 
-__all__ = ["RemoteModule"]
+__all__ = ["RemoteModule", "gather", "split"]

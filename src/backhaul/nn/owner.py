@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,29 @@ def change(module: nn.Module, method: str, args: Any, kwargs: Any) -> Descriptio
     """Call a method that changes the module. Returns its tensors."""
     getattr(module, method)(*args, **kwargs)
     return describe(module)
+
+
+_modes: weakref.WeakKeyDictionary[nn.Module, list[bool]] = weakref.WeakKeyDictionary()
+"""The modes of modules and of all that is inside them, before the last change by ``train``."""
+
+
+def train(module: nn.Module, mode: bool) -> None:
+    """Set the mode of a module and of all that is inside it."""
+    _modes[module] = [part.training for part in module.modules()]
+    module.train(mode)
+
+
+def restore_mode(module: nn.Module, mode: bool) -> list[bool]:
+    """Undo ``train``, if the module had ``mode`` before. Otherwise set the mode as ``train`` does. Returns the modes of
+    the module and of all that is inside it.
+    """
+    before, parts = _modes.get(module, []), list(module.modules())
+    if before[:1] != [mode] or len(before) != len(parts):
+        train(module, mode)
+        return [mode] * len(parts)
+    for part, was in zip(parts, before, strict=True):
+        part.training = was
+    return before
 
 
 def convert(

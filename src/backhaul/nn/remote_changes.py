@@ -19,9 +19,27 @@ class RemoteChanges(ListedTensors):
         """Set the mode of the module. ``training`` tells the mode that this side has last set or seen."""
         if not isinstance(mode, bool):
             raise ValueError(f"mode must be a bool, not a {type(mode).__name__}")
-        self._change("train", mode)
-        self.training = mode
+        self._start(owner.train, mode).wait()
+        self.__dict__["training"] = mode
         return self
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode. Setting it, as frameworks do after an evaluation, sets the modes of
+        all modules inside it back to what they were before the last ``train`` or ``eval``.
+        """
+        found: bool = self.__dict__["training"]
+        return found
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        known = self.__dict__.get("training")
+        if "module_rref" in self.__dict__ and mode != known:
+            self._note_modes(self._start(owner.restore_mode, mode).wait())
+        self.__dict__["training"] = mode
+
+    def _note_modes(self, modes: list[bool]) -> None:
+        """The modes of the module and of all that is inside it."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of all parameters of the module."""
