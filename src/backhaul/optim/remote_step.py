@@ -275,13 +275,12 @@ def _arrange_owners(optimizer: Optimizer) -> None:
         return  # its operations run on the owners one by one
     if optimizer not in _steps:
         _steps[optimizer] = RemoteSteps(optimizer)
-        for register, hook in (
-            (optimizer.register_step_pre_hook, _before),
-            (optimizer.register_step_post_hook, _after),
-            (optimizer.register_state_dict_post_hook, _with_values),
-        ):
-            count_own_handle()
-            register(hook)  # type: ignore[operator]
+        count_own_handle()
+        optimizer.register_step_pre_hook(_before)
+        count_own_handle()
+        optimizer.register_step_post_hook(_after)
+        count_own_handle()
+        optimizer.register_state_dict_post_hook(_with_values)
     # Hooks of the user see gradients before the step, and new values after it.
     _move(optimizer._optimizer_step_pre_hooks, _before, last=True)
     _move(optimizer._optimizer_step_post_hooks, _after, last=False)
