@@ -88,7 +88,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("at least 1 step")
-    result = bh.launch(run, ["trainer", "w1", "w2"], args=(options.steps, options.check))[0]
+    arguments = options.steps, options.check
+    result = bh.launch(run, ["trainer", "w1", "w2"], args=arguments, start_method="forkserver")[0]
     print(f"loss of the first step {result['losses'][0]:.3f}, of the last {result['losses'][-1]:.3f}")
     if result["difference"] is not None:
         print(f"largest difference of a weight to one process: {result['difference']:.1e}")

@@ -100,6 +100,12 @@ def test_signatures() -> None:
     assert {name: shape(getattr(bh, name)) for name in SIGNATURES} == SIGNATURES
 
 
+def test_modules_on_other_workers() -> None:
+    assert bh.nn.__all__ == ["RemoteModule", "gather", "split"]
+    assert shape(bh.nn.split) == "(model, places, *, timeout)"
+    assert shape(bh.nn.gather) == "(model, *, timeout)"
+
+
 def test_every_public_thing_is_documented() -> None:
     for name in bh.__all__:
         assert name == "__version__" or inspect.getdoc(getattr(bh, name)), name

@@ -372,6 +372,7 @@ def drive_while_a_handler_is_in_it(gate: str) -> list[bool] | None:
         return None
     with torch.autograd.detect_anomaly(), bh.context():
         waiting = bh.rpc_async(1, wait_at, args=(gate,))
+        assert bh.rpc_sync(1, await_gate, args=(gate,))  # a released context would not switch it on
     found = bh.rpc_sync(1, drive_at_the_handler, args=(gate,))
     bh.rpc_sync(1, open_gate, args=(gate,))
     waiting.wait()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul._autograd.forward import functions
 from tools.fleet import Fleet
 from tools.lifetimes import apply, measure, pass_on, run, table_sizes
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.may_leak  # the fork server
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
+    functions.live.clear()  # other tests of this process may still hold what they received
     with Fleet(2) as made:
         yield made
 

@@ -259,3 +259,21 @@ def test_compiled_models(workers: list[bh.Worker]) -> None:
         compiled = torch.compile(model, backend="eager")
         train(compiled, optim.SGD(compiled.parameters(), lr=0.1))
     assert_same(there.state_dict(), here.state_dict())
+
+
+@pytest.mark.filterwarnings("default")  # warnings of the compiler are not ours
+def test_a_compiled_step(workers: list[bh.Worker]) -> None:
+    """Forward, backward and the optimizer's step in one compiled function: it breaks where other workers take part."""
+    there, here = [nn.Sequential(layer(0), model) for model in pair()]
+    for model in (there, here):
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, model: nn.Module = model, optimizer: optim.Optimizer = optimizer) -> None:
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        compiled = torch.compile(step, backend="eager")
+        for seed in range(3):
+            compiled(batch(seed))
+    assert_same(there.state_dict(), here.state_dict())

@@ -10,8 +10,9 @@ from typing import Any, TypeVar, overload
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _find_skip() -> Callable[[Any], None]:
-    """Find the function that makes the compiler skip the frames of some code, and the frames of everything it calls.
+def _find_skip(called: str) -> Callable[[Any], None]:
+    """Find the function that makes the compiler skip the frames of some code. ``called``: what it does with the frames
+    of everything that this code calls.
 
     Some versions of torch have no such function. They trace into the functions that a marked function calls, if code
     that is not compiled calls the marked function.
@@ -19,14 +20,23 @@ def _find_skip() -> Callable[[Any], None]:
     try:
         from torch._C._dynamo import eval_frame
 
-        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+        actions = eval_frame._FrameAction
+        skip = eval_frame._FrameExecStrategy(actions.SKIP, getattr(actions, called))
         mark: Callable[..., None] = eval_frame.set_code_exec_strategy
     except (ImportError, AttributeError):
         return lambda code: None
     return lambda code: mark(code, skip)
 
 
-_skip = _find_skip()
+_skip = _find_skip("SKIP")
+_skip_alone = _find_skip("DEFAULT")
+
+
+def not_compiled(function: F) -> F:
+    """Mark a function that the compiler does not compile. What the function calls may be compiled."""
+    marked: Any = function
+    _skip_alone(marked.__code__)
+    return function
 
 
 _REASON = "it talks to other workers, which no graph can contain; use backhaul.remote_op for calls inside a graph"

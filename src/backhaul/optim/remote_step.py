@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backhaul._autograd.api import passes_ended
+from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import remote_parameter
 from backhaul._remote_tensors.addresses import Address, Message
 from backhaul._remote_tensors.module_gradients import ModuleGradients, send_changes
@@ -28,6 +29,7 @@ from backhaul._remote_tensors.remote_parameter import RemoteParameter, hidden
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
+from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.worker_patches import while_workers_run
 from backhaul._types import WorkerInfo
 from backhaul.optim.owners import ask_all
@@ -261,16 +263,23 @@ _steps: weakref.WeakKeyDictionary[Optimizer, RemoteSteps] = weakref.WeakKeyDicti
 
 def _arrange(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Called before every step of every optimizer: let the owners of remote parameters step too."""
-    if not remote_parameter.any_made():
-        return
+    if remote_parameter.any_made():
+        _arrange_owners(optimizer)
+
+
+@graph_break
+def _arrange_owners(optimizer: Optimizer) -> None:
     if not any(isinstance(each, RemoteParameter) for group in optimizer.param_groups for each in group["params"]):
         return
     if _needs_closure(type(optimizer).step):
         return  # its operations run on the owners one by one
     if optimizer not in _steps:
         _steps[optimizer] = RemoteSteps(optimizer)
+        count_own_handle()
         optimizer.register_step_pre_hook(_before)
+        count_own_handle()
         optimizer.register_step_post_hook(_after)
+        count_own_handle()
         optimizer.register_state_dict_post_hook(_with_values)
     # Hooks of the user see gradients before the step, and new values after it.
     _move(optimizer._optimizer_step_pre_hooks, _before, last=True)
@@ -288,6 +297,7 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+@graph_break
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     _steps[optimizer].note_options()
     hidden.begin(sys._getframe(1))
@@ -297,11 +307,13 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     }
 
 
+@graph_break
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     hidden.end()
     _steps[optimizer].step()
 
 
+@graph_break
 def _with_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """``state_dict`` with copies in place of remote tensors, with one message to each owner."""
     remote = [leaf for leaf in tree_leaves(state_dict["state"]) if isinstance(leaf, RemoteTensor)]
@@ -317,6 +329,7 @@ def install() -> None:
     """Let torch call ``_arrange``. Does nothing if it does already."""
     global _handle
     if _handle is None:
+        count_own_handle()
         _handle = register_optimizer_step_pre_hook(_arrange)
 
 

@@ -19,6 +19,7 @@ from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ContextId
 from backhaul._autograd.torch_engine import entry
 from backhaul._autograd.torch_engine.run import LeafNode, Node
+from backhaul._runtime.compile_marks import graph_break
 from backhaul.errors import BackhaulError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _UNUSED = (
 )  # torch's text
 
 
+@graph_break
 def take(  # noqa: PLR0917 (torch's signature)
     outputs: Sequence[Root],
     seeds: Sequence[torch.Tensor | None],

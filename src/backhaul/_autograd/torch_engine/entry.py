@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from backhaul._autograd.torch_engine.run import grad_writers
+from backhaul._runtime.compile_marks import not_compiled
 from backhaul._torch_support import NEWEST, OLDEST
 from backhaul.errors import UnsupportedTorchError
 
@@ -26,6 +27,7 @@ _probes: dict[int, _Probe] = {}  # by id of the root of a pass that only looks w
 def make_entry(torch_entry: Callable[..., Any]) -> Callable[..., Any]:
     """The function that replaces ``torch_entry``."""
 
+    @not_compiled
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _probes and outputs and (probe := _probes.get(id(outputs[0]))) is not None:
             return probe.enter(outputs, *args, **kwargs)
