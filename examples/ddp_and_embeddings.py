@@ -1,8 +1,8 @@
 """Trainers synchronize their dense layers with DDP and share one embedding table on a separate worker.
 
-During a pass, DDP (gloo) averages the gradients of the dense layers between the trainers. The gradients of the table
-travel to the worker that holds it. The table makes a step when the gradients of all trainers have arrived. The result
-equals that of one process that trains on the batches of all trainers; the example checks this.
+During ``loss.backward()``, DDP (gloo) averages the gradients of the dense layers between the trainers. The gradients of
+the table travel to the worker that holds it. The table makes a step when the gradients of all trainers have arrived.
+The result equals that of one process that trains on the batches of all trainers; the example checks this.
 
     python examples/ddp_and_embeddings.py
     python examples/ddp_and_embeddings.py --trainers 3 --steps 20
@@ -47,26 +47,27 @@ class Embeddings(nn.Module):
         super().__init__()
         torch.manual_seed(2)
         self.table = nn.EmbeddingBag(WORDS, WIDTH)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
         self.trainers = trainers
         self.lock = threading.Lock()  # guards all attributes below
-        self.grads: list[torch.Tensor] = []
+        self.ready = 0
         self.stepped: bh.Future[None] = bh.Future()
 
     def forward(self, bags: torch.Tensor) -> torch.Tensor:
         return self.table(bags)
 
     @bh.async_execution
-    def step(self, context: int) -> bh.Future[None]:
-        """Take the gradient of one trainer. The future is done when the gradients of all trainers were applied."""
-        grad = bh.get_gradients(context)[self.table.weight]
+    def step(self) -> bh.Future[None]:
+        """Say that the gradient of one trainer is in ``.grad``. The future is done when the table has made its step."""
         with self.lock:
-            self.grads.append(grad)
+            self.ready += 1
             stepped = self.stepped
-            if len(self.grads) < self.trainers:
+            if self.ready < self.trainers:
                 return stepped
-            grads, self.grads, self.stepped = self.grads, [], bh.Future()
-        with torch.no_grad():
-            self.table.weight -= RATE * torch.stack(grads).mean(0)
+            self.ready, self.stepped = 0, bh.Future()
+        self.table.weight.grad /= self.trainers  # it is the sum of the gradients of all trainers
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         stepped.set_result(None)
         return stepped
 
@@ -83,13 +84,11 @@ def train(embeddings: bh.nn.RemoteModule, steps: int, trainer: int, trainers: in
         losses = []
         for step in range(steps):
             bags, labels = make_batch(step, trainer)
-            with bh.context() as ctx:
-                loss = nn.functional.binary_cross_entropy_with_logits(dense(embeddings(bags)), labels)
-                ctx.backward(loss)
-                for parameter in dense.parameters():
-                    parameter.grad = ctx.grads[parameter]  # DDP has averaged it
-                optimizer.step()
-                embeddings.get_module_rref().rpc_sync().step(ctx.id)
+            optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(dense(embeddings(bags)), labels)
+            loss.backward()
+            optimizer.step()
+            embeddings.get_module_rref().rpc_sync().step()
             losses.append(loss.item())
         return {"losses": losses, "dense": [parameter.detach() for parameter in dense.parameters()]}
     finally:

@@ -1,9 +1,9 @@
-"""Several trainers train the one model of a parameter server at once, each trainer in its own contexts.
+"""Several trainers train the one model of a parameter server at once.
 
 No trainer waits for another. When the gradients of a trainer arrive, other trainers may have changed the weights since
 its forward. So the server never changes weights in place: that would break the graphs of passes that still run
 ("modified by an inplace operation"). A step replaces the weights by new tensors. A pass that used the old tensors goes
-back through the old tensors.
+back through the old tensors. Each forward has leaves of its own, so that gradients of different trainers stay apart.
 
     python examples/parameter_server.py
     python examples/parameter_server.py --trainers 2 --steps 50
@@ -66,22 +66,21 @@ class Server:
         self.lock = threading.Lock()  # guards all attributes below
         self.steps = 0
         self.weights = make_weights()
-        # By context: the steps made before its forward, and the weights that it used.
+        # By trainer: the steps made before its last forward, and the leaves that this forward used.
         self.used: dict[int, tuple[int, list[torch.Tensor]]] = {}
 
-    def forward(self, context: int, x: torch.Tensor) -> torch.Tensor:
-        """Run the model on the present weights, in a context of the caller."""
+    def forward(self, trainer: int, x: torch.Tensor) -> torch.Tensor:
+        """Run the model on the present weights."""
         with self.lock:
             weights = [weight.detach().requires_grad_() for weight in self.weights]
-            self.used[context] = self.steps, weights
+            self.used[trainer] = self.steps, weights
         return apply_model(weights, x)
 
-    def step(self, context: int) -> int:
-        """Apply the gradients of a context. Returns how many steps others have made since its forward."""
-        grads = bh.get_gradients(context)
+    def step(self, trainer: int) -> int:
+        """Apply the gradients of a trainer. Returns how many steps others have made since its forward."""
         with self.lock:
-            before, weights = self.used.pop(context)
-            self.weights = [now - self.rate * grads[then] for now, then in zip(self.weights, weights, strict=True)]
+            before, weights = self.used.pop(trainer)
+            self.weights = [now - self.rate * then.grad for now, then in zip(self.weights, weights, strict=True)]
             self.steps += 1
             return self.steps - before - 1
 
@@ -91,16 +90,15 @@ class Server:
         return (apply_model(self.weights, x).argmax(1) == arm).float().mean().item()
 
 
-def train(server: bh.RRef[Server], steps: int, seed: int) -> dict[str, Any]:
-    """Train: each iteration makes forward, backward and step in one context."""
-    draw = torch.Generator().manual_seed(seed)
+def train(server: bh.RRef[Server], steps: int, trainer: int) -> dict[str, Any]:
+    """Train: forward, backward and step."""
+    draw = torch.Generator().manual_seed(trainer)
     losses, behind = [], []
     for _ in range(steps):
         x, arm = make_batch(draw, BATCH)
-        with bh.context() as ctx:
-            loss = nn.functional.cross_entropy(server.rpc_sync().forward(ctx.id, x), arm)
-            ctx.backward(loss)
-            behind.append(server.rpc_sync().step(ctx.id))
+        loss = nn.functional.cross_entropy(server.rpc_sync().forward(trainer, x), arm)
+        loss.backward()
+        behind.append(server.rpc_sync().step(trainer))
         losses.append(loss.item())
     return {"first": losses[0], "last": sum(losses[-10:]) / len(losses[-10:]), "behind": sum(behind) / len(behind)}
 

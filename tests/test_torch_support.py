@@ -27,6 +27,8 @@ FEATURES = {
     "profiler": "backhaul.profile",
 }
 """By folder; all other files are of the core."""
+FILES = {"_autograd/torch_engine/sharded.py": "torch.distributed.fsdp.fully_shard"}
+"""Files that are of a feature, though their folders are of the core."""
 
 
 # What is said.
@@ -244,7 +246,8 @@ def private_names(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def feature_of(path: Path) -> str:
-    return FEATURES.get(path.relative_to(SOURCES).parts[0], CORE)
+    inner = path.relative_to(SOURCES)
+    return FILES.get(inner.as_posix()) or FEATURES.get(inner.parts[0], CORE)
 
 
 def covers(declared: str, used: str) -> bool:

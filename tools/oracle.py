@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from backhaul._autograd.torch_engine.hooks import node_hooks
 from backhaul._launch.embedded import cluster
 from backhaul._launch.processes import launch
 from backhaul._options import Options
@@ -53,6 +54,8 @@ class OracleSetting:
         processes: Whether each worker is a process of its own.
         contexts: Whether to run in contexts, not outside them.
         threads: How many programs run at once.
+        node_hooks: Whether every worker assumes that nodes may have hooks. Then passes take other paths, which are
+            slower.
         seconds: Start no program after this time.
     """
 
@@ -63,6 +66,7 @@ class OracleSetting:
     processes: bool = False
     contexts: bool = False
     threads: int = 1
+    node_hooks: bool = False
     seconds: float = 3600.0
 
 
@@ -117,6 +121,7 @@ def run(setting: OracleSetting) -> OracleVerdict:
 def _drive(setting: OracleSetting, workers: int, seeds: Sequence[int], seconds: float) -> OracleVerdict | None:
     """On worker 0: run the programs of these seeds. All other workers only serve."""
     torch.set_num_threads(1)
+    node_hooks.possible = node_hooks.possible or setting.node_hooks
     warnings.filterwarnings("ignore", message="Using backward")  # plain autograd, with create_graph
     if get_worker_info().id != 0:
         return None
@@ -187,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", action="store_true", help="make each worker a process")
     parser.add_argument("--contexts", action="store_true", help="run in contexts, with backhaul.backward")
     parser.add_argument("--threads", type=int, default=1, help="how many programs run at once")
+    parser.add_argument("--node-hooks", action="store_true", help="assume that nodes may have hooks")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no program after this time")
     given = parser.parse_args(arguments)
     setting = OracleSetting(
@@ -197,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes=given.processes,
         contexts=given.contexts,
         threads=given.threads,
+        node_hooks=given.node_hooks,
         seconds=given.minutes * 60,
     )
     begun = time.monotonic()
@@ -205,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{verdict.compared} of {setting.programs} programs of order {setting.order} from seed {setting.first}, "
         f"{setting.threads} at once, over {' '.join(map(str, setting.workers))} workers in {place}, "
+        f"{'hooks of nodes possible, ' if setting.node_hooks else ''}"
         f"{verdict.reached} with gradients on several workers: {len(verdict.differences)} differ "
         f"({time.monotonic() - begun:.0f} s)"
     )

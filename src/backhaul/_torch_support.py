@@ -158,6 +158,13 @@ NAMES: dict[str, tuple[str, ...]] = {
         "autograd.function._SingleLevelFunction",
         "utils._python_dispatch.TorchDispatchMode",
     ),
+    "torch.distributed.fsdp.fully_shard": (
+        "distributed._composable_state._module_state_mapping",
+        "distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction._backward_cls",
+        "distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
+        "distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_root_post_backward_final_callback",
+        "distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    ),
     "backhaul.profile": (
         "_C._autograd._profiler_enabled",
         "_C._profiler._ExperimentalConfig",
@@ -178,6 +185,9 @@ UNCHECKED = (
     "autograd.function._HookMixin._register_hook",
     "utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
     # Only an instance has these.
+    "distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param",
+    "distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
+    "distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx",
     "jit.RecursiveScriptModule._c",
     "jit.RecursiveScriptModule._concrete_type",
     "autograd.profiler.profile._function_events",

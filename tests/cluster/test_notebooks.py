@@ -48,10 +48,9 @@ def output(way: str, program: str) -> list[str]:
 
 def test_the_twenty_lines_of_the_readme(way: str) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    shown = "torch.set_printoptions(profile='full')\n"
-    lines = output(way, f"import torch\n{shown}torch.manual_seed(1)\n{code}")
-    assert lines[0].startswith("tensor([")
-    assert len(lines) == 11, "the gradient of a table with ten rows"
+    (line,) = output(way, code)
+    assert line.startswith("loss ")
+    assert line.endswith("weights ['0.weight', '1.weight', '1.bias', '3.weight', '3.bias']")
 
 
 SHARED = """

@@ -261,6 +261,7 @@ def test_compiled_models(workers: list[bh.Worker]) -> None:
     assert_same(there.state_dict(), here.state_dict())
 
 
+@pytest.mark.filterwarnings("default")  # warnings of the compiler are not ours
 def test_a_compiled_step(workers: list[bh.Worker]) -> None:
     """Forward, backward and the optimizer's step in one compiled function: it breaks where other workers take part."""
     there, here = [nn.Sequential(layer(0), model) for model in pair()]

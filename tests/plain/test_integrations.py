@@ -122,11 +122,6 @@ def test_a_scripted_function_around_and_behind_a_call() -> None:
     check_outside(program, LEAVES, rtol=1e-4, atol=1e-4)
 
 
-FSDP_FAILS = pytest.mark.xfail(
-    strict=True,
-    reason="FSDP2 reduces gradients at the end of a run of the engine, before the pass has put them into .grad",
-)
-
 # DDP and FSDP2. Two processes have a replica each; the call goes to the other process, or the model is around a call.
 
 
@@ -222,14 +217,7 @@ def expected() -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("place", ["around calls", "at the callee"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ddp",
-        pytest.param("fsdp", marks=FSDP_FAILS),
-        pytest.param("fsdp by layer", marks=FSDP_FAILS),
-    ],
-)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp by layer"])
 def test_data_parallel(tmp_path: pathlib.Path, kind: str, place: str) -> None:
     options = bh.Options(backward_timeout=DEADLINE_SECONDS)
     arguments: Any = (str(tmp_path), kind, place)

@@ -13,6 +13,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from backhaul._autograd.torch_engine.hooks import count_own_handle
+
 _lock = threading.Lock()  # guards _why
 _why: Any = WeakTensorKeyDictionary()  # parameter -> what became of it
 
@@ -32,6 +34,7 @@ def leave_behind(parameters: Iterable[torch.Tensor], why: str) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
+    count_own_handle()
     register_optimizer_step_pre_hook(_check_step)
 
 

@@ -42,7 +42,7 @@ _MADE_ANEW = frozenset(("on", "device", "module_rref", "_methods", "_tensors", "
 
 
 class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
-    """A module on another worker. Calling it runs it there; inside a context, as part of the graph.
+    """A module on another worker. Calling it runs it there, as part of the graph.
 
     The constructor runs ``module_cls(*args, **kwargs)`` on that worker, and raises what goes wrong there. Inputs are
     moved to the module's device there. Results arrive on the device that tensors of that device are mapped to or, if

@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import remote_parameter
 from backhaul._remote_tensors.addresses import Address, Message
 from backhaul._remote_tensors.module_gradients import Asked, ModuleGradients, send_changes
@@ -273,8 +274,11 @@ def _arrange_owners(optimizer: Optimizer) -> None:
         return  # its operations run on the owners one by one
     if optimizer not in _steps:
         _steps[optimizer] = RemoteSteps(optimizer)
+        count_own_handle()
         optimizer.register_step_pre_hook(_before)
+        count_own_handle()
         optimizer.register_step_post_hook(_after)
+        count_own_handle()
         optimizer.register_state_dict_post_hook(_with_values)
     # Hooks of the user see gradients before the step, and new values after it.
     _move(optimizer._optimizer_step_pre_hooks, _before, last=True)
@@ -324,6 +328,7 @@ def install() -> None:
     """Let torch call ``_arrange``. Does nothing if it does already."""
     global _handle
     if _handle is None:
+        count_own_handle()
         _handle = register_optimizer_step_pre_hook(_arrange)
 
 

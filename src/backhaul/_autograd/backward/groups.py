@@ -13,6 +13,7 @@ import torch
 
 from backhaul._autograd.forward.functions import End, Grads, Recv, edge_of, recv_of
 from backhaul._autograd.ids import NO_CONTEXT, MessageId
+from backhaul._autograd.torch_engine import sharded
 from backhaul._autograd.torch_engine.boundary import MARK, BoundaryNodeClass
 from backhaul._autograd.torch_engine.freeing import DEEP_NODES, free_one_by_one
 from backhaul._autograd.torch_engine.hooks import node_hooks, pass_hooks
@@ -102,6 +103,9 @@ class Grouping:
         self._meeting: dict[object, MessageId] = {}  # likewise for keys that join sources
         self._parent: dict[MessageId, MessageId] = {}  # union-find; empty as long as nothing is joined
         self._group_of = {source: self._walk(source, ends) for source, ends in sources.items()}
+        for source, group in self._group_of.items():
+            if sharded.among(group.nodes):
+                self._join(source, self._meeting.setdefault(sharded.SHARDED, source))
         self.find = self._group_of.get
         if self._parent:
             self._merge()

@@ -35,8 +35,10 @@ from backhaul._autograd.torch_engine.run import (
     run_engine,
     set_grad_enabled,
 )
+from backhaul._autograd.torch_engine.sharded import SHARDED, ShardedShare
 from backhaul._devices import seam
 from backhaul._runtime import interrupts
+from backhaul.errors import BackhaulError
 
 Wanted = torch.Tensor | GradientEdge
 """What a gradient is wanted for: a leaf, or a tensor or edge inside the graph that the user named."""
@@ -66,6 +68,10 @@ class _GradLock(contextlib.AbstractContextManager[None]):
             lock.release()
 
 
+_SHARDED_IN_CONTEXT = (
+    "the pass reaches parameters of an FSDP2 module (fully_shard), and FSDP2 reduces gradients in .grad, not in "
+    'contexts; call loss.backward() outside contexts, or give accumulate="grad"'
+)
 _SOLE_REFERENCE_COUNT = 2  # a local variable holds the only reference: the variable, and the argument of getrefcount
 
 
@@ -77,6 +83,7 @@ class Leaves:
         spec: The pass.
         inputs: On the driver, the tensors or edges that the pass is restricted to.
         results: On the driver, takes the gradients of the inputs, if they are neither for ``.grad`` nor the context.
+        sharded: What the pass does with FSDP2 modules of this worker, if there are any.
     """
 
     def __init__(
@@ -85,11 +92,13 @@ class Leaves:
         spec: PassSpec,
         inputs: Sequence[Wanted] | None,
         results: GradientTable | None = None,
+        sharded: ShardedShare | None = None,
     ) -> None:
         self._context = context
         self._spec = spec
         self._inputs = inputs
         self._results = results
+        self._sharded = sharded
         self._runs_node: dict[int, bool] = {}  # by id of the leaf, which the graph keeps alive
         self._reducers = torch.distributed.is_available() and torch.distributed.is_initialized()
         # A leaf without hooks only gets its gradient added: in the context, or to ``.grad``.
@@ -101,6 +110,10 @@ class Leaves:
 
         Sources whose leaves give equal keys run together, so that hooks on the leaf see the sum of all gradients, once.
         """
+        if self._sharded is not None and leaf in self._sharded:
+            if not (self._spec.into_grad or self._spec.restricted):
+                raise BackhaulError(_SHARDED_IN_CONTEXT)
+            return SHARDED
         hooks = leaf._backward_hooks
         if not (hooks or leaf._post_accumulate_grad_hooks or self._reducers or node_hooks.possible):
             return id(leaf) if self._spec.deterministic and self._spec.into_grad else None

@@ -15,6 +15,9 @@ from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.plan.plan import Orders, Summary
 from backhaul._autograd.torch_engine.run import LeafNode, Node
 
+PartTest = Callable[[Iterable[int], Iterable[Node]], bool]
+"""Takes the ids of leaves, and nodes."""
+
 
 class PassGraph:
     """Walks the graph when it is made, which takes as long as the graph is large. Immutable.
@@ -84,6 +87,10 @@ class PassGraph:
 
     def release(self) -> None:
         """The pass is over here: forget the graph."""
+
+    def has(self, test: PartTest) -> bool:
+        """Whether ``test`` holds for any part of this worker's graph."""
+        return any(test(group.leaves, group.nodes) for group in self.grouping.groups)
 
     def in_order(self, sources: Iterable[MessageId]) -> list[MessageId]:
         """Sources in program order."""

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from backhaul._autograd.backward.groups import Group, Grouping
-from backhaul._autograd.backward.pass_graph import PassGraph
+from backhaul._autograd.backward.pass_graph import PartTest, PassGraph
 from backhaul._autograd.backward.source_index import IndexedSource, Joins
 from backhaul._autograd.forward.functions import End
 from backhaul._autograd.ids import ROOTS, MessageId
@@ -92,6 +92,9 @@ class PlainPassGraph(PassGraph):
                     self._waiting.discard(source)
             if grouping is not _NO_GROUPS:
                 self._forget_groups()
+
+    def has(self, test: PartTest) -> bool:
+        return self._context.sources.has(test)
 
     def rest(self) -> None:
         self._context.sources.tidy()

@@ -14,29 +14,23 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.utils.hooks import RemovableHandle
 
-from backhaul._autograd.backward import early_sends
-from backhaul._autograd.backward.early_sends import EarlySends, SendEarly
-from backhaul._autograd.backward.groups import Fired, Group, RecvEnd, reaches
+from backhaul._autograd.backward.early_sends import SendEarly
+from backhaul._autograd.backward.group_run import GroupRun
+from backhaul._autograd.backward.groups import Fired, Group
 from backhaul._autograd.backward.leaves import Leaves
 from backhaul._autograd.backward.node_runner import NodeRunner
-from backhaul._autograd.backward.pass_errors import ForeignGraph
-from backhaul._autograd.backward.pass_graph import PassGraph, nodes_of
+from backhaul._autograd.backward.pass_graph import PassGraph
 from backhaul._autograd.backward.plain_pass_graph import PlainPassGraph
 from backhaul._autograd.backward.stepper import Stepper
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import End, Grads, edge_of
+from backhaul._autograd.forward.functions import Grads, edge_of
 from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._autograd.plan.plan import Orders
-from backhaul._autograd.torch_engine import hooks
-from backhaul._autograd.torch_engine.anomaly import watching
-from backhaul._autograd.torch_engine.graph_task import GraphTask, new_task_number
-from backhaul._autograd.torch_engine.hooks import node_hooks
-from backhaul._autograd.torch_engine.run import renumber
+from backhaul._autograd.torch_engine.patches import sharded_share
 from backhaul._devices import seam
 
 
@@ -70,105 +64,7 @@ class _Gathering:
         self.stepper = stepper
 
 
-class GroupRun:
-    """Runs PyTorch's engine for the groups of one pass on one worker. Thread-safe.
-
-    It does not refer to the ``LocalPass`` or to the ``ReadyGroups``, which refer to it; see ``_make_stepper``.
-
-    Args:
-        spec: The pass.
-        leaves: Where gradients of leaves go.
-        ends: The ends of each source.
-    """
-
-    __slots__ = ("_ends", "_leaves", "_spec", "_task_number")
-
-    def __init__(self, spec: PassSpec, leaves: Leaves, ends: Mapping[MessageId, Sequence[End]]) -> None:
-        self._spec = spec
-        self._leaves = leaves
-        self._ends = ends
-        self._task_number = new_task_number()
-
-    def run(
-        self,
-        group: Group,
-        sources: Sequence[MessageId],
-        edges: Sequence[GradientEdge],
-        seeds: Sequence[torch.Tensor],
-        ends: Sequence[RecvEnd],
-        *,
-        order: tuple[int, ...],
-        send_early: SendEarly | None,
-    ) -> list[Fired]:
-        """Run the group; return the answers that are left to send."""
-        early = send_early is not None and len(group.nodes) > early_sends.SEND_EARLY_NODES and bool(ends)
-        if self._spec.deterministic:
-            self.put_in_order(sources)
-        elif not (early or node_hooks.possible or RemovableHandle.next_id > hooks.own_handles):
-            return self.compute(group, edges, seeds, ends, order)
-        if not early:
-            with self.task(sources):
-                return self.compute(group, edges, seeds, ends, order)
-        assert send_early is not None
-        sending = EarlySends(send_early, ends)
-        with self.task(sources), sending:
-            fired = self.compute(group, edges, seeds, ends, order)
-        return sending.left(fired)
-
-    def task(self, sources: Iterable[MessageId]) -> GraphTask:
-        """What multi-grad hooks are told about a run from ``sources``."""
-        ends = self._ends
-        return GraphTask(self._task_number, lambda: nodes_of(ends, sources).keys())
-
-    def put_in_order(self, sources: Sequence[MessageId]) -> None:
-        """Make the engine sum gradients in an order that does not depend on the threads of the forward."""
-        renumber(nodes_of(self._ends, sources))
-
-    def compute(
-        self,
-        group: Group,
-        edges: Sequence[GradientEdge],
-        seeds: Sequence[torch.Tensor],
-        ends: Sequence[RecvEnd],
-        order: tuple[int, ...],
-    ) -> list[Fired]:
-        """Run the engine to the group's leaves and to ``ends``; return the answers of ``ends``."""
-        if not edges:
-            return [(end.recv, [None] * end.recv.count) for end in ends]
-        wanted = []
-        for end in ends:
-            for node in end.nodes.values():
-                wanted.append(GradientEdge(node, 0))
-        if group.frozen and not self._spec.restricted:  # the nodes that lead to them run nevertheless
-            wanted += [GradientEdge(node, 0) for node in group.frozen]
-        check = None
-        if group.foreign:  # asked for, to learn whether a gradient arrives there
-            check = functools.partial(self._refuse_foreign, group, len(wanted))
-            wanted += [GradientEdge(node, 0) for node in group.foreign]
-        leaves = group.leaves.values()
-        if self._spec.anomaly:
-            with watching(group.nodes, self._spec.anomaly):
-                found = self._leaves.compute(edges, seeds, leaves, wanted, order, check=check)
-        else:
-            found = self._leaves.compute(edges, seeds, leaves, wanted, order, check=check)
-        fired: list[Fired] = []
-        used = 0
-        for end in ends:
-            following = used + len(end.nodes)
-            fired.append((end.recv, end.answer(dict(zip(end.nodes, found[used:following], strict=True)))))
-            used = following
-        return fired
-
-    def _refuse_foreign(self, group: Group, first: int, found: Grads) -> None:
-        """Raise if a gradient has arrived at a recv node of another context. ``first``: their place in ``found``."""
-        for (node, recv), grad in zip(group.foreign.items(), found[first:], strict=True):
-            if grad is not None:
-                for source in sorted(group.sources):  # the roots first
-                    for place, end in enumerate(self._ends[source]):
-                        if reaches([end], {node}):
-                            raise ForeignGraph(recv, source, place)
-
-
+# Over the limit because sources arrive, wait, get their orders and run under one lock.
 class ReadyGroups:
     """Thread-safe.
 
@@ -195,7 +91,8 @@ class ReadyGroups:
     ) -> None:
         self._spec = spec
         self._context = context
-        self._leaves = Leaves(context, spec, inputs, results)
+        self._sharded = sharded_share(at_driver=roots is not None)
+        self._leaves = Leaves(context, spec, inputs, results, self._sharded)
         self._starts = roots, inputs
         self._walking = threading.Lock()  # held while the graph is walked
         self._lock = threading.Lock()  # guards what follows, _orders and _asked
@@ -215,7 +112,7 @@ class ReadyGroups:
                     graph: PassGraph = PlainPassGraph(self._spec, self._context, self._leaves.join, *self._starts)
                 else:
                     graph = PassGraph(self._spec, self._context, self._leaves.join, *self._starts)
-                self._group_run = GroupRun(self._spec, self._leaves, graph.ends)
+                self._group_run = GroupRun(self._spec, self._leaves, graph.ends, self._sharded)
                 self._graph = graph
             return self._graph
 
@@ -297,14 +194,32 @@ class ReadyGroups:
         seam.streams.adopt(here)
         if gathering.stepper is None:
             return [self._run(group, here, send_early)]
-        fired, over = gathering.stepper.feed(here)
+        fired, over = self._group_run.feed(gathering.stepper, group, here)
         if not over:
             produced: dict[int, int] = {recv.message: recv.sender for recv, _ in fired}
             return [Outcome(PassTally((), produced) if produced else None, fired)]
         with self._lock:
             self._gatherings.pop(id(group), None)
+        self._reduce_sharded(group)
         self._end(gathering.active)
         return [Outcome(PassTally(tuple(gathering.active), gathering.stepper.produced), fired)]
+
+    def _reduce_sharded(self, group: Group) -> None:
+        """A group has run: reduce gradients of FSDP2 modules, unless others of the pass may still come."""
+        sharded = self._sharded
+        if sharded is None:
+            return
+        joined = sharded.joins(group.leaves, group.nodes)
+        if joined:
+            sharded.joined_ran = True
+            sharded.reach(group.leaves)
+        if not (sharded.at_driver or (not sharded.joined_ran and self.graph.has(sharded.joins))):
+            sharded.finish()
+
+    def finish(self) -> None:
+        """At the driver: the pass is over."""
+        if self._sharded is not None:
+            self._sharded.finish()
 
     def _gather(self, group: Group) -> _Gathering:
         orders = self._orders
@@ -348,6 +263,7 @@ class ReadyGroups:
         fired: list[Fired] = []
         if edges or ends:
             fired = self._group_run.run(group, sources, edges, seeds, ends, order=order, send_early=send_early)
+            self._reduce_sharded(group)
         self._end(sources)
         produced: dict[int, int] = {}
         for answered in ends:
@@ -390,4 +306,5 @@ class ReadyGroups:
             NodeRunner(spec, graph.inner_inputs(), functools.partial(self._leaves.keep, shared=True)),
             create=spec.create,
             foreign=group.foreign,
+            in_turn=group_run.joins_sharded(group),
         )

@@ -18,6 +18,7 @@ from backhaul._autograd.backward.groups import Group, RecvEnd, nodes_behind
 from backhaul._autograd.forward.functions import End, Recv
 from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.plain_graph import PlainGraph
+from backhaul._autograd.torch_engine import sharded
 from backhaul._autograd.torch_engine.boundary import MARK, BoundaryNodeClass
 from backhaul._autograd.torch_engine.freeing import DEEP_NODES, free_one_by_one
 from backhaul._autograd.torch_engine.run import LeafNode, Node
@@ -215,6 +216,8 @@ class SourceIndex:
         if found.stops or (found.stoppers and not all(map(ignored, found.stoppers))):
             return None
         source, frozen = found.sources[0], False
+        if sharded.among(found.nodes) and any(other != source and not ignored(other) for other in self._sources):
+            return None
         for number, leaf in found.leaves.items():
             frozen = frozen or not leaf.requires_grad
             key = joins(leaf)
@@ -224,6 +227,10 @@ class SourceIndex:
             if any(other != source and not ignored(other) for other in sharing):
                 return None
         return _without_frozen(found) if frozen else found
+
+    def has(self, test: Callable[[Iterable[int], Iterable[Node]], bool]) -> bool:
+        """See ``PlainSources.has``."""
+        return any(test(found.leaves, found.nodes) for found in self._sources.values())
 
     def related(
         self, sources: Iterable[MessageId], calls: Iterable[int], roots: IndexedSource | None
@@ -296,7 +303,7 @@ class PlainSources:
                 found = None if roots is None else self._index.look(roots)
             else:
                 found = self._index.find(source) if source in self._graph.sends else None
-            if found is None or not (found.leaves or found.stops or found.stoppers):
+            if found is None or not (found.leaves or found.stops or found.stoppers or found.nodes):
                 return found
             return self._index.group_of(found, joins, ignored)
 
@@ -307,6 +314,12 @@ class PlainSources:
         with self._lock:
             self._update()
             return self._index.related(sources, calls, None if roots is None else self._index.look(roots))
+
+    def has(self, test: Callable[[Iterable[int], Iterable[Node]], bool]) -> bool:
+        """Whether ``test`` holds for what any source reaches: the ids of leaves, and nodes."""
+        with self._lock:
+            self._update()
+            return self._index.has(test)
 
     def _update(self) -> None:
         """Walk the records that are new."""

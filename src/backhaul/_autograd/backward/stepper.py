@@ -8,7 +8,7 @@ its complete input, so hooks and custom functions behave as in one process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -17,7 +17,7 @@ from backhaul._autograd.backward.groups import Fired, RecvEnd
 from backhaul._autograd.backward.node_inputs import NodeInputs
 from backhaul._autograd.backward.node_runner import NodeRunner
 from backhaul._autograd.forward.functions import Grads, recv_of
-from backhaul._autograd.ids import MessageId
+from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.torch_engine.graph_task import GraphTask
 from backhaul._autograd.torch_engine.run import Node
 from backhaul._devices import seam
@@ -66,6 +66,7 @@ class _Answers:
         return recv, [earlier.get(index, grad) for index, grad in enumerate(grads)]
 
 
+# Over the limit because each attribute is a part of one state that a step reads and changes as a whole.
 class Stepper:
     """Thread-safe: a thread that feeds a source while another thread runs nodes leaves the source to that thread.
 
@@ -77,6 +78,9 @@ class Stepper:
         runner: Runs single nodes.
         create: Whether the pass records itself (``create_graph``).
         foreign: Recv nodes of other contexts. ``compute`` refuses gradients for them.
+        in_turn: Whether the order of the nodes must not depend on the order in which sources arrive. Then the sources
+            take their turns in the reverse of the order in which the worker sent them. A gradient depends only on
+            messages that were sent after it, so this cannot wait for ever.
 
     Attributes:
         produced: The messages that have been answered, and the worker that each answer goes to.
@@ -92,6 +96,7 @@ class Stepper:
         *,
         create: bool,
         foreign: Container[Node] = (),
+        in_turn: bool = False,
     ) -> None:
         self._compute = compute
         self._task = task
@@ -101,6 +106,8 @@ class Stepper:
         self._running = False
         self._fed: list[tuple[MessageId, Grads]] = []
         self._missing = set(sources)
+        self._turns = sorted(sources, key=lambda source: (source == ROOTS, source)) if in_turn else None
+        self._early: dict[MessageId, Grads] = {}  # fed before their turn
         self.produced: dict[int, int] = {}
         self._inputs = NodeInputs(sources, foreign)
         self._answers = _Answers(ends, self._inputs)
@@ -131,7 +138,7 @@ class Stepper:
                     self._running = False
                     return False
             seam.streams.arrive()  # other threads may have fed the sources
-            for source, grads in fed:
+            for source, grads in fed if self._turns is None else self._take_turns(fed):
                 self._inputs.enter(source, grads)
                 self._missing.discard(source)
             made = self._step()
@@ -141,6 +148,14 @@ class Stepper:
             fired += made
             if over:
                 return True
+
+    def _take_turns(self, fed: Iterable[tuple[MessageId, Grads]]) -> Iterator[tuple[MessageId, Grads]]:
+        """The sources whose turn it is."""
+        assert self._turns is not None
+        self._early.update(fed)
+        while self._turns and self._turns[-1] in self._early:
+            source = self._turns.pop()
+            yield source, self._early.pop(source)
 
     def _step(self) -> list[Fired]:
         """Run every node that is ready."""

@@ -16,7 +16,7 @@ from torch.autograd.function import _HookMixin
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from backhaul._autograd.torch_engine import entry
+from backhaul._autograd.torch_engine import entry, sharded
 from backhaul._autograd.torch_engine.graph_task import task_for
 from backhaul._autograd.torch_engine.hooks import count_own_handle, is_own_hook, node_hooks
 from backhaul._autograd.torch_engine.reducers import reducers
@@ -143,3 +143,20 @@ def _watch_modules() -> None:
     handle = register_module_module_registration_hook(reducers.on_submodule)
     _undo.append(reducers.forget_search)
     _undo.append(handle.remove)
+
+
+def sharded_share(*, at_driver: bool) -> sharded.ShardedShare | None:
+    """What a pass does with the FSDP2 modules of this process; None if there are none. See ``ShardedShare``."""
+    found = sharded.states()
+    if not found:
+        return None
+    _put_off_reductions()
+    return sharded.ShardedShare(found, at_driver=at_driver)
+
+
+def _put_off_reductions() -> None:
+    """Let FSDP2 reduce gradients when a worker's share of a pass is over, not in each run of the engine."""
+    with _guarding:
+        if _undo and not sharded.is_patched():
+            for owner, name, replacement in sharded.replacements():
+                _replace(owner, name, replacement)
