@@ -61,7 +61,7 @@ def subclass(base: type[optim.Optimizer], *, constructed: bool) -> type[optim.Op
 
 
 @pytest.mark.parametrize("constructed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_a_step_that_calls_the_step_of_its_base(constructed: bool, options: dict[str, Any]) -> None:
     kind: Any = subclass(optim.Adam, constructed=constructed)
     compare(lambda model: kind(model.parameters(), lr=0.1, **options))
@@ -215,3 +215,29 @@ def test_state_of_the_step_is_saved_and_loaded() -> None:
         states.append(optimizer.state_dict()["state"])
     assert_same(there.state_dict(), here.state_dict())
     assert_same(*states)
+
+
+def test_a_gradient_scaler() -> None:
+    kind: Any = subclass(optim.SGD, constructed=False)
+    there, here = pair()
+    for model in (there, here):
+        optimizer = kind(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss = model(batch(seed)).pow(2).sum()
+            scaler.scale(loss * float("inf") if seed == 2 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same(there.state_dict(), here.state_dict())
+
+
+def test_a_fused_step_with_state_that_was_loaded() -> None:
+    """Its state is here until a step makes it anew; the operation cannot write to two workers at once."""
+    kind: Any = subclass(optim.Adam, constructed=False)
+    there, _ = pair()
+    optimizer = kind(there.parameters(), lr=0.1, fused=True)
+    train(there, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(NotImplementedError, match="several workers at once"):
+        train(there, optimizer, range(1))
