@@ -3,7 +3,7 @@
 - It writes to a tensor: on the worker of that tensor.
 - Its tensors are on one owner, numbers aside: there.
 - Otherwise here, with copies.
-- ``_foreach_*``: each element where it would run alone, with one message to each owner.
+- ``_foreach_*``, and fused steps of optimizers: each element where it would run alone, with one message to each owner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if func is _aten.zero_.default and args[0]._address.kind == "gradient":
         args[0]._gradients.zero(args[0]._address.key)
         return args[0]
-    if func._schema.name.startswith("aten::_foreach_"):
+    if func._schema.name.startswith(_OF_LISTS):
         return _run_foreach(func, args, kwargs)
     leaves, form = tree_flatten((args, kwargs))
     written = [each for each in _written(func, args, kwargs) if isinstance(each, torch.Tensor)]
@@ -50,6 +50,9 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         raise NotImplementedError(f"{func} changes the shape of a tensor of another worker; use its form out of place")
     return _Call(owner, func, leaves, form).result()
 
+
+_OF_LISTS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_adagrad", "aten::_fused_sgd")
+"""Names of operations on lists of tensors, each element by itself."""
 
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 
@@ -162,11 +165,11 @@ class _Call:
 def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on lists of tensors: each owner gets one message with its share."""
     count = len(args[0])
-    written = _written(func, args, kwargs)
+    written = _written(func, [each if _is_list(each, count) else [] for each in args], {})
     by_owner: dict[int, list[int]] = {}
     for index in range(count):
         parts = [each[index] for each in args if _is_list(each, count)]
-        owner = _place_of(args[0][index]) if written else _owner_of(func, parts, ())
+        owner = _owner_of(func, parts, written[index::count])
         by_owner.setdefault(owner, []).append(index)
 
     def share(indices: Sequence[int]) -> tuple[list[Any], Any]:

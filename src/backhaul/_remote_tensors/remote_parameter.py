@@ -219,41 +219,55 @@ class HiddenGradients(threading.local):
     """Says that a frame of this thread must see no gradients of remote parameters: torch's own optimizer step."""
 
     def __init__(self) -> None:
-        self._frames: list[FrameType | None] = []
+        self._steps: list[tuple[FrameType, object] | None] = []
+        """The frame of each step and its optimizer, the innermost last; None: a closure that sees gradients."""
 
-    def begin(self, frame: FrameType) -> None:
+    def begin(self, frame: FrameType, optimizer: object) -> None:
         """Hide gradients from what ``frame`` calls. This ends with ``end``, or with the frame."""
-        self._frames.append(frame)
+        self._steps.append((frame, optimizer))
 
-    def end(self) -> None:
-        """Undo the last ``begin``."""
-        self._frames.pop()
+    def end(self, optimizer: object) -> bool:
+        """Undo the last ``begin`` if it was for ``optimizer``. Returns whether it was."""
+        found = self.is_stepped(optimizer)
+        if found:
+            self._steps.pop()
+        return found
 
     def show(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """``function``, which sees gradients."""
 
         def shown() -> Any:
-            self._frames.append(None)
+            depth = len(self._steps)
+            self._steps.append(None)
             try:
                 return function()
             finally:
-                self._frames.pop()
+                del self._steps[depth:]  # steps inside the function may have raised errors
 
         return shown
 
+    def is_stepped(self, optimizer: object) -> bool:
+        """Whether the calling code is inside a step of ``optimizer`` that must see no gradients."""
+        step = self._innermost()
+        return step is not None and step[1] is optimizer
+
     def covers_here(self) -> bool:
         """Whether the calling code must see no gradients."""
-        while self._frames:
-            wanted = self._frames[-1]
-            if wanted is None:
-                return False
+        return self._innermost() is not None
+
+    def _innermost(self) -> tuple[FrameType, object] | None:
+        """The innermost step that runs. Forgets steps that have raised errors."""
+        while self._steps:
+            step = self._steps[-1]
+            if step is None:
+                return None
             frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame is not wanted:
+            while frame is not None and frame is not step[0]:
                 frame = frame.f_back
             if frame is not None:
-                return True
-            self._frames.pop()  # the step has raised an error
-        return False
+                return step
+            self._steps.pop()
+        return None
 
 
 hidden = HiddenGradients()

@@ -208,6 +208,12 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of the module on its owner. Hooks and attributes of this side are copied here."""
+        listed = {} if self._tensors is None else {**self._parameters, **self._buffers}
+        if any(id(tensor) in memo for tensor in listed.values()):
+            raise RuntimeError(
+                f"a parameter of the module on worker '{self.on}' was copied before the module, so the copies would "
+                "not belong together; copy the module first, as in copy.deepcopy((model, optimizer))"
+            )
         rref, training, description = self._start(owner.copy_of).wait()
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -215,6 +221,8 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         own = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
         made.__dict__.update(copy.deepcopy(own, memo))
         made._describe_new(description)
+        copies = {**made._parameters, **made._buffers} if listed else {}
+        memo.update((id(tensor), copies[name]) for name, tensor in listed.items())  # optimizers refer to them
         return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

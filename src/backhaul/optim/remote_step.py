@@ -1,18 +1,19 @@
 """Steps of ``torch.optim`` optimizers over parameters of other workers.
 
-torch's own step passes such parameters by, because it sees no gradients of them. Then each owner steps its parameters:
-one message to each owner, all owners at once. A hook that torch calls before every step of every optimizer arranges
-this.
+torch's own ``step`` passes such parameters by, because it sees no gradients of them. Then each owner steps its
+parameters: one message to each owner, all owners at once. A hook that torch calls before every step of every optimizer
+arranges this.
+
+A ``step`` that is not torch's may do anything: call its closure twice, or use a number of all gradients. It runs here,
+and each of its operations on a remote parameter runs on the owner.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import pickle
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import remote_parameter
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.module_gradients import Asked, ModuleGradients, send_changes
-from backhaul._remote_tensors.on_owner import Gradients, TensorForm
+from backhaul._remote_tensors.module_gradients import Asked, send_changes
+from backhaul._remote_tensors.on_owner import TensorForm
 from backhaul._remote_tensors.remote_parameter import RemoteParameter, hidden
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
 from backhaul._rpc.futures import Future
@@ -38,15 +39,16 @@ from backhaul.optim.step_on_owner import (
     Options,
     OwnedOptimizer,
     OwnerStep,
+    Setup,
     Stepped,
     map_leaves,
+    set_up_owned,
     step_owned,
 )
+from backhaul.optim.whole_steps import is_whole, torch_class
 
 _SCALING = ("grad_scale", "found_inf")
 """What ``torch.amp.GradScaler`` gives to optimizers that unscale gradients themselves."""
-
-_NOT_SENT = frozenset(("defaults", "state", "param_groups", "step", "_zero_grad_profile_name", *_SCALING))
 
 
 class _OwnerShare:
@@ -54,14 +56,16 @@ class _OwnerShare:
 
     Attributes:
         optimizer: A reference to the optimizer there; None before the first step.
-        groups: The groups with parameters there, by index, when it stepped last.
-        mirror: The state that the driver's optimizer shows, by the number of the parameter.
+        groups: The groups with parameters there, by index, that it has.
+        mirror: The state that it has, as the driver's optimizer shows it, by the number of the parameter.
+        attributes: The attributes of the optimizer there that came from here.
     """
 
     def __init__(self) -> None:
         self.optimizer: RRef[OwnedOptimizer] | None = None
         self.groups: dict[int, list[RemoteParameter]] = {}
         self.mirror: dict[int, Any] = {}
+        self.attributes: dict[str, Any] = {}
 
 
 class RemoteSteps:
@@ -71,12 +75,19 @@ class RemoteSteps:
         self._optimizer = weakref.ref(optimizer)
         self._shares: dict[WorkerInfo, _OwnerShare] = {}
         self._numbers: dict[RemoteParameter, int] = {}
+        self._unused = itertools.count()
         self._options: list[Options] = []
+        self.attributes: dict[str, Any] = {}
 
     def note_options(self) -> None:
-        """Keep the options as they are now: owners step with these, and torch's own step may change them."""
+        """Keep options and attributes as they are now: owners step with these, and torch's own step may change them."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        self.attributes = {
+            name: value
+            for name, value in optimizer.__dict__.items()
+            if name.startswith("_") and isinstance(value, bool | int | float | None)
+        }
         self._options = [
             {name: _copied(value) for name, value in group.items() if name not in ("params", "param_names")}
             for group in optimizer.param_groups
@@ -92,14 +103,24 @@ class RemoteSteps:
                 if isinstance(parameter, RemoteParameter):
                     owner = parameter._address.container.owner()
                     by_owner.setdefault(owner, {}).setdefault(number, []).append(parameter)
+        self._forget_all_except(by_owner)
         for worker in {each._gradients.worker for groups in by_owner.values() for each in _all(groups)}:
             send_changes(worker)
         steps = {owner: _OwnerStep(self, optimizer, owner, groups) for owner, groups in by_owner.items()}
-        ask_all(
-            {owner: each.start for owner, each in steps.items()},
-            "the step",
-            {o: each.finish for o, each in steps.items()},
-        )
+        new = {owner: each for owner, each in steps.items() if each.needs_setup()}
+        _call_all({o: each.set_up for o, each in new.items()}, {o: each.is_set_up for o, each in new.items()})
+        _call_all({o: each.start for o, each in steps.items()}, {o: each.finish for o, each in steps.items()})
+
+    def _forget_all_except(self, owners: Container[WorkerInfo]) -> None:
+        """Forget owners none of whose parameters is left, so that they can free their share."""
+        if all(owner in owners for owner in self._shares):
+            return
+        self._shares = {owner: share for owner, share in self._shares.items() if owner in owners}
+        self._numbers = {
+            parameter: number
+            for parameter, number in self._numbers.items()
+            if parameter._address.container.owner() in owners
+        }
 
     def share(self, owner: WorkerInfo) -> _OwnerShare:
         """What an owner steps."""
@@ -111,7 +132,15 @@ class RemoteSteps:
 
     def number(self, parameter: RemoteParameter) -> int:
         """The number by which owners know a parameter."""
-        return self._numbers.setdefault(parameter, len(self._numbers))
+        if parameter not in self._numbers:
+            self._numbers[parameter] = next(self._unused)
+        return self._numbers[parameter]
+
+
+def _call_all(
+    calls: dict[WorkerInfo, Callable[[], Future[Any]]], finish: dict[WorkerInfo, Callable[[Any], None]]
+) -> None:
+    ask_all(calls, "the step", finish)
 
 
 def _all(groups: dict[int, list[RemoteParameter]]) -> list[RemoteParameter]:
@@ -130,49 +159,83 @@ class _OwnerStep:
     ) -> None:
         self._share = steps.share(owner)
         self._optimizer = optimizer
+        self._owner = owner.id
         self._groups = groups
         self._parameters = {steps.number(parameter): parameter for parameter in _all(groups)}
         self._options = [steps.options(number) for number in groups]
-        self._message = Message(owner.id)
-        self._named: list[ModuleGradients] = []
+        self._attributes = steps.attributes
+        self._modules = list(dict.fromkeys(parameter._gradients for parameter in self._parameters.values()))
+        self._changed: dict[int, Any] = {}
         self._asked: list[Asked] = []
 
-    def start(self) -> Future[Stepped]:
-        """Send the message."""
-        share, message = self._share, self._message
-        modules = dict.fromkeys(parameter._gradients for parameter in self._parameters.values())
-        self._named = list(modules)
-        for module in modules:
-            message.number(module.container)
-        count = len(modules)
-        same = list(share.groups) == list(self._groups) and all(
+    def needs_setup(self) -> bool:
+        """Whether parameters, groups or state have changed here since the last step."""
+        self._changed = self._changed_state()
+        return bool(self._changed) or not self._has_groups()
+
+    def _has_groups(self) -> bool:
+        groups = self._share.groups
+        return list(groups) == list(self._groups) and all(
             len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
-            for old, new in zip(share.groups.values(), self._groups.values(), strict=True)
+            for old, new in zip(groups.values(), self._groups.values(), strict=True)
         )
-        pushed = self._pushed_state()
-        numbers = {id(parameter): number for number, parameter in self._parameters.items()}
+
+    def set_up(self) -> Future[RRef[OwnedOptimizer] | None]:
+        """Send what has changed."""
+        message, share = self._message(), self._share
         layout: Layout | None = None
-        if not same:
+        if not self._has_groups():
+            numbers = {id(parameter): number for number, parameter in self._parameters.items()}
             layout = [
                 [(numbers[id(each)], message.place(each._address)) for each in group] for group in self._groups.values()
             ]
-        scaling = {name: self._optimizer.__dict__[name] for name in _SCALING if name in self._optimizer.__dict__}
-        step = OwnerStep(layout, self._options, pushed, scaling, count)
-        which = self._maker() if share.optimizer is None else message.number(share.optimizer)
-        self._asked = [module.asked_now() for module in modules]
-        via = self._named[0].container
-        return message.send(via, step_owned, which, step, label=f"{type(self._optimizer).__name__}.step")
+        setup = Setup(layout, self._options, self._in_message(self._changed, message))
+        if share.optimizer is None:
+            kind = torch_class(type(self._optimizer))
+            assert kind is not None
+            which: int | Maker = Maker(kind, self._optimizer.defaults)
+        else:
+            which = message.number(share.optimizer)
+        return message.send(self._modules[0].container, set_up_owned, which, setup, label=self._label())
 
-    def _maker(self) -> Maker:
+    def is_set_up(self, made: RRef[OwnedOptimizer] | None) -> None:
+        """The owner has taken it over."""
+        share = self._share
+        share.optimizer = share.optimizer or made
+        share.groups = {number: list(group) for number, group in self._groups.items()}
+        for number, state in self._changed.items():
+            if state is None:
+                share.mirror.pop(number, None)
+            else:
+                share.mirror[number] = _snapshot(state)
+
+    def start(self) -> Future[Stepped]:
+        """Let the owner step."""
+        message, share = self._message(), self._share
+        assert share.optimizer is not None
+        scaling = {name: self._optimizer.__dict__[name] for name in _SCALING if name in self._optimizer.__dict__}
         attributes = {
             name: value
-            for name, value in self._optimizer.__dict__.items()
-            if name not in _NOT_SENT and not name.startswith("_optimizer_") and _can_travel(value)
+            for name, value in self._attributes.items()
+            if name not in share.attributes or share.attributes[name] != value
         }
-        return Maker(type(self._optimizer), self._optimizer.defaults, attributes)
+        step = OwnerStep(self._options, attributes, scaling, len(self._modules))
+        self._asked = [module.asked_now() for module in self._modules]
+        via, which = self._modules[0].container, message.number(share.optimizer)
+        return message.send(via, step_owned, which, step, label=self._label())
 
-    def _pushed_state(self) -> dict[int, Any]:
-        """State that is not what the owner has: it was loaded or changed here."""
+    def _message(self) -> Message:
+        """A message that names the modules first, always in the same order."""
+        message = Message(self._owner)
+        for module in self._modules:
+            message.number(module.container)
+        return message
+
+    def _label(self) -> str:
+        return f"{type(self._optimizer).__name__}.step"
+
+    def _changed_state(self) -> dict[int, Any]:
+        """State that is not what the owner has: it was loaded or changed here. None: it was deleted."""
         changed: dict[int, Any] = {}
         for number, parameter in self._parameters.items():
             mirror = self._share.mirror.get(number)
@@ -181,34 +244,36 @@ class _OwnerStep:
                 continue
             if state is None or mirror is None or not _is_same(mirror, state):
                 changed[number] = state
+        return changed
+
+    def _in_message(self, changed: dict[int, Any], message: Message) -> dict[int, Any]:
+        """State with places of tensors that the owner has, and copies of tensors that another owner has."""
         elsewhere = [
             leaf
             for leaf in tree_leaves(list(changed.values()))
-            if isinstance(leaf, RemoteTensor) and leaf._address.owner != self._message.owner
+            if isinstance(leaf, RemoteTensor) and leaf._address.owner != self._owner
         ]
         copies = {id(leaf): copy for leaf, copy in zip(elsewhere, fetch(elsewhere), strict=True)}
 
         def send(value: Any) -> Any:
             if id(value) in copies:
                 return copies[id(value)]
-            return self._message.place(value._address) if isinstance(value, RemoteTensor) else value
+            return message.place(value._address) if isinstance(value, RemoteTensor) else value
 
         return {number: tree_map(send, state) for number, state in changed.items()}
 
     def finish(self, stepped: Stepped) -> None:
         """The owner has stepped."""
-        new, described, gradients = stepped
+        described, gradients = stepped
         share = self._share
-        share.optimizer = share.optimizer or new
-        share.groups = {number: list(group) for number, group in self._groups.items()}
+        share.attributes.update(self._attributes)
         for number, parameter in self._parameters.items():
             if number in described:
                 state = self._shown(number, described[number])
                 self._optimizer.state[parameter] = state
                 share.mirror[number] = _snapshot(state)
-            elif not self._optimizer.state.get(parameter):
-                share.mirror.pop(number, None)
-        self._learn(gradients)
+        for module, found, asked in zip(self._modules, gradients, self._asked, strict=True):
+            module.learn(found, asked)
 
     def _shown(self, number: int, described: Any) -> Any:
         container = self._share.optimizer
@@ -222,10 +287,6 @@ class _OwnerStep:
             )
 
         return map_leaves(show, described)
-
-    def _learn(self, gradients: Sequence[Gradients]) -> None:
-        for module, found, asked in zip(self._named, gradients, self._asked, strict=True):
-            module.learn(found, asked)
 
 
 def _snapshot(state: Any) -> Any:
@@ -245,19 +306,12 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _can_travel(value: Any) -> bool:
-    if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
-        return False
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
-
-
 # Hooks.
 
 _steps: weakref.WeakKeyDictionary[Optimizer, RemoteSteps] = weakref.WeakKeyDictionary()
+
+_shows_values: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose ``state_dict`` has copies of remote tensors."""
 
 
 def _arrange(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -270,16 +324,18 @@ def _arrange(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _arrange_owners(optimizer: Optimizer) -> None:
     if not any(isinstance(each, RemoteParameter) for group in optimizer.param_groups for each in group["params"]):
         return
-    if _needs_closure(type(optimizer).step):
-        return  # its operations run on the owners one by one
+    if optimizer not in _shows_values:
+        _shows_values.add(optimizer)
+        count_own_handle()
+        optimizer.register_state_dict_post_hook(_with_values)
+    if not is_whole(optimizer):
+        return
     if optimizer not in _steps:
         _steps[optimizer] = RemoteSteps(optimizer)
         count_own_handle()
         optimizer.register_step_pre_hook(_before)
         count_own_handle()
         optimizer.register_step_post_hook(_after)
-        count_own_handle()
-        optimizer.register_state_dict_post_hook(_with_values)
     # Hooks of the user see gradients before the step, and new values after it.
     _move(optimizer._optimizer_step_pre_hooks, _before, last=True)
     _move(optimizer._optimizer_step_post_hooks, _after, last=False)
@@ -290,16 +346,12 @@ def _move(hooks: Any, hook: Callable[..., Any], *, last: bool) -> None:
     hooks.move_to_end(key, last=last)
 
 
-@functools.cache
-def _needs_closure(step: Callable[..., Any]) -> bool:
-    closure = inspect.signature(step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
 @graph_break
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if not is_whole(optimizer) or hidden.is_stepped(optimizer):
+        return None  # torch calls the hooks of a step again if the step calls that of a base class
     _steps[optimizer].note_options()
-    hidden.begin(sys._getframe(1))
+    hidden.begin(sys._getframe(1), optimizer)
     shown = [hidden.show(each) if callable(each) else each for each in args[1:]]
     return (args[0], *shown), {
         name: hidden.show(value) if name == "closure" and value is not None else value for name, value in kwargs.items()
@@ -308,8 +360,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 @graph_break
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    hidden.end()
-    _steps[optimizer].step()
+    if hidden.end(optimizer):
+        _steps[optimizer].step()
 
 
 @graph_break

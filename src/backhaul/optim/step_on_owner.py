@@ -23,17 +23,30 @@ Layout = list[list[tuple[int, Place]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Maker:
-    """How the driver's optimizer is made anew. Its constructor is not needed for that.
+    """How torch's optimizer is made anew. Its constructor is not needed for that.
 
     Attributes:
-        kind: Its class.
+        kind: Its class, which is torch's own.
         defaults: Its default options.
-        attributes: Attributes that its user or its class has added.
     """
 
     kind: type[torch.optim.Optimizer]
     defaults: Options
-    attributes: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """What the share takes over before it steps.
+
+    Attributes:
+        layout: The parameters of each group that has some here; None: as before.
+        options: The options of these groups.
+        state: State that the driver has set, by the number of the parameter; None: it has deleted the state.
+    """
+
+    layout: Layout | None
+    options: list[Options]
+    state: Mapping[int, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,22 +54,20 @@ class OwnerStep:
     """What a step needs from the driver.
 
     Attributes:
-        layout: The parameters of each group that has some here; None: as before.
-        options: The options of these groups.
-        state: State that the driver has set, by the number of the parameter; None: it has deleted the state.
+        options: The options of the groups that have parameters here.
+        attributes: Attributes of the optimizer that are new or have changed.
         scaling: Tensors of a ``GradScaler``, for optimizers that unscale gradients themselves.
         modules: How many of the first containers are modules.
     """
 
-    layout: Layout | None
     options: list[Options]
-    state: Mapping[int, Any]
+    attributes: Mapping[str, Any]
     scaling: Mapping[str, torch.Tensor]
     modules: int
 
 
-Stepped = tuple[RRef["OwnedOptimizer"] | None, dict[int, Any], list[Gradients]]
-"""The share if it is new, new descriptions of state by the number of the parameter, and the modules' gradients."""
+Stepped = tuple[dict[int, Any], list[Gradients]]
+"""New descriptions of state by the number of the parameter, and the modules' gradients."""
 
 
 class OwnedOptimizer:
@@ -78,11 +89,20 @@ class OwnedOptimizer:
             found = found[part]
         return found  # type: ignore[no-any-return]
 
+    def set_up(self, setup: Setup, containers: Containers) -> None:
+        """Take over parameters, options and state."""
+        if setup.layout is not None:
+            self._lay_out(setup.layout, setup.options, containers)
+        optimizer = self._current(containers)
+        _set_options(optimizer, setup.options)
+        for number, state in setup.state.items():
+            self._set_state(optimizer, number, None if state is None else containers.find_all(state))
+
     def step(self, step: OwnerStep, containers: Containers) -> dict[int, Any]:
         """Step. Returns what has changed in the form of the state."""
-        optimizer = self._optimizer_for(step, containers)
-        for number, state in step.state.items():
-            self._set_state(optimizer, number, None if state is None else containers.find_all(state))
+        optimizer = self._current(containers)
+        _set_options(optimizer, step.options)
+        optimizer.__dict__.update(step.attributes)
         optimizer.__dict__.update(step.scaling)
         try:
             optimizer.step()
@@ -91,25 +111,23 @@ class OwnedOptimizer:
                 del optimizer.__dict__[name]
         return self._new_descriptions(optimizer)
 
-    def _optimizer_for(self, step: OwnerStep, containers: Containers) -> torch.optim.Optimizer:
-        optimizer = self._optimizer
-        if step.layout is not None:
-            groups = [[(number, containers.parameter(place)) for number, place in group] for group in step.layout]
-            self._parameters.update(pair for group in groups for pair in group)
-            self._places = {number: place for group in step.layout for number, place in group}
-            param_groups = [
-                {**options, "params": [parameter for _, parameter in group]}
-                for options, group in zip(step.options, groups, strict=True)
-            ]
-            if optimizer is None:
-                optimizer = self._optimizer = self._make(param_groups)
-            else:
-                optimizer.param_groups[:] = param_groups
-        assert optimizer is not None
-        self._follow(optimizer, containers)
-        for group, options in zip(optimizer.param_groups, step.options, strict=True):
-            group.update(options)
-        return optimizer
+    def _lay_out(self, layout: Layout, options: list[Options], containers: Containers) -> None:
+        groups = [[(number, containers.parameter(place)) for number, place in group] for group in layout]
+        self._parameters.update(pair for group in groups for pair in group)
+        self._places = {number: place for group in layout for number, place in group}
+        param_groups = [
+            {**options, "params": [parameter for _, parameter in group]}
+            for options, group in zip(options, groups, strict=True)
+        ]
+        if self._optimizer is None:
+            self._optimizer = self._make(param_groups)
+        else:
+            self._optimizer.param_groups[:] = param_groups
+
+    def _current(self, containers: Containers) -> torch.optim.Optimizer:
+        assert self._optimizer is not None
+        self._follow(self._optimizer, containers)
+        return self._optimizer
 
     def _follow(self, optimizer: torch.optim.Optimizer, containers: Containers) -> None:
         """Take over parameters that have replaced others, as ``load_state_dict(assign=True)`` does."""
@@ -124,8 +142,7 @@ class OwnedOptimizer:
 
     def _make(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         made = self._maker.kind.__new__(self._maker.kind)
-        state = {"defaults": self._maker.defaults, "state": defaultdict(dict), "param_groups": param_groups}
-        made.__setstate__({**self._maker.attributes, **state})
+        made.__setstate__({"defaults": self._maker.defaults, "state": defaultdict(dict), "param_groups": param_groups})
         return made
 
     def _set_state(self, optimizer: torch.optim.Optimizer, number: int, state: Any) -> None:
@@ -170,12 +187,26 @@ def map_leaves(function: Callable[[tuple[Any, ...], Any], Any], value: Any, path
     return function(path, value)
 
 
-def step_owned(named: Sequence[Named], share: int | Maker, step: OwnerStep) -> Stepped:
-    """Step. ``share``: the container that is the share, or how to make one."""
+def _set_options(optimizer: torch.optim.Optimizer, options: list[Options]) -> None:
+    for group, each in zip(optimizer.param_groups, options, strict=True):
+        group.update(each)
+
+
+def set_up_owned(named: Sequence[Named], share: int | Maker, setup: Setup) -> RRef[OwnedOptimizer] | None:
+    """Prepare a share for steps. ``share``: the container that is the share, or how to make one, which is returned.
+
+    This is a call of its own: if the step fails, the driver knows the share and what it has taken over.
+    """
     containers = Containers(named)
-    new = isinstance(share, Maker)
-    owned: OwnedOptimizer = OwnedOptimizer(share) if isinstance(share, Maker) else containers.values[share]
+    owned = OwnedOptimizer(share) if isinstance(share, Maker) else containers.values[share]
     with one_at_a_time():
-        described = owned.step(step, containers)
-        gradients = [gradients_of(module) for module in containers.values[: step.modules]]
-    return RRef(owned) if new else None, described, gradients
+        owned.set_up(setup, containers)
+    return RRef(owned) if isinstance(share, Maker) else None
+
+
+def step_owned(named: Sequence[Named], share: int, step: OwnerStep) -> Stepped:
+    """Step. ``share``: the container that is the share."""
+    containers = Containers(named)
+    with one_at_a_time():
+        described = containers.values[share].step(step, containers)
+        return described, [gradients_of(module) for module in containers.values[: step.modules]]
