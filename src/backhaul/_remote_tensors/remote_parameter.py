@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ from backhaul._wire.tensors.subclasses import stand_ins
 _original: Any = torch._C.TensorBase
 
 
+_ZERO_GRAD = {inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)}
+"""torch's code that clears all gradients."""
+
 _any_made = False
 
 
@@ -40,13 +44,13 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     """
 
     _gradients: ModuleGradients
-    _gradient: RemoteTensor | None
+    _perhaps: RemoteTensor | None
 
     @staticmethod
     def __new__(cls, gradients: ModuleGradients, index: int, form: TensorForm, requires_grad: bool) -> Self:
         made: Any = RemoteTensor.__new__(cls, Address(gradients.container, "parameter", index), form, requires_grad)
         made._gradients = gradients
-        made._gradient = None
+        made._perhaps = None
         global _any_made
         _any_made = True
         return made  # type: ignore[no-any-return]
@@ -70,27 +74,43 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     def grad(self) -> RemoteTensor | None:
         if hidden.covers_here():
             return None
-        form = self._gradients.form_of(self._address.key)
+        index = self._address.key
+        if sys._getframe(1).f_code in _ZERO_GRAD:
+            return self._perhaps_gradient()
+        form = self._gradients.form_of(index)
         if form is None:
             return None
-        known = self._gradient
+        live = self._gradients.live
+        known: Any = live.gradient(index)
         if known is None or (known.dtype, known.layout, tuple(known.shape)) != (form.dtype, form.layout, form.shape):
-            known = RemoteTensor(Address(self._address.container, "gradient", self._address.key), form)
-            known._gradients = self._gradients  # type: ignore[attr-defined]
-            self._gradient = known
-        return known
+            known = self._gradient_of(form)
+            live.set_gradient(index, known)
+        return known  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
             self._gradients.clear(self._address.key)
-        elif value is not self._gradient:
+        elif value is not self._gradients.live.gradient(self._address.key):
             if value.shape != self.shape or value.dtype != self.dtype:
                 raise RuntimeError(
                     f"the gradient has shape {tuple(value.shape)} and dtype {value.dtype}, but the parameter on worker "
                     f"'{self.owner_name()}' has shape {tuple(self.shape)} and dtype {self.dtype}"
                 )
             self._gradients.assign(self._address.key, value)
+
+    def _gradient_of(self, form: TensorForm) -> RemoteTensor:
+        made = RemoteTensor(Address(self._address.container, "gradient", self._address.key), form)
+        made._gradients = self._gradients
+        return made
+
+    def _perhaps_gradient(self) -> RemoteTensor | None:
+        """The gradient, for code that only clears it: it need not ask the owner whether there is one."""
+        if self._gradients.is_cleared(self._address.key):
+            return None
+        if self._perhaps is None:
+            self._perhaps = self._gradient_of(TensorForm((), (), self.dtype, torch.strided))
+        return self._perhaps
 
     @property
     def requires_grad(self) -> bool:
@@ -139,9 +159,8 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
 
     def update_form(self, form: TensorForm, requires_grad: bool) -> None:
         """The parameter there has changed its shape, dtype or whether it requires grad."""
+        self._change_form(form)
         with torch._C.DisableTorchFunctionSubclass():
-            if (tuple(self.shape), self.dtype) != (form.shape, form.dtype):
-                _original.data.__set__(self, RemoteTensor(self._address, form))
             _original.requires_grad.__set__(self, requires_grad)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from backhaul._remote_tensors.addresses import own_call
 from backhaul._rpc.api import rpc_sync
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.futures import Future
@@ -143,15 +144,27 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
 
     @graph_break
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        arguments = torch.device(self.device), torch.is_grad_enabled(), method, *args
+        arguments: tuple[Any, ...] = torch.device(self.device), torch.is_grad_enabled(), method, *args
         runner, label, gradients = self._runner(), f"RemoteModule.{method}", self._gradients
+        if given := self._given():
+            self._send_changes()
+            if gradients is not None and torch.is_grad_enabled():
+                gradients.take_for_forward()
+            arguments = given, runner.__name__, *arguments
+            return self.module_rref._call(owner.run_with, arguments, kwargs, None, label=label)
         changes = None if gradients is None else gradients.take_for_forward()
         if gradients is None or changes is None:
-            return self.module_rref._call(runner, arguments, kwargs, None, label=label)
+            with own_call():
+                return self.module_rref._call(runner, arguments, kwargs, None, label=label)
         carried = changes.cleared, changes.zeroed, dict(changes.requires_grad)
         arguments = carried, runner.__name__, *arguments
-        made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
-        gradients.carried_by(made)
+        try:
+            with own_call():
+                made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
+        except BaseException:
+            gradients.restore(changes)
+            raise
+        gradients.carried_by(made, changes)
         return made
 
     def _runner(self) -> Callable[..., Any]:
