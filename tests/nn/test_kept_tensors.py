@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -23,12 +24,12 @@ def inputs(seed: int = 0) -> torch.Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same(train: Callable[[nn.Module], Numbers]) -> None:
-    """Train a model over three workers, and the same model in one process."""
+def assert_same(train: Callable[[nn.Module], Numbers], tolerance: float = 0) -> None:
+    """Train a model over three workers, and the same model in one process. ``tolerance``: for sums in another order."""
     torch.manual_seed(0)
     here = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     there = bh.nn.split(copy.deepcopy(here), {"0": "worker1", "2": "worker2"})
-    torch.testing.assert_close(train(there), train(here), rtol=0, atol=0)
+    torch.testing.assert_close(train(there), train(here), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(there.state_dict(), here.state_dict(), rtol=0, atol=0)
 
 
@@ -255,3 +256,63 @@ def test_functional_call_of_a_part_with_modules_inside() -> None:
     found, wanted = [torch.func.functional_call(model, state, inputs()) for model in (there, here)]
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert torch.equal(there(inputs()), here(inputs()))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.T, x.T @ grads[0]
+
+
+def use_function(model: nn.Module) -> torch.Tensor:
+    found: torch.Tensor = Product.apply(torch.ones(2, 8, requires_grad=True), model[0].weight)
+    return found.sum() + model(inputs()).sum()
+
+
+def write_from_parameters(model: nn.Module) -> torch.Tensor:
+    made = torch.ones(3, 8)
+    made.add_(model[0].bias)
+    made[0] = model[2].bias
+    return made.square().sum() + torch.zeros(8).copy_(model[0].bias).sum()
+
+
+def convert(model: nn.Module) -> torch.Tensor:
+    return nn.functional.linear(inputs().double(), model[0].weight.to(torch.double)).sum()
+
+
+def checkpoint(model: nn.Module) -> torch.Tensor:
+    x = inputs().requires_grad_()
+    found: torch.Tensor = torch.utils.checkpoint.checkpoint(
+        lambda x, w: (x @ w.T).tanh().sum(), x, model[0].weight, use_reentrant=True
+    )
+    return found
+
+
+@pytest.mark.parametrize("loss", [use_function, write_from_parameters, convert, checkpoint])
+def test_gradients_that_arrive_here_reach_the_owner(loss: Callable[[nn.Module], torch.Tensor]) -> None:
+    def train(model: nn.Module) -> Numbers:
+        for _ in range(2):
+            loss(model).backward()
+        return plain(p.grad for p in model.parameters())
+
+    assert_same(train, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_penalty_on_gradients() -> None:
+    def train(model: nn.Module) -> Numbers:
+        model(inputs()).square().mean().backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        model.zero_grad()
+        penalty.backward()
+        found = plain(p.grad for p in model.parameters())
+        model.zero_grad()
+        return found
+
+    assert_same(train, 1e-5)

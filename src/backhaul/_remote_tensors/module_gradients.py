@@ -22,7 +22,15 @@ from backhaul._autograd.api import passes_ended
 from backhaul._autograd.backward.engine import before_pass
 from backhaul._remote_tensors.addresses import Address, Kind, Message, is_own_call
 from backhaul._remote_tensors.live_proxies import LiveProxies
-from backhaul._remote_tensors.on_owner import Changes, Gradients, TensorForm, change_all, describe_gradients, rebind
+from backhaul._remote_tensors.on_owner import (
+    Changes,
+    Gradients,
+    TensorForm,
+    accumulate,
+    change_all,
+    describe_gradients,
+    rebind,
+)
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
@@ -141,6 +149,15 @@ class ModuleGradients:
         self.assign(address.key, value)
         gradient._address = address  # type: ignore[attr-defined]
         self.live.set_gradient(address.key, gradient)
+
+    def accumulate(self, address: Address, gradient: torch.Tensor) -> None:
+        """Add to the gradient of a parameter."""
+        self.send_changes()
+        message = Message(address.owner)
+        arguments = message.place(address), _sendable(message, gradient)
+        message.send(self.container, accumulate, *arguments, label="accumulate a gradient").wait()
+        self.used = True
+        self.forget()
 
     def rebind(self, address: Address, value: torch.Tensor) -> TensorForm:
         """Set ``.data`` of a parameter or a buffer. Returns its form."""

@@ -24,12 +24,18 @@ from backhaul._rref.registry import current_rrefs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What a caller must know of a tensor to stand for it."""
+    """What a caller must know of a tensor to stand for it.
+
+    Attributes:
+        shape, stride, dtype, layout: Those of the tensor; no stride if it is not strided.
+        has_graph: For a gradient, whether a backward pass has recorded how it was computed.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
     dtype: torch.dtype
     layout: torch.layout
+    has_graph: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorForm:
@@ -226,6 +232,14 @@ def differentiable(module: nn.Module, indices: Iterable[int]) -> list[torch.Tens
     return [on_cpu(parameters[index].view_as(parameters[index])) for index in indices]
 
 
+def differentiable_gradient(module: nn.Module, index: int) -> torch.Tensor:
+    """The gradient of a parameter, with the graph that a pass with ``create_graph=True`` has recorded."""
+    gradient = list(module.parameters())[index].grad
+    if gradient is None:
+        raise RuntimeError(f"parameter {index} of the {type(module).__name__} has no gradient any more")
+    return on_cpu(gradient.view_as(gradient))
+
+
 def describe(module: nn.Module) -> Description:
     """The tensors of a module."""
     named = list(module.named_parameters(remove_duplicate=False))
@@ -249,7 +263,14 @@ def describe(module: nn.Module) -> Description:
 def gradients_of(module: nn.Module) -> Gradients:
     """The forms of the gradients of a module's parameters."""
     grads = [parameter.grad for parameter in module.parameters()]
-    return [None if grad is None else TensorForm.of(grad) for grad in grads]
+    return [
+        None
+        if grad is None
+        else dataclasses.replace(TensorForm.of(grad), has_graph=True)
+        if grad.requires_grad
+        else TensorForm.of(grad)
+        for grad in grads
+    ]
 
 
 def describe_gradients(named: Sequence[Named]) -> list[Gradients]:
@@ -280,6 +301,15 @@ def change_all(named: Sequence[Named], changes: Mapping[int, Changes]) -> None:
     assigned = {container: containers.find_all(dict(each.assigned)) for container, each in changes.items()}
     for container, each in changes.items():
         change(containers.values[container], dataclasses.replace(each, assigned=assigned[container]))
+
+
+def accumulate(named: Sequence[Named], place: Place, gradient: Place | torch.Tensor) -> None:
+    """Add to the gradient of a parameter, as a pass does: passes that end at the same time lose nothing."""
+    containers = Containers(named)
+    parameter = containers.parameter(place)
+    found = containers.find_all(gradient)
+    if parameter.requires_grad:
+        torch.autograd.backward([parameter], [found.to(parameter.device)])
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.addresses import Address, Message
 from backhaul._remote_tensors.module_gradients import ModuleGradients, gradients_at, send_changes
@@ -45,12 +46,16 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
 
     _gradients: ModuleGradients
     _perhaps: RemoteTensor | None
+    _passes_on: bool
 
     @staticmethod
     def __new__(cls, gradients: ModuleGradients, index: int, form: TensorForm, requires_grad: bool) -> Self:
         made: Any = RemoteTensor.__new__(cls, Address(gradients.container, "parameter", index), form, requires_grad)
         made._gradients = gradients
         made._perhaps = None
+        made._passes_on = False
+        if requires_grad:
+            made._pass_on_gradients()
         global _any_made
         _any_made = True
         return made  # type: ignore[no-any-return]
@@ -71,7 +76,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     # Its gradient.
 
     @property
-    def grad(self) -> RemoteTensor | None:
+    def grad(self) -> torch.Tensor | None:
         if hidden.covers_here():
             return None
         index = self._address.key
@@ -80,6 +85,8 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
         form = self._gradients.form_of(index)
         if form is None:
             return None
+        if form.has_graph and torch.is_grad_enabled():
+            return self._gradient_with_graph()
         live = self._gradients.live
         known: Any = live.gradient(index)
         if known is None or (known.dtype, known.layout, tuple(known.shape)) != (form.dtype, form.layout, form.shape):
@@ -98,6 +105,16 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
                     f"'{self.owner_name()}' has shape {tuple(self.shape)} and dtype {self.dtype}"
                 )
             self._gradients.assign(self._address.key, value)
+
+    @graph_break
+    def _gradient_with_graph(self) -> torch.Tensor:
+        """A copy that is part of the graph, after a pass with ``create_graph=True``."""
+        send_changes(self._gradients.worker)
+        container: RRef[Any] = self._address.container
+        function = on_owner.differentiable_gradient
+        call = container._call(function, (self._address.key,), {}, None, label="fetch a gradient")
+        copy: torch.Tensor = call.wait()
+        return copy
 
     def _gradient_of(self, form: TensorForm) -> RemoteTensor:
         made = RemoteTensor(Address(self._address.container, "gradient", self._address.key), form)
@@ -123,6 +140,8 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
         if wanted != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _original.requires_grad.__set__(self, wanted)
+            if wanted:
+                self._pass_on_gradients()
             self._gradients.require_grad(self._address.key, wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -162,6 +181,30 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
         self._change_form(form)
         with torch._C.DisableTorchFunctionSubclass():
             _original.requires_grad.__set__(self, requires_grad)
+        if requires_grad:
+            self._pass_on_gradients()
+
+    def _pass_on_gradients(self) -> None:
+        """Send the owner what arrives here. torch makes this parameter a leaf of the local graph if code in C++ uses
+        it, as ``torch.autograd.Function.apply`` and operations that write to other tensors do.
+        """
+        if not self._passes_on:
+            self._passes_on = True
+            count_own_handle()
+            with torch._C.DisableTorchFunctionSubclass():
+                nn.Parameter.register_post_accumulate_grad_hook(self, _pass_on)
+
+
+def _pass_on(parameter: RemoteParameter) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = _original.grad.__get__(parameter)
+        _original.grad.__set__(parameter, None)
+    if gradient.grad_fn is not None:
+        raise RuntimeError(
+            f"the gradient of a parameter of worker '{parameter.owner_name()}' has a graph here (create_graph=True), "
+            "which cannot be kept: use a copy, for example parameter * 1, in this operation"
+        )
+    parameter._gradients.accumulate(parameter._address, gradient)
 
 
 # Operations in a graph.
