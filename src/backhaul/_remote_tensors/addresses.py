@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,6 +36,12 @@ class Address:
     def owner(self) -> int:
         """The id of the worker that has the tensor."""
         return self.container.owner().id
+
+    def is_same(self, other: Address) -> bool:
+        """Whether both are the same place."""
+        one, two = self.container, other.container
+        same = (one._identity, one._id, self.kind, self.key) == (two._identity, two._id, other.kind, other.key)
+        return one is two and same if self.kind == "value" else same
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +81,24 @@ def compact(value: Any) -> Any:
     return value
 
 
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def own_call() -> Iterator[None]:
+    """The calls that this thread makes in the block are part of the use of remote tensors or modules."""
+    before, _here.own = is_own_call(), True
+    try:
+        yield
+    finally:
+        _here.own = before
+
+
+def is_own_call() -> bool:
+    """Whether this thread is in ``own_call``."""
+    return getattr(_here, "own", False)
+
+
 class Message:
     """A call to one owner. It names each container once, however many tensors of it the call uses."""
 
@@ -96,7 +122,7 @@ class Message:
     def send(self, via: RRef[Any], function: Callable[..., Any], *args: Any, label: str) -> Future[Any]:
         """Call ``function(containers, *args)`` on the owner, outside any graph. ``via``: a reference that is here."""
         named: Sequence[Named] = [container._named() for container in self._containers]
-        with torch.no_grad():
+        with torch.no_grad(), own_call():
             client = via._rrefs.client
             future: Future[Any] = client.call_async(
                 self.owner, function, (named, *map(compact, args)), None, None, label=label

@@ -14,6 +14,7 @@ which message arrives first, because the owner makes each change once, see ``cha
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import itertools
 import threading
 import weakref
@@ -24,10 +25,12 @@ import torch
 
 from backhaul._autograd.api import passes_ended
 from backhaul._autograd.backward.engine import before_pass
-from backhaul._remote_tensors.addresses import Address, Message
+from backhaul._remote_tensors.addresses import Address, Kind, Message, is_own_call
 from backhaul._remote_tensors.changes_on_owner import Changes, change_all
-from backhaul._remote_tensors.on_owner import Gradients, TensorForm, describe_gradients
+from backhaul._remote_tensors.live_proxies import LiveProxies
+from backhaul._remote_tensors.on_owner import Gradients, TensorForm, accumulate, describe_gradients, rebind
 from backhaul._remote_tensors.pending_changes import PendingChanges
+from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._worker.worker import Worker
@@ -49,34 +52,46 @@ class ModuleGradients:
         worker: The driver.
         used: Whether the driver has run the module with grad mode enabled, so that its passes may change gradients.
         pending: Its changes. The lock of ``DrivenModules`` guards them.
+        live: The proxies of its tensors that are in use.
     """
 
     def __init__(self, container: RRef[Any], driven: DrivenModules) -> None:
         self.container = container
         self.worker: Worker = container._rrefs.worker
         self.used = False
+        self.live = LiveProxies(container)
         self.pending = PendingChanges()
         self._driven = driven
         self._lock = self._driven.lock
         self._known: Gradients | None = None
-        self._known_at = -1  # how many passes of the driver had ended when it asked
+        self._known_at: object = None  # what ``DrivenModules.now`` returned
+        self._none_read: set[int] = set()  # where None was read since the owner was asked
         self._changed = 0  # how often the driver has changed the gradients
 
     # What is there.
 
     def form_of(self, index: int) -> TensorForm | None:
-        """The form of a parameter's gradient; None if it has none. Asks the owner if a pass may have changed it."""
+        """The form of a parameter's gradient; None if it has none. Asks the owner unless it knows; see
+        [Note: what is known].
+        """
         with self._lock:
             if index in self.pending.cleared:
                 return None
             if (assigned := self.pending.assigned.get(index)) is not None:
                 return TensorForm.of(assigned)
-            known = None if self.is_stale() else self._known
-        return (known or self._driven.ask(self))[index]
+            known = None if self.is_stale() or index in self._none_read else self._known
+        found = (known or self._driven.ask(self))[index]
+        if found is None:
+            self._none_read.add(index)
+        return found
+
+    def is_cleared(self, index: int) -> bool:
+        """Whether the gradient is None as soon as the changes are made."""
+        return index in self.pending.cleared
 
     def is_stale(self) -> bool:
         """Whether the owner must be asked again."""
-        return self._known is None or self._known_at != passes_ended(self.worker)
+        return self._known is None or self._known_at != self._driven.now(passes_ended(self.worker))
 
     def asked_now(self) -> Asked:
         """To be called before a message that asks is sent. ``learn`` takes the result."""
@@ -87,7 +102,8 @@ class ModuleGradients:
         ended, changed = asked
         with self._lock:
             if changed == self._changed:
-                self._known, self._known_at = found, ended
+                self._none_read = set()
+                self._known, self._known_at = found, self._driven.now(ended)
 
     def forget(self) -> None:
         """The module runs: gradients may change."""
@@ -99,6 +115,7 @@ class ModuleGradients:
 
     def clear(self, index: int) -> None:
         """Set a gradient to None."""
+        self._keep_gradient(index)
         with self._lock:
             self.pending.zeroed.pop(index, None)
             self.pending.assigned.pop(index, None)
@@ -114,11 +131,45 @@ class ModuleGradients:
 
     def assign(self, index: int, gradient: torch.Tensor) -> None:
         """Set a gradient."""
+        self._keep_gradient(index)
         with self._lock:
             self.pending.zeroed.pop(index, None)
             self.pending.cleared.pop(index, None)
             self.pending.assigned[index] = gradient
             self._driven.changed.add(self)
+
+    def _keep_gradient(self, index: int) -> None:
+        if self.live.is_kept("gradient", index):
+            self.keep("gradient")
+
+    def keep(self, *kinds: Kind) -> None:
+        """Let the proxies in use stand for the tensors that are there now, whatever replaces them."""
+        self.send_changes()
+        self.live.keep(*kinds)
+
+    def assign_data(self, gradient: torch.Tensor, value: torch.Tensor) -> None:
+        """Set ``.data`` of a gradient: it stays the gradient, and other proxies of it keep the old memory."""
+        address: Address = gradient._address  # type: ignore[attr-defined]
+        self.assign(address.key, value)
+        gradient._address = address  # type: ignore[attr-defined]
+        self.live.set_gradient(address.key, gradient)
+
+    def accumulate(self, address: Address, gradient: torch.Tensor) -> None:
+        """Add to the gradient of a parameter."""
+        self.send_changes()
+        message = Message(address.owner)
+        arguments = message.place(address), _sendable(message, gradient)
+        message.send(self.container, accumulate, *arguments, label="accumulate a gradient").wait()
+        self.used = True
+        self.forget()
+
+    def rebind(self, address: Address, value: torch.Tensor) -> TensorForm:
+        """Set ``.data`` of a parameter or a buffer. Returns its form."""
+        self.keep(address.kind)
+        message = Message(address.owner)
+        arguments = message.place(address), _sendable(message, value)
+        form: TensorForm = message.send(self.container, rebind, *arguments, label="set .data").wait()
+        return form
 
     def require_grad(self, index: int, wanted: bool) -> None:
         """Set whether a parameter requires grad."""
@@ -135,6 +186,7 @@ class ModuleGradients:
             if known is not None:
                 for index in new.cleared:
                     known[index] = None
+                    self._none_read.add(index)
                 for index, gradient in new.assigned.items():
                     known[index] = TensorForm.of(gradient)
         sent = self.pending.sent()
@@ -175,8 +227,17 @@ class ModuleGradients:
             self.pending.carried_by(forward, changes[-1].number)
 
 
+_asked_here: contextvars.ContextVar[object] = contextvars.ContextVar("asked_here", default=None)
+"""What tells this thread or handler from others, once it has asked an owner."""
+
+
 class DrivenModules:
     """Attached to a worker: the modules on other workers whose parameters it uses. Thread-safe.
+
+    [Note: what is known] Other workers can compute gradients too, and the owner itself. So what an owner has said of
+    its gradients holds only in the thread or handler that has asked, until a pass of this worker ends or it makes a
+    call that could be the cause of gradients, and None holds for one look. Within one loop over all parameters, as in
+    ``clip_grad_norm_``, the owner is asked once.
 
     Attributes:
         lock: Guards ``changed`` and the changes of all modules.
@@ -188,6 +249,7 @@ class DrivenModules:
         self.lock = threading.Lock()
         self.changed: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
         self.new_number = itertools.count().__next__
+        self._calls = 0
         self._all: weakref.WeakValueDictionary[tuple[Any, int], ModuleGradients] = weakref.WeakValueDictionary()
         self._sending = threading.local()  # its ``here`` is True on a thread that sends changes
 
@@ -199,6 +261,19 @@ class DrivenModules:
             if found is None:
                 found = self._all[key] = ModuleGradients(container, self)
             return found
+
+    def now(self, passes: int) -> object:
+        """Differs whenever gradients may have changed. ``passes``: how many passes of this worker have ended."""
+        mark = _asked_here.get()
+        if mark is None:
+            _asked_here.set(mark := object())
+        return passes, self._calls, mark
+
+    def before_call(self) -> None:
+        """This worker is about to call a function of the program, which may use the same modules."""
+        if not is_own_call():
+            self._calls += 1
+            self.send_changes()
 
     def _list(self) -> list[ModuleGradients]:
         with self.lock:
@@ -324,19 +399,20 @@ def _sendable(message: Message, tensor: torch.Tensor) -> Any:
     return tensor.to_here()  # type: ignore[attr-defined]
 
 
-def driven_modules(worker: Worker) -> DrivenModules:
-    """The modules whose parameters a worker uses."""
+def driven_modules(worker: Worker, client: CallClient) -> DrivenModules:
+    """The modules whose parameters a worker uses. ``client`` makes the calls of that worker."""
     with _attaching:
         found: DrivenModules | None = worker.parts.get(DrivenModules)
         if found is None:
             found = DrivenModules()
             worker.attach(found)
+            client.before_call = found.before_call
         return found
 
 
 def gradients_at(container: RRef[Any]) -> ModuleGradients:
     """What the worker that holds a reference to a module knows of the module's gradients."""
-    return driven_modules(container._rrefs.worker).find(container)
+    return driven_modules(container._rrefs.worker, container._rrefs.client).find(container)
 
 
 def send_changes(worker: Worker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class ModuleTensors:
         self.parameters: dict[str, RemoteParameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self._by_index: dict[int, RemoteParameter] = {}
+        self._listed: dict[str, torch.Tensor] = {}
         self.update(description)
 
     @torch.inference_mode(False)  # else no graph could have the parameters later
@@ -50,10 +52,24 @@ class ModuleTensors:
             del known[index]
         self.buffers.clear()
         for index, (name, form) in enumerate(description.buffers):
-            self.buffers[name] = RemoteTensor(Address(self.gradients.container, "buffer", index), form)
+            buffer = RemoteTensor(Address(self.gradients.container, "buffer", index), form)
+            buffer._gradients = self.gradients
+            self.buffers[name] = buffer
+        self._listed = {**self.parameters, **self.buffers}
 
     def share(self, index: int, parameter: RemoteParameter) -> None:
         """Use a proxy of another module for a parameter, because the two modules share that parameter."""
         own = self._by_index[index]
         self._by_index[index] = parameter
         self.parameters.update({name: parameter for name, each in self.parameters.items() if each is own})
+        self._listed = {**self.parameters, **self.buffers}
+
+    def others_in(self, prefix: str, *listed: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors that a program has put in the place of proxies, by name.
+
+        Args:
+            prefix: What comes before the names in ``listed``.
+            listed: Dicts that had proxies.
+        """
+        known = self._listed
+        return {prefix + k: v for each in listed for k, v in each.items() if v is not known.get(prefix + k)}

@@ -1,6 +1,7 @@
 """What the owner of tensors runs for workers that use them. It gets places and returns descriptions.
 
-A result with dimensions stays here. A number, as a tensor without dimensions or in another form, goes to the caller.
+A result with dimensions stays here, and so does a view. A number, as a tensor without dimensions or in another form,
+goes to the caller.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from backhaul._remote_tensors.addresses import Place, Places
+from backhaul._remote_tensors.addresses import Kind, Place, Places
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul._rref.registry import current_rrefs
@@ -23,12 +24,18 @@ from backhaul._rref.registry import current_rrefs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What a caller must know of a tensor to stand for it."""
+    """What a caller must know of a tensor to stand for it.
+
+    Attributes:
+        shape, stride, dtype, layout: Those of the tensor; no stride if it is not strided.
+        has_graph: For a gradient, whether a backward pass has recorded how it was computed.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
     dtype: torch.dtype
     layout: torch.layout
+    has_graph: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorForm:
@@ -140,6 +147,7 @@ def run(named: Sequence[Named], function: Callable[..., Any], args: Any, kwargs:
     containers = Containers(named)
     args, kwargs = containers.find_all((args, kwargs))
     result = function(*args, **kwargs)
+    views = _makes_views(function)
 
     def reply(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -147,15 +155,53 @@ def run(named: Sequence[Named], function: Callable[..., Any], args: Any, kwargs:
         place = containers.place_of(value)
         if place is not None:
             return Stays(TensorForm.of(value), place)
-        return Stays(TensorForm.of(value), RRef(value)) if value.dim() else on_cpu(value)
+        return Stays(TensorForm.of(value), RRef(value)) if value.dim() or views else on_cpu(value)
 
     return tree_map(reply, result)
+
+
+def _makes_views(function: Callable[..., Any]) -> bool:
+    """Whether the results of an operation share memory with its arguments and are no arguments."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+    aliases = [each.alias_info for each in function._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @torch.no_grad()
 def fetch(named: Sequence[Named], places: Sequence[Place] | Places) -> list[torch.Tensor]:
     """Copies of tensors."""
     return [on_cpu(tensor.detach()) for tensor in Containers(named).find_all(places)]
+
+
+@torch.no_grad()
+def keep(named: Sequence[Named], kind: Kind, keys: Sequence[Any]) -> list[RRef[torch.Tensor] | None]:
+    """References to tensors of the one container, as they are now. None: the tensor is not there any more."""
+    containers = Containers(named)
+    made: list[RRef[torch.Tensor] | None] = []
+    for key in keys:
+        try:
+            found = containers.find(Place(0, kind, key))
+        except (RuntimeError, IndexError):
+            made.append(None)
+        else:
+            made.append(RRef(found if kind == "gradient" else found.detach()))
+    return made
+
+
+@torch.no_grad()
+def rebind(named: Sequence[Named], place: Place, value: Place | torch.Tensor) -> TensorForm:
+    """Set ``.data`` of a parameter or a buffer itself."""
+    containers = Containers(named)
+    target = containers.parameter(place) if place.kind == "parameter" else containers.find(place)
+    target.data = containers.find_all(value).to(target.device)
+    return TensorForm.of(target)
+
+
+def store(named: Sequence[Named], value: torch.Tensor, like: Place) -> tuple[RRef[torch.Tensor], TensorForm]:
+    """Keep a tensor that the caller has sent, on the device of another."""
+    stored = value.to(Containers(named).find(like).device)
+    return RRef(stored), TensorForm.of(stored)
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,6 +213,14 @@ def differentiable(module: nn.Module, indices: Iterable[int]) -> list[torch.Tens
     """Parameters of a module as parts of the graph: the gradients of the copies at the caller reach the parameters."""
     parameters = list(module.parameters())
     return [on_cpu(parameters[index].view_as(parameters[index])) for index in indices]
+
+
+def differentiable_gradient(module: nn.Module, index: int) -> torch.Tensor:
+    """The gradient of a parameter, with the graph that a pass with ``create_graph=True`` has recorded."""
+    gradient = list(module.parameters())[index].grad
+    if gradient is None:
+        raise RuntimeError(f"parameter {index} of the {type(module).__name__} has no gradient any more")
+    return on_cpu(gradient.view_as(gradient))
 
 
 def describe(module: nn.Module) -> Description:
@@ -192,12 +246,29 @@ def describe(module: nn.Module) -> Description:
 def gradients_of(module: nn.Module) -> Gradients:
     """The forms of the gradients of a module's parameters."""
     grads = [parameter.grad for parameter in module.parameters()]
-    return [None if grad is None else TensorForm.of(grad) for grad in grads]
+    return [
+        None
+        if grad is None
+        else dataclasses.replace(TensorForm.of(grad), has_graph=True)
+        if grad.requires_grad
+        else TensorForm.of(grad)
+        for grad in grads
+    ]
 
 
 def describe_gradients(named: Sequence[Named]) -> list[Gradients]:
     """The forms of the gradients of the named modules."""
     return [gradients_of(module) for module in Containers(named).values]
+
+
+@torch.no_grad()
+def accumulate(named: Sequence[Named], place: Place, gradient: Place | torch.Tensor) -> None:
+    """Add to the gradient of a parameter, as a pass does: passes that end at the same time lose nothing."""
+    containers = Containers(named)
+    parameter = containers.parameter(place)
+    found = containers.find_all(gradient)
+    if parameter.requires_grad:
+        torch.autograd.backward([parameter], [found.to(parameter.device)])
 
 
 @torch.no_grad()

@@ -36,9 +36,12 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         return args[0].to_here() if kwargs.get("device") is not None else _run_at(args[0], _aten.clone.default, args)
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _check_and_unscale(*args)
-    if func is _aten.zero_.default and args[0]._address.kind == "gradient":
-        args[0]._gradients.zero(args[0]._address.key)
+    if func is _aten.zero_.default and _zeroed_later(args[0]):
         return args[0]
+    if func is _aten._foreach_zero_.default:
+        args = [[each for each in args[0] if not _zeroed_later(each)]]
+        if not args[0]:
+            return None
     if func._schema.name.startswith(_OF_LISTS):
         return _run_foreach(func, args, kwargs)
     leaves, form = tree_flatten((args, kwargs))
@@ -54,13 +57,25 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 _OF_LISTS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_adagrad", "aten::_fused_sgd")
 """Names of operations on lists of tensors, each element by itself."""
 
+
+def _zeroed_later(tensor: torch.Tensor) -> bool:
+    """Note that a gradient becomes zero; False if ``tensor`` is no gradient of another worker."""
+    if not isinstance(tensor, RemoteTensor) or tensor._address.kind != "gradient":
+        return False
+    tensor._gradients.zero(tensor._address.key)
+    return True
+
+
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 
 
 def _alias(tensor: RemoteTensor) -> RemoteTensor:
     alias = RemoteTensor(tensor._address, _form_of(tensor))
-    if (gradients := getattr(tensor, "_gradients", None)) is not None:
-        alias._gradients = gradients  # type: ignore[attr-defined]
+    alias._is_alias = True
+    gradients = getattr(tensor, "_gradients", None)
+    if gradients is not None and tensor._address.kind != "value":
+        alias._gradients = gradients
+        gradients.live.add(alias)
     return alias
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.addresses import Address, Message
 from backhaul._remote_tensors.module_gradients import ModuleGradients, gradients_at, send_changes
@@ -23,6 +25,9 @@ from backhaul._wire.tensors.subclasses import stand_ins
 
 _original: Any = torch._C.TensorBase
 
+
+_ZERO_GRAD = {inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)}
+"""torch's code that clears all gradients."""
 
 _any_made = False
 
@@ -40,13 +45,17 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     """
 
     _gradients: ModuleGradients
-    _gradient: RemoteTensor | None
+    _perhaps: RemoteTensor | None
+    _passes_on: bool
 
     @staticmethod
     def __new__(cls, gradients: ModuleGradients, index: int, form: TensorForm, requires_grad: bool) -> Self:
         made: Any = RemoteTensor.__new__(cls, Address(gradients.container, "parameter", index), form, requires_grad)
         made._gradients = gradients
-        made._gradient = None
+        made._perhaps = None
+        made._passes_on = False
+        if requires_grad:
+            made._pass_on_gradients()
         global _any_made
         _any_made = True
         return made  # type: ignore[no-any-return]
@@ -67,30 +76,58 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     # Its gradient.
 
     @property
-    def grad(self) -> RemoteTensor | None:
+    def grad(self) -> torch.Tensor | None:
         if hidden.covers_here():
             return None
-        form = self._gradients.form_of(self._address.key)
+        index = self._address.key
+        if sys._getframe(1).f_code in _ZERO_GRAD:
+            return self._perhaps_gradient()
+        form = self._gradients.form_of(index)
         if form is None:
             return None
-        known = self._gradient
+        if form.has_graph and torch.is_grad_enabled():
+            return self._gradient_with_graph()
+        live = self._gradients.live
+        known: Any = live.gradient(index)
         if known is None or (known.dtype, known.layout, tuple(known.shape)) != (form.dtype, form.layout, form.shape):
-            known = RemoteTensor(Address(self._address.container, "gradient", self._address.key), form)
-            known._gradients = self._gradients  # type: ignore[attr-defined]
-            self._gradient = known
-        return known
+            known = self._gradient_of(form)
+            live.set_gradient(index, known)
+        return known  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
             self._gradients.clear(self._address.key)
-        elif value is not self._gradient:
+        elif value is not self._gradients.live.gradient(self._address.key):
             if value.shape != self.shape or value.dtype != self.dtype:
                 raise RuntimeError(
                     f"the gradient has shape {tuple(value.shape)} and dtype {value.dtype}, but the parameter on worker "
                     f"'{self.owner_name()}' has shape {tuple(self.shape)} and dtype {self.dtype}"
                 )
             self._gradients.assign(self._address.key, value)
+
+    @graph_break
+    def _gradient_with_graph(self) -> torch.Tensor:
+        """A copy that is part of the graph, after a pass with ``create_graph=True``."""
+        send_changes(self._gradients.worker)
+        container: RRef[Any] = self._address.container
+        function = on_owner.differentiable_gradient
+        call = container._call(function, (self._address.key,), {}, None, label="fetch a gradient")
+        copy: torch.Tensor = call.wait()
+        return copy
+
+    def _gradient_of(self, form: TensorForm) -> RemoteTensor:
+        made = RemoteTensor(Address(self._address.container, "gradient", self._address.key), form)
+        made._gradients = self._gradients
+        return made
+
+    def _perhaps_gradient(self) -> RemoteTensor | None:
+        """The gradient, for code that only clears it: it need not ask the owner whether there is one."""
+        if self._gradients.is_cleared(self._address.key):
+            return None
+        if self._perhaps is None:
+            self._perhaps = self._gradient_of(TensorForm((), (), self.dtype, torch.strided))
+        return self._perhaps
 
     @property
     def requires_grad(self) -> bool:
@@ -103,6 +140,8 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
         if wanted != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _original.requires_grad.__set__(self, wanted)
+            if wanted:
+                self._pass_on_gradients()
             self._gradients.require_grad(self._address.key, wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -139,10 +178,33 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
 
     def update_form(self, form: TensorForm, requires_grad: bool) -> None:
         """The parameter there has changed its shape, dtype or whether it requires grad."""
+        self._change_form(form)
         with torch._C.DisableTorchFunctionSubclass():
-            if (tuple(self.shape), self.dtype) != (form.shape, form.dtype):
-                _original.data.__set__(self, RemoteTensor(self._address, form))
             _original.requires_grad.__set__(self, requires_grad)
+        if requires_grad:
+            self._pass_on_gradients()
+
+    def _pass_on_gradients(self) -> None:
+        """Send the owner what arrives here. torch makes this parameter a leaf of the local graph if code in C++ uses
+        it, as ``torch.autograd.Function.apply`` and operations that write to other tensors do.
+        """
+        if not self._passes_on:
+            self._passes_on = True
+            count_own_handle()
+            with torch._C.DisableTorchFunctionSubclass():
+                nn.Parameter.register_post_accumulate_grad_hook(self, _pass_on)
+
+
+def _pass_on(parameter: RemoteParameter) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = _original.grad.__get__(parameter)
+        _original.grad.__set__(parameter, None)
+    if gradient.grad_fn is not None:
+        raise RuntimeError(
+            f"the gradient of a parameter of worker '{parameter.owner_name()}' has a graph here (create_graph=True), "
+            "which cannot be kept: use a copy, for example parameter * 1, in this operation"
+        )
+    parameter._gradients.accumulate(parameter._address, gradient)
 
 
 # Operations in a graph.

@@ -18,6 +18,7 @@ run_operation: Callable[[Any, Sequence[Any], dict[str, Any]], Any] = lambda func
 
 
 _CPU = torch.device("cpu")
+_set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class RemoteTensor(torch.Tensor):
@@ -30,6 +31,7 @@ class RemoteTensor(torch.Tensor):
 
     _address: Address
     _layout: torch.layout
+    _is_alias = False
 
     @staticmethod
     def __new__(cls, address: Address, form: TensorForm, requires_grad: bool = False) -> Self:
@@ -98,9 +100,44 @@ class RemoteTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if getattr(value, "_address", None) is not self._address:
+        """Take the memory of ``value``, as torch does: earlier aliases keep theirs. Between workers, take a copy."""
+        other: Address | None = getattr(value, "_address", None)
+        if other is not None and (other is self._address or other.is_same(self._address)):
+            return
+        kind = self._address.kind
+        if kind == "state" and not self._is_alias:
             with torch.no_grad():
                 self.detach().copy_(value)
+        elif kind == "value" or self._is_alias:
+            self._take_over(value)
+        elif kind == "gradient":
+            self._gradients.assign_data(self, value)
+        else:
+            self._change_form(self._gradients.rebind(self._address, value))
+
+    def _take_over(self, value: torch.Tensor) -> None:
+        if isinstance(value, RemoteTensor) and value._address.owner == self._address.owner:
+            found: Any = value.detach()
+            self._address = found._address
+            form = TensorForm.of(found)
+            if (gradients := getattr(found, "_gradients", None)) is not None:
+                self._gradients = gradients
+                gradients.live.add(self)
+        else:
+            send_changes_for(self)
+            sent = value.to_here() if isinstance(value, RemoteTensor) else value.detach()
+            message = Message(self._address.owner)
+            place = message.place(self._address)
+            container = self._address.container
+            stored, form = message.send(container, on_owner.store, sent, place, label="set .data").wait()
+            self._address = Address(stored)
+        self._change_form(form)
+
+    def _change_form(self, form: TensorForm) -> None:
+        if (tuple(self.shape), self.dtype) != (form.shape, form.dtype):
+            with torch._C.DisableTorchFunctionSubclass():
+                _set_data(self, RemoteTensor(self._address, form))
+        self._layout = form.layout
 
     # How it is shown and copied.
 

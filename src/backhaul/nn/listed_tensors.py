@@ -99,6 +99,11 @@ class ListedTensors(ModuleOnOwner):
             self._tensors.gradients.forget()
             self._note_layers(description)
 
+    def _given(self) -> dict[str, Any]:
+        """Tensors that ``torch.func.functional_call`` has put in the place of those of the module, by name."""
+        tensors = self._tensors
+        return {} if tensors is None else tensors.others_in("", self.__dict__["_parameters"], self.__dict__["_buffers"])
+
     def _find_tensor(self, name: str) -> Any:
         """The tensor of that name, or what stands for the submodule of that name; None if there is none."""
         if not self._lists_tensors or name.startswith("_"):

@@ -72,6 +72,32 @@ def run_in_place(module: nn.Module, device: torch.device, grad: bool, method: st
         return function(*args, **kwargs)
 
 
+def run_with(  # noqa: PLR0917 (positional arguments travel without pickle)
+    module: nn.Module,
+    given: Mapping[str, torch.Tensor],
+    runner: str,
+    device: torch.device,
+    grad: bool,
+    method: str,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call ``runner`` while the module uses the tensors in ``given`` in place of its own."""
+    place = _device_of(module, device)
+    with torch.set_grad_enabled(grad):
+        used = {name: _bring(tensor, place) for name, tensor in given.items()}
+    versions = {name: tensor._version for name, tensor in used.items() if not tensor.is_inference()}
+    with torch.nn.utils.stateless._reparametrize_module(module, used):
+        result = _RUNNERS[runner](module, device, grad, method, *args, **kwargs)
+    if changed := [name for name, version in versions.items() if used[name]._version != version]:
+        raise RuntimeError(
+            f"the {type(module).__name__} has changed {', '.join(changed)}, which functional_call() gave to it as a "
+            "copy from another worker; run the module in evaluation mode, or do not give these tensors"
+        )
+    return result
+
+
 def run_changed(  # noqa: PLR0917 (positional arguments travel without pickle)
     module: nn.Module,
     driver: str,
@@ -90,8 +116,10 @@ def run_changed(  # noqa: PLR0917 (positional arguments travel without pickle)
         driver,
         [Changes(number, cleared, zeroed, {}, requires_grad) for number, cleared, zeroed, requires_grad in changes],
     )
-    function = {"run": run, "run_there": run_there, "run_in_place": run_in_place}[runner]
-    return function(module, device, grad, method, *args, **kwargs)
+    return _RUNNERS[runner](module, device, grad, method, *args, **kwargs)
+
+
+_RUNNERS: dict[str, Callable[..., Any]] = {"run": run, "run_there": run_there, "run_in_place": run_in_place}
 
 
 def _device_of(module: nn.Module, otherwise: torch.device) -> torch.device:

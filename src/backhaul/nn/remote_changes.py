@@ -54,8 +54,14 @@ class RemoteChanges(ListedTensors):
         return self._change("apply", fn)
 
     def _change(self, method: str, *args: Any) -> Self:
+        self._keep_replaced()
         self._describe_again(self._start(owner.change, method, args, {}).wait())
         return self
+
+    def _keep_replaced(self) -> None:
+        """Proxies that the program has kept stay what they are, although the module gets other tensors."""
+        if self._gradients is not None:
+            self._gradients.keep("gradient", "parameter", "buffer")
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the module to another device of its worker, or to another dtype, as ``torch.nn.Module.to`` does."""
@@ -96,6 +102,7 @@ class RemoteChanges(ListedTensors):
         return self._convert("bfloat16")
 
     def _convert(self, method: str, *args: Any, known: torch.device | None = None, **kwargs: Any) -> Self:
+        self._keep_replaced()
         device = known or torch.device(self.device)
         place, description = self._start(owner.convert, device, method, args, kwargs).wait()
         self.device = str(place)

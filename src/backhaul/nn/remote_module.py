@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from backhaul._remote_tensors.addresses import own_call
 from backhaul._rpc.api import rpc_sync
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.futures import Future
@@ -143,14 +144,21 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
 
     @graph_break
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        arguments = torch.device(self.device), torch.is_grad_enabled(), method, *args
+        arguments: tuple[Any, ...] = torch.device(self.device), torch.is_grad_enabled(), method, *args
         runner, label, gradients = self._runner(), f"RemoteModule.{method}", self._gradients
+        if given := self._given():
+            self._send_changes()
+            if gradients is not None and torch.is_grad_enabled():
+                gradients.take_for_forward()
+            arguments = given, runner.__name__, *arguments
+            return self.module_rref._call(owner.run_with, arguments, kwargs, None, label=label)
         changes = [] if gradients is None else gradients.take_for_forward()
-        if gradients is None or not changes:
-            return self.module_rref._call(runner, arguments, kwargs, None, label=label)
-        carried = [(each.number, each.cleared, each.zeroed, dict(each.requires_grad)) for each in changes]
-        arguments = gradients.worker.incarnation, carried, runner.__name__, *arguments
-        made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
+        with own_call():
+            if gradients is None or not changes:
+                return self.module_rref._call(runner, arguments, kwargs, None, label=label)
+            carried = [(each.number, each.cleared, each.zeroed, dict(each.requires_grad)) for each in changes]
+            arguments = gradients.worker.incarnation, carried, runner.__name__, *arguments
+            made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
         gradients.carried_by(made, changes)
         return made
 

@@ -115,6 +115,14 @@ class SplitPart(Impersonates, RemoteModule):
             place_tensors(self, self._inner, "_parameters", dict(self._tensors.parameters))
             place_tensors(self, self._inner, "_buffers", dict(self._tensors.buffers))
 
+    def _given(self) -> dict[str, Any]:
+        found = super()._given()
+        if self._tensors is not None:
+            for each in self._inner:
+                own = each.__dict__
+                found.update(self._tensors.others_in(f"{each._path}.", own["_parameters"], own["_buffers"]))
+        return found
+
     def _note_layers(self, description: Description) -> None:
         super()._note_layers(description)
         self.__dict__["_norms"] = {}  # they are among the modules inside it

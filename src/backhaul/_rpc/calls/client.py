@@ -57,6 +57,7 @@ class CallClient:
         paused: Calls that are going to be made again.
         outlet: Set by tests, see ``Outlet``.
         sent: The number of the call that was started last. No other call of this worker has it.
+        before_call: Called before each call that is not internal; None: nothing is.
     """
 
     def __init__(self, worker: Worker, peers: Peers) -> None:
@@ -70,6 +71,7 @@ class CallClient:
         self.paused = PausedCalls()
         self.outlet: Outlet | None = None
         self.sent = 0
+        self.before_call: Callable[[], None] | None = None
         self._replay_hook: ReplayHook | None = None
         self._requests = RequestEncoder(self.interceptors, worker.runtime.now)
         self._numbers = itertools.count(1)
@@ -105,6 +107,8 @@ class CallClient:
         """Call and wait. ``label`` is the call's name in errors, in place of the function's; ``mode`` is its name in
         profiles.
         """
+        if self.before_call is not None:
+            self.before_call()
         known = named(function)
         pending = SyncCall(
             self.peers.find(to),
@@ -139,6 +143,8 @@ class CallClient:
         mode: str = "rpc_async",
     ) -> Future[Any]:
         """Call and return a future. ``label`` and ``mode`` as for ``call``."""
+        if self.before_call is not None and mode != "internal":
+            self.before_call()
         known = named(function)
         pending = AsyncCall(
             self.peers.find(to),
