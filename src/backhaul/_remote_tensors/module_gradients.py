@@ -126,8 +126,10 @@ class ModuleGradients:
                 self._driven.changed.add(self)
 
     def assign(self, index: int, gradient: torch.Tensor) -> None:
-        """Set a gradient."""
+        """Set a gradient. Of a tensor that is here, the owner gets a copy as it is now."""
         self._keep_gradient(index)
+        if not hasattr(gradient, "_address"):
+            gradient = gradient.detach().clone()
         with self._lock:
             self._zeroed.pop(index, None)
             self._cleared.pop(index, None)
@@ -222,6 +224,12 @@ class ModuleGradients:
             self.restore(changes)
         except Exception:  # the module has raised it; the caller of the forward gets it
             return
+
+    def settle_forward(self) -> None:
+        """A forward has returned: keep nothing of it if it has carried changes."""
+        on_its_way = self._on_its_way
+        if on_its_way is not None and on_its_way[0].done():
+            self.await_forward()
 
     def restore(self, changes: Changes) -> None:
         """These changes were not made: keep them for the next message, below what was changed since."""
