@@ -316,3 +316,55 @@ def test_a_penalty_on_gradients() -> None:
         return found
 
     assert_same(train, 1e-5)
+
+
+def test_a_model_is_copied_with_its_optimizer() -> None:
+    def train(model: nn.Module) -> Numbers:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        twin, other = copy.deepcopy((model, optimizer))
+        own = {id(p) for p in twin.parameters()}
+        assert all(id(p) in own for group in other.param_groups for p in group["params"])
+        for _ in range(2):
+            other.zero_grad()
+            twin(inputs()).square().mean().backward()
+            other.step()
+        return plain([*twin.parameters(), *model.parameters()])
+
+    assert_same(train)
+    there = RemoteModule("worker1", nn.Linear, (4, 4))
+    optimizer = torch.optim.SGD(there.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="copy the module first"):
+        copy.deepcopy((optimizer, there))
+
+
+def test_assigned_gradients_are_copied_at_once() -> None:
+    there = RemoteModule("worker1", nn.Linear, (4, 4))
+    gradient = torch.ones(4)
+    there.bias.grad = gradient
+    gradient.mul_(5)
+    assert there.bias.grad.tolist() == [1.0] * 4
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.norm(x) * self.count[0]
+
+
+def test_buffers_can_be_set_and_parameters_not_deleted() -> None:
+    here = nn.Sequential(Counts())
+    there = bh.nn.split(copy.deepcopy(here), {"0": "worker1"})
+    for model in (there, here):
+        model[0].count = torch.full((2,), 7.0)
+        model[0].norm.running_mean = torch.ones(4)
+        model(inputs())
+    torch.testing.assert_close(there.state_dict(), here.state_dict(), rtol=0, atol=0)
+    assert torch.equal(there(inputs()), here(inputs()))
+    del there[0].norm.bias
+    with pytest.raises(RuntimeError, match=r"'norm.bias' was deleted here"):
+        there(inputs())

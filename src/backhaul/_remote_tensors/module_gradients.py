@@ -130,8 +130,10 @@ class ModuleGradients:
                 self._driven.changed.add(self)
 
     def assign(self, index: int, gradient: torch.Tensor) -> None:
-        """Set a gradient."""
+        """Set a gradient. Of a tensor that is here, the owner gets a copy as it is now."""
         self._keep_gradient(index)
+        if not hasattr(gradient, "_address"):
+            gradient = gradient.detach().clone()
         with self._lock:
             self.pending.zeroed.pop(index, None)
             self.pending.cleared.pop(index, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -73,3 +73,12 @@ class ModuleTensors:
         """
         known = self._listed
         return {prefix + k: v for each in listed for k, v in each.items() if v is not known.get(prefix + k)}
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all tensors."""
+        return self._listed
+
+    def missing_in(self, names: Iterable[str]) -> list[str]:
+        """The tensors that are not among ``names``."""
+        return list(self._listed.keys() - set(names))

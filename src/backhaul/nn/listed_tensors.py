@@ -4,18 +4,30 @@ forms read ``_parameters`` and ``_buffers`` of every module of a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.module_gradients import ModuleGradients
 from backhaul._remote_tensors.module_tensors import ModuleTensors
 from backhaul._remote_tensors.on_owner import Description
+from backhaul._remote_tensors.remote_tensor import RemoteTensor
 from backhaul.nn.module_on_owner import ModuleOnOwner
 from backhaul.nn.parts import RemoteBatchNorm, find_attribute, find_registry
+
+
+def set_buffer(module: nn.Module, name: str, value: Any) -> bool:
+    """If ``name`` is a buffer of a module on another worker, let it take ``value`` there. Returns whether it is."""
+    buffer = module.__dict__.get("_buffers", {}).get(name)
+    if not isinstance(buffer, RemoteTensor) or not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return False
+    buffer.data = value
+    return True
 
 
 class ListedTensors(ModuleOnOwner):
@@ -25,6 +37,7 @@ class ListedTensors(ModuleOnOwner):
     """Whether ``parameters`` and ``buffers`` list the tensors of the module there."""
 
     _tensors: ModuleTensors | None = None
+    _placed: Sequence[tuple[dict[str, Any], list[Any]]] = ()
     _norms: Mapping[str, RemoteBatchNorm] = MappingProxyType({})
 
     @property
@@ -60,6 +73,7 @@ class ListedTensors(ModuleOnOwner):
         tensors = ModuleTensors(self.module_rref, description)
         tensors.gradients.used = True  # as far as this side knows
         self.__dict__.update(_tensors=tensors, _parameters=tensors.parameters, _buffers=tensors.buffers)
+        self._note_placed([self])
         self._note_layers(description)
 
     def _note_layers(self, description: Description) -> None:
@@ -97,12 +111,38 @@ class ListedTensors(ModuleOnOwner):
         if self._tensors is not None:
             self._tensors.update(description)
             self._tensors.gradients.forget()
+            self._note_placed([self])
             self._note_layers(description)
 
     def _given(self) -> dict[str, Any]:
         """Tensors that ``torch.func.functional_call`` has put in the place of those of the module, by name."""
-        tensors = self._tensors
-        return {} if tensors is None else tensors.others_in("", self.__dict__["_parameters"], self.__dict__["_buffers"])
+        for listed, tensors in self._placed:
+            if len(listed) != len(tensors) or not all(map(operator.is_, listed.values(), tensors)):
+                return self._find_given()
+        return {}
+
+    def _find_given(self) -> dict[str, Any]:
+        assert self._tensors is not None
+        own = self.__dict__["_parameters"], self.__dict__["_buffers"]
+        self._check_names(name for listed in own for name in listed)
+        return self._tensors.others_in("", *own)
+
+    def _note_placed(self, modules: Iterable[nn.Module]) -> None:
+        """Remember what ``modules`` list, which are this one and those that stand for modules inside it."""
+        dicts = [module.__dict__[kind] for module in modules for kind in ("_parameters", "_buffers")]
+        self.__dict__["_placed"] = [(each, list(each.values())) for each in dicts]
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Raise an error if the program has deleted a tensor here."""
+        if self._tensors is not None and (missing := self._tensors.missing_in(names)):
+            raise RuntimeError(
+                f"'{missing[0]}' was deleted here, but the module on worker '{self.on}' has it; change the module "
+                "before you move it, or there with apply()"
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not set_buffer(self, name, value):
+            super().__setattr__(name, value)
 
     def _find_tensor(self, name: str) -> Any:
         """The tensor of that name, or what stands for the submodule of that name; None if there is none."""

@@ -35,10 +35,14 @@ from backhaul.nn.remote_changes import RemoteChanges
 from backhaul.nn.remote_device import parse_place
 from backhaul.nn.remote_state import RemoteState
 
-_TRAVELING = frozenset((*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors", "_norms"))
+_TRAVELING = frozenset(
+    (*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors", "_placed", "_norms")
+)
 """The attributes that travel with a module."""
 
-_MADE_ANEW = frozenset(("on", "device", "module_rref", "_methods", "_tensors", "_norms", "_parameters", "_buffers"))
+_MADE_ANEW = frozenset(
+    ("on", "device", "module_rref", "_methods", "_tensors", "_placed", "_norms", "_parameters", "_buffers")
+)
 """The attributes that a copy of a module gets anew."""
 
 
@@ -135,7 +139,10 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its owner, and wait for the result."""
-        return self.forward_async(*args, **kwargs).wait()
+        result = self.forward_async(*args, **kwargs).wait()
+        if (gradients := self._gradients) is not None:
+            gradients.settle_forward()
+        return result
 
     @graph_break
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -216,11 +223,12 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of the module on its owner. Hooks and attributes of this side are copied here."""
-        listed = {} if self._tensors is None else {**self._parameters, **self._buffers}
-        if any(id(tensor) in memo for tensor in listed.values()):
+        tensors = self._tensors
+        known = {} if tensors is None else {**tensors.parameters, **tensors.buffers}
+        if copied := [name for name, tensor in known.items() if id(tensor) in memo]:
             raise RuntimeError(
-                f"a parameter of the module on worker '{self.on}' was copied before the module, so the copies would "
-                "not belong together; copy the module first, as in copy.deepcopy((model, optimizer))"
+                f"'{copied[0]}' of the module on worker '{self.on}' was copied before the module, and would be another "
+                "parameter than that of the copy; copy the module first: copy.deepcopy((model, optimizer))"
             )
         rref, training, description = self._start(owner.copy_of).wait()
         made = type(self).__new__(type(self))
@@ -229,8 +237,9 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         own = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
         made.__dict__.update(copy.deepcopy(own, memo))
         made._describe_new(description)
-        copies = {**made._parameters, **made._buffers} if listed else {}
-        memo.update((id(tensor), copies[name]) for name, tensor in listed.items())  # optimizers refer to them
+        if made._tensors is not None:
+            copies = {**made._tensors.parameters, **made._tensors.buffers}
+            memo.update((id(tensor), copies[name]) for name, tensor in known.items())
         return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from backhaul._rpc.futures import Future
 from backhaul.errors import BackhaulError, SerializationError
 from backhaul.nn import split_owner
+from backhaul.nn.listed_tensors import set_buffer
 from backhaul.nn.module_on_owner import ModuleOnOwner
 
 Ask = Callable[..., Future[Any]]
@@ -122,6 +123,8 @@ class SplitInner(Impersonates, nn.Module):
                 f"'{self._shown}.{name}' cannot be set here: it is on worker '{self._part.on}'; set it before split, "
                 "or after bh.nn.gather"
             )
+        if set_buffer(self, name, value):
+            return
         if name in self.__dict__.get("_attributes", ()):
             with torch.no_grad():
                 self._ask(split_owner.write, self._path, name, value).wait()

@@ -27,7 +27,19 @@ from backhaul.nn.split_inner import (
     read_attribute,
 )
 
-_SLOTS = ("on", "device", "module_rref", "_methods", "_tensors", "_name", "_kind", "_attributes", "_listed", "_inner")
+_SLOTS = (
+    "on",
+    "device",
+    "module_rref",
+    "_methods",
+    "_tensors",
+    "_placed",
+    "_name",
+    "_kind",
+    "_attributes",
+    "_listed",
+    "_inner",
+)
 
 OF_EVERY_PART = frozenset((*OF_EVERY_MODULE, *dir(RemoteModule), *_SLOTS, "_shares"))
 """The attributes that a part has, whatever it stands for."""
@@ -114,13 +126,20 @@ class SplitPart(Impersonates, RemoteModule):
         if self._tensors is not None:
             place_tensors(self, self._inner, "_parameters", dict(self._tensors.parameters))
             place_tensors(self, self._inner, "_buffers", dict(self._tensors.buffers))
+            self._note_placed([self, *self._inner])
 
-    def _given(self) -> dict[str, Any]:
-        found = super()._given()
-        if self._tensors is not None:
-            for each in self._inner:
-                own = each.__dict__
-                found.update(self._tensors.others_in(f"{each._path}.", own["_parameters"], own["_buffers"]))
+    def _find_given(self) -> dict[str, Any]:
+        tensors = self._tensors
+        assert tensors is not None
+        found: dict[str, Any] = {}
+        modules = {"": self, **{each._path: each for each in self._inner}}
+        names = [name for name in tensors.names if name.rpartition(".")[0] not in modules]  # second names of modules
+        for path, module in modules.items():
+            prefix = f"{path}." if path else ""
+            own = module.__dict__["_parameters"], module.__dict__["_buffers"]
+            found.update(tensors.others_in(prefix, *own))
+            names += [prefix + name for listed in own for name in listed]
+        self._check_names(names)
         return found
 
     def _note_layers(self, description: Description) -> None:
