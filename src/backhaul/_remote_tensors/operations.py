@@ -39,7 +39,9 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if func is _aten.zero_.default and args[0]._address.kind == "gradient":
         args[0]._gradients.zero(args[0]._address.key)
         return args[0]
-    if func._schema.name.startswith(_OF_LISTS):
+    if func._schema.name.startswith("aten::_foreach_"):
+        return _run_foreach(func, args, kwargs)
+    if func._schema.name.startswith(_FUSED_STEPS):
         return _run_foreach(func, args, kwargs)
     leaves, form = tree_flatten((args, kwargs))
     written = [each for each in _written(func, args, kwargs) if isinstance(each, torch.Tensor)]
@@ -50,9 +52,6 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         raise NotImplementedError(f"{func} changes the shape of a tensor of another worker; use its form out of place")
     return _Call(owner, func, leaves, form).result()
 
-
-_OF_LISTS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_adagrad", "aten::_fused_sgd")
-"""Names of operations on lists of tensors, each element by itself."""
 
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 
@@ -160,6 +159,9 @@ class _Call:
 
 
 # Lists of tensors.
+
+_FUSED_STEPS = ("aten::_fused_adam", "aten::_fused_adagrad", "aten::_fused_sgd")
+"""How the names of operations begin that step lists of parameters, each by itself."""
 
 
 def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -208,11 +208,12 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of the module on its owner. Hooks and attributes of this side are copied here."""
-        listed = {} if self._tensors is None else {**self._parameters, **self._buffers}
-        if any(id(tensor) in memo for tensor in listed.values()):
+        tensors = self._tensors
+        known = {} if tensors is None else {**tensors.parameters, **tensors.buffers}
+        if copied := [name for name, tensor in known.items() if id(tensor) in memo]:
             raise RuntimeError(
-                f"a parameter of the module on worker '{self.on}' was copied before the module, so the copies would "
-                "not belong together; copy the module first, as in copy.deepcopy((model, optimizer))"
+                f"'{copied[0]}' of the module on worker '{self.on}' was copied before the module, and would be another "
+                "parameter than that of the copy; copy the module first: copy.deepcopy((model, optimizer))"
             )
         rref, training, description = self._start(owner.copy_of).wait()
         made = type(self).__new__(type(self))
@@ -221,8 +222,9 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         own = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
         made.__dict__.update(copy.deepcopy(own, memo))
         made._describe_new(description)
-        copies = {**made._parameters, **made._buffers} if listed else {}
-        memo.update((id(tensor), copies[name]) for name, tensor in listed.items())  # optimizers refer to them
+        if made._tensors is not None:
+            copies = {**made._tensors.parameters, **made._tensors.buffers}
+            memo.update((id(tensor), copies[name]) for name, tensor in known.items())
         return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
