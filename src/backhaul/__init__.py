@@ -1,7 +1,8 @@
 """Backhaul: distributed autograd for PyTorch.
 
 Workers call each other's functions with tensors; see ``init``, ``launch`` and ``cluster`` for how they start, and
-``rpc_sync`` and ``rpc_async`` for calls.
+``rpc_sync`` and ``rpc_async`` for calls. Calls are part of the autograd graph: ``loss.backward()`` runs over all
+workers. ``nn.split`` puts modules of a model on workers.
 """
 
 from backhaul import _torch_support  # noqa: F401  (first, since it checks the torch that all others use)

@@ -337,7 +337,7 @@ class ContextError(BackhaulError):
 class UnknownContextError(ContextError, LookupError):
     """Raised if a context was released, or if this worker never took part in it.
 
-    Read gradients and call ``backward`` inside the ``with bh.context()`` block.
+    Read gradients and call ``ctx.backward`` inside the ``with bh.context()`` block.
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.utils.checkpoint import checkpoint
 
 import backhaul as bh
@@ -346,3 +348,58 @@ def test_passes_in_one_process_stay_as_they_are(model: torch.nn.Module) -> None:
     in_plain(lambda: call_twice(Calls(None), batch(0, 0)).backward())
     models["plain"](batch(0, 1)).pow(2).sum().backward()
     torch.testing.assert_close(grads_of(model), grads_of(models["plain"]))
+
+
+def apply_other(x: torch.Tensor) -> torch.Tensor:
+    return models["other"](x)
+
+
+@pytest.mark.may_leak
+def test_two_models(model: torch.nn.Module) -> None:
+    """They share nothing, and each is sharded on its own."""
+    models["plain other"] = Net(2).double()
+    models["other"] = copy.deepcopy(models["plain other"])
+    fully_shard(models["other"])
+    x = batch(0, 0)
+    with bh.cluster(2):
+        for _ in range(2):
+            y = bh.rpc_sync(1, apply_other, args=(bh.rpc_sync(1, apply_there, args=(x,)) * x,))
+            (y * bh.rpc_sync(1, apply_other, args=(x,))).sum().backward()
+    plain, other = models["plain"], models["plain other"]
+    for _ in range(2):
+        (other(plain(x) * x) * other(x)).sum().backward()
+    torch.testing.assert_close(grads_of(model), grads_of(plain))
+    torch.testing.assert_close(grads_of(models["other"]), grads_of(other))
+
+
+# Canaries.
+
+
+def replaced() -> tuple[object, object]:
+    return (
+        _fsdp_state.FSDPState._register_root_post_backward_final_callback,
+        _fsdp_param_group.FSDPParamGroup.post_backward,
+    )
+
+
+@pytest.mark.may_leak
+def test_patches_are_there_from_the_first_pass_until_the_last_worker_ends(model: torch.nn.Module) -> None:
+    before = replaced()
+    for _ in range(2):
+        with bh.cluster(2) as workers:
+            assert replaced() == before
+            call_twice(Calls(1), batch(0, 0)).backward()
+            assert not {*replaced()} & {*before}
+            workers[0].close()
+            assert not {*replaced()} & {*before}
+        assert replaced() == before
+
+
+def test_torch_has_what_is_replaced() -> None:
+    register, post_backward = map(inspect.getsource, replaced())
+    assert "queue_callback(" in register
+    assert "_state_ctx.post_backward_final_callback_queued = True" in register
+    assert "self.post_backward" not in post_backward
+    assert "ctx.param_group.post_backward()" in inspect.getsource(
+        _fsdp_param_group.RegisterPostBackwardFunction.backward
+    )

@@ -80,7 +80,11 @@ class ContextHandle(int):
 
 
 class context:
-    """A context for one training step: calls made inside the block are recorded, and ``backward`` runs through them.
+    """A context for one training step: it keeps the calls made inside the block, and their gradients, apart.
+
+    ``ctx.backward`` runs through these calls, and puts gradients into the context. Calls outside contexts need none:
+    ``loss.backward()`` runs through them, and adds gradients to ``.grad``. A context is for gradients that must not go
+    into ``.grad``, for ``replay``, and for passes with ``mode="fast"``.
 
     When the block ends, the context is released on every worker that it reached. Contexts do not nest in one thread or
     asyncio task. Many may be open at once in different threads or tasks.
@@ -158,7 +162,7 @@ def backward(
     deterministic: bool | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Compute the gradients of ``roots`` on every worker that took part in computing them.
+    """Compute the gradients of ``roots`` in a context, on every worker that took part in computing them.
 
     Once this returns, all gradients are in the context on the workers that hold the leaves (or in ``.grad``). Several
     passes on one context accumulate.

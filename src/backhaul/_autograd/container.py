@@ -30,7 +30,7 @@ class Container:
     new_message: Callable[[], MessageId]
 
     def __init__(self, worker: int, incarnation: str = "") -> None:
-        self.plain = PlainGraph(worker)
+        self.plain = PlainGraph()
         self._contexts: dict[int, Context] = {PLAIN: self.plain}
         self._lock = threading.Lock()  # guards _contexts and _released together
         self._released: collections.OrderedDict[int, None] = collections.OrderedDict()

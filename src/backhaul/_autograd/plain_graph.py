@@ -17,6 +17,7 @@ record was made. So ownership goes back in time only, has no cycles, and needs n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -29,11 +30,16 @@ if TYPE_CHECKING:
     from backhaul._autograd.backward.source_index import PlainSources
 
 
+_marks = itertools.count(1)
+
+
+def _new_mark() -> ContextId:
+    """What no other plain graph of this process has as its mark. Workers of several clusters may have equal ids."""
+    return ContextId(PLAIN - next(_marks))
+
+
 class PlainGraph(Context):
     """Thread-safe. It is a context that is never released, and that holds no gradients: they go into ``.grad``.
-
-    Args:
-        worker: The id of the worker.
 
     Attributes:
         sources: Knows which records share a part of the graph. The engine sets it.
@@ -42,9 +48,9 @@ class PlainGraph(Context):
 
     sources: PlainSources
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self) -> None:
         super().__init__(PLAIN)
-        self.mark = ContextId(PLAIN - worker)
+        self.mark = _new_mark()
         self.pending: dict[MessageId, bool] = {}
         self._losses: dict[int, tuple[int, str, str]] = {}  # worker -> how often it was lost, its name, the last reason
         self._on_death: Callable[[tuple[int, MessageId]], None] = lambda death: None

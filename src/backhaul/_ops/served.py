@@ -67,7 +67,7 @@ def run(given: ServedOp, grad: int, context: int) -> list[torch.Tensor]:
                 f"the gradient of {label_of(given.function)} would be lost: its result depends on tensors of worker "
                 f"'{current_worker().name}' that require grad, but no argument of this remote_op requires grad, so no "
                 "gradient comes back there; call it under torch.no_grad(), pass an argument that requires grad, or use "
-                "rpc_sync in a context"
+                "rpc_sync, whose gradients go into .grad"
             )
         return [*_on_their_own(outputs), ReplayToken().pack()]
     before = torch.get_rng_state()

@@ -5,14 +5,19 @@ would cost more than the step. So a change of ``.grad`` or ``requires_grad`` is 
 together before anything that could depend on them: the module's next forward (which carries them), a step, an
 operation on remote tensors, and any backward pass of this worker. They are forgotten if no object here refers to the
 module any more.
+
+Any thread may send the changes of another, and the owner serves two messages in any order. So changes stay here until
+a message that carries them has been answered. Whatever depends on them sends them again, and waits: it does not matter
+which message arrives first, because the owner makes each change once, see ``changes_on_owner``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +25,20 @@ import torch
 from backhaul._autograd.api import passes_ended
 from backhaul._autograd.backward.engine import before_pass
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.on_owner import Changes, Gradients, TensorForm, change_all, describe_gradients
+from backhaul._remote_tensors.changes_on_owner import Changes, change_all
+from backhaul._remote_tensors.on_owner import Gradients, TensorForm, describe_gradients
+from backhaul._remote_tensors.pending_changes import PendingChanges
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._worker.worker import Worker
 from backhaul.errors import PeerLostError, UnknownWorkerError
 
 _attaching = threading.Lock()  # guards the creation of a worker's DrivenModules
+
+Asked = tuple[int, int]
+"""When an owner is asked which gradients there are: how many passes of the driver have ended, and how often the driver
+itself has changed the gradients of the module.
+"""
 
 
 class ModuleGradients:
@@ -36,125 +48,131 @@ class ModuleGradients:
         container: A reference to the module.
         worker: The driver.
         used: Whether the driver has run the module with grad mode enabled, so that its passes may change gradients.
+        pending: Its changes. The lock of ``DrivenModules`` guards them.
     """
 
     def __init__(self, container: RRef[Any], driven: DrivenModules) -> None:
         self.container = container
         self.worker: Worker = container._rrefs.worker
         self.used = False
+        self.pending = PendingChanges()
         self._driven = driven
         self._lock = self._driven.lock
         self._known: Gradients | None = None
         self._known_at = -1  # how many passes of the driver had ended when it asked
-        self._cleared: dict[int, None] = {}
-        self._zeroed: dict[int, None] = {}
-        self._assigned: dict[int, torch.Tensor] = {}
-        self._requires_grad: dict[int, bool] = {}
-        self._on_its_way: Future[Any] | None = None  # the forward that carries the latest changes
+        self._changed = 0  # how often the driver has changed the gradients
 
     # What is there.
 
     def form_of(self, index: int) -> TensorForm | None:
         """The form of a parameter's gradient; None if it has none. Asks the owner if a pass may have changed it."""
         with self._lock:
-            if index in self._cleared:
+            if index in self.pending.cleared:
                 return None
-            if (assigned := self._assigned.get(index)) is not None:
+            if (assigned := self.pending.assigned.get(index)) is not None:
                 return TensorForm.of(assigned)
-        if self.is_stale():
-            self._driven.ask(self)
-        known = self._known
-        return None if known is None else known[index]
+            known = None if self.is_stale() else self._known
+        return (known or self._driven.ask(self))[index]
 
     def is_stale(self) -> bool:
         """Whether the owner must be asked again."""
         return self._known is None or self._known_at != passes_ended(self.worker)
 
-    def learn(self, found: Gradients | None, at: int) -> None:
-        """The owner has said which gradients there are. None: they may have changed since.
+    def asked_now(self) -> Asked:
+        """To be called before a message that asks is sent. ``learn`` takes the result."""
+        return passes_ended(self.worker), self._changed
 
-        Args:
-            found: The forms.
-            at: How many passes of the driver had ended when it asked.
-        """
-        self._known, self._known_at = found, at
+    def learn(self, found: Gradients, asked: Asked) -> None:
+        """The owner has said which gradients there are. That counts unless the driver has changed them since."""
+        ended, changed = asked
+        with self._lock:
+            if changed == self._changed:
+                self._known, self._known_at = found, ended
 
     def forget(self) -> None:
         """The module runs: gradients may change."""
-        self.learn(None, -1)
+        with self._lock:
+            self._changed += 1
+            self._known = None
 
     # Changes.
 
     def clear(self, index: int) -> None:
         """Set a gradient to None."""
         with self._lock:
-            self._zeroed.pop(index, None)
-            self._assigned.pop(index, None)
-            self._cleared[index] = None
+            self.pending.zeroed.pop(index, None)
+            self.pending.assigned.pop(index, None)
+            self.pending.cleared[index] = None
             self._driven.changed.add(self)
 
     def zero(self, index: int) -> None:
         """Set a gradient to zero."""
         with self._lock:
-            if index not in self._cleared:
-                self._zeroed[index] = None
+            if index not in self.pending.cleared:
+                self.pending.zeroed[index] = None
                 self._driven.changed.add(self)
 
     def assign(self, index: int, gradient: torch.Tensor) -> None:
         """Set a gradient."""
         with self._lock:
-            self._zeroed.pop(index, None)
-            self._cleared.pop(index, None)
-            self._assigned[index] = gradient
+            self.pending.zeroed.pop(index, None)
+            self.pending.cleared.pop(index, None)
+            self.pending.assigned[index] = gradient
             self._driven.changed.add(self)
 
     def require_grad(self, index: int, wanted: bool) -> None:
         """Set whether a parameter requires grad."""
         with self._lock:
-            self._requires_grad[index] = wanted
+            self.pending.requires_grad[index] = wanted
             self._driven.changed.add(self)
 
-    def take(self) -> Changes | None:
-        """The changes to send now, if there are any. They count as sent. The caller holds the lock of the modules."""
-        if self not in self._driven.changed:
-            return None
-        self._driven.changed.discard(self)
-        changes = Changes(tuple(self._cleared), tuple(self._zeroed), self._assigned, self._requires_grad)
-        known = self._known
-        if known is not None:
-            for index in changes.cleared:
-                known[index] = None
-            for index, gradient in changes.assigned.items():
-                known[index] = TensorForm.of(gradient)
-        self._cleared, self._zeroed, self._assigned, self._requires_grad = {}, {}, {}, {}
-        return changes
+    def to_send(self) -> list[Changes]:
+        """The changes that are not known to be made. The caller holds the lock of the modules, and sends them."""
+        new = self.pending.take_new(self._driven.new_number())
+        if new is not None:
+            self._changed += 1
+            known = self._known
+            if known is not None:
+                for index in new.cleared:
+                    known[index] = None
+                for index, gradient in new.assigned.items():
+                    known[index] = TensorForm.of(gradient)
+        sent = self.pending.sent()
+        self._leave_if_made()
+        return sent
+
+    def confirm(self, changes: Sequence[Changes]) -> None:
+        """Changes were made. The caller holds the lock of the modules."""
+        if changes:
+            self.pending.confirm(changes[-1].number)
+        self._leave_if_made()
+
+    def _leave_if_made(self) -> None:
+        if self.pending.is_empty():
+            self._driven.changed.discard(self)
 
     def send_changes(self) -> None:
         """Send the changes of all modules of the driver."""
         self._driven.send_changes()
 
-    def take_for_forward(self) -> Changes | None:
+    def take_for_forward(self) -> list[Changes]:
         """The module is about to run: return the changes that the call carries. Call ``carried_by`` with its future."""
         if torch.is_grad_enabled():
             self.used = True
             self.forget()
         if self not in self._driven.changed:
-            return None
-        if self._assigned:
-            self.send_changes()
+            return []
         with self._lock:
-            return self.take()
+            changes = self.to_send()
+        if any(each.assigned for each in changes):
+            self.send_changes()
+            return []
+        return changes
 
-    def carried_by(self, forward: Future[Any]) -> None:
+    def carried_by(self, forward: Future[Any], changes: Sequence[Changes]) -> None:
         """The changes go with this call."""
-        self._on_its_way = forward
-
-    def await_forward(self) -> None:
-        """Wait until changes that a forward carries have arrived."""
-        forward, self._on_its_way = self._on_its_way, None
-        if forward is not None and not forward.done():
-            with contextlib.suppress(Exception):  # the caller of the forward gets it
-                forward.wait()
+        with self._lock:
+            self.pending.carried_by(forward, changes[-1].number)
 
 
 class DrivenModules:
@@ -162,13 +180,16 @@ class DrivenModules:
 
     Attributes:
         lock: Guards ``changed`` and the changes of all modules.
-        changed: The modules with changes to send.
+        changed: The modules with changes that are not known to be made.
+        new_number: Returns the number of the next changes. The caller holds the lock.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.changed: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
+        self.new_number = itertools.count().__next__
         self._all: weakref.WeakValueDictionary[tuple[Any, int], ModuleGradients] = weakref.WeakValueDictionary()
+        self._sending = threading.local()  # its ``here`` is True on a thread that sends changes
 
     def find(self, container: RRef[Any]) -> ModuleGradients:
         """The gradients of a module, one object however many references to the module there are."""
@@ -185,59 +206,101 @@ class DrivenModules:
 
     def send_changes(self) -> None:
         """Send all changes, one message to each owner, and wait until they are made; see [Note: pending changes]."""
-        for module in self._list():
-            if module._on_its_way is not None:
-                module.await_forward()
-        if not self.changed:
-            return
+        if not self.changed or getattr(self._sending, "here", False):
+            return  # the thread fetches a gradient that it is about to send
         with self.lock:
-            changes = {module: module.take() for module in list(self.changed)}
-        messages: dict[int, tuple[Message, dict[int, Changes], RRef[Any]]] = {}
-        for module, each in changes.items():
-            if each is None:
-                continue
-            owner = module.container.owner().id
-            message, made, _ = messages.setdefault(owner, (Message(owner), {}, module.container))
-            assigned = {index: _sendable(message, gradient) for index, gradient in each.assigned.items()}
-            number = message.number(module.container)
-            made[number] = Changes(each.cleared, each.zeroed, assigned, each.requires_grad)
+            changes = {module: sent for module in list(self.changed) if (sent := module.to_send())}
+        if not changes:
+            return
         errors: list[Exception] = []
         futures: list[Future[None]] = []
-        for message, made, via in messages.values():
+        self._sending.here = True
+        try:
+            messages = self._messages(changes, errors)
+        finally:
+            self._sending.here = False
+        for message, made, via in messages:
             with _collecting(errors):
-                futures.append(message.send(via, change_all, made, label="change parameters"))
+                driver = via._rrefs.worker.incarnation
+                futures.append(message.send(via, change_all, driver, made, label="change parameters"))
         for future in futures:
             with _collecting(errors):
                 future.wait()
+        with self.lock:
+            for module, each in changes.items():
+                module.confirm(each)
         if errors:
             raise errors[0]
 
-    def ask(self, module: ModuleGradients) -> None:
-        """Ask the owners of ``module``, and of all other modules that may have changed, which gradients there are."""
+    @staticmethod
+    def _messages(
+        changes: dict[ModuleGradients, list[Changes]], errors: list[Exception]
+    ) -> list[tuple[Message, dict[int, list[Changes]], RRef[Any]]]:
+        """For each owner the message, what it says, and a reference to something there."""
+        messages: dict[int, tuple[Message, dict[int, list[Changes]], RRef[Any]]] = {}
+        for module, sent in changes.items():
+            owner = module.container.owner().id
+            message, made, _ = messages.setdefault(owner, (Message(owner), {}, module.container))
+            with _noting(errors):
+                made[message.number(module.container)] = [
+                    Changes(
+                        each.number,
+                        each.cleared,
+                        each.zeroed,
+                        {index: _sendable(message, gradient) for index, gradient in each.assigned.items()},
+                        each.requires_grad,
+                    )
+                    for each in sent
+                ]
+        return list(messages.values())
+
+    def ask(self, module: ModuleGradients) -> Gradients:
+        """Ask the owners of ``module``, and of all other modules that may have changed, which gradients there are.
+        Returns those of ``module``. Another thread may learn something else meanwhile.
+        """
         stale = [each for each in self._list() if each is module or (each.used and each.is_stale())]
-        at = passes_ended(module.worker)
-        by_owner: dict[int, list[ModuleGradients]] = {}
+        with self.lock:
+            on_their_way = [each for each in stale if each.pending.sent()]
+        if on_their_way:
+            self.send_changes()
+        by_owner: dict[int, list[tuple[ModuleGradients, Asked]]] = {}
         for each in stale:
-            by_owner.setdefault(each.container.owner().id, []).append(each)
+            by_owner.setdefault(each.container.owner().id, []).append((each, each.asked_now()))
         calls = []
         for owner, modules in by_owner.items():
             message = Message(owner)
+            asks_module = any(each is module for each, _ in modules)
             try:
-                for each in modules:
+                for each, _ in modules:
                     message.number(each.container)
-                calls.append((modules, message.send(module.container, describe_gradients, label="list gradients")))
+                via = modules[0][0].container
+                calls.append((modules, asks_module, message.send(via, describe_gradients, label="list gradients")))
             except Exception:
-                if module in modules:
+                if asks_module:
                     raise
-        for modules, call in calls:
+        answer: Gradients | None = None
+        for modules, asks_module, call in calls:
             try:
                 found = call.wait()
             except Exception:
-                if module in modules:
+                if asks_module:
                     raise
                 continue
-            for each, gradients in zip(modules, found, strict=True):
-                each.learn(gradients, at)
+            for (each, asked), gradients in zip(modules, found, strict=True):
+                each.learn(gradients, asked)
+                if each is module:
+                    answer = gradients
+        assert answer is not None
+        return answer
+
+
+@contextlib.contextmanager
+def _noting(errors: list[Exception]) -> Iterator[None]:
+    """Keep the error of the block."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
 
 
 @contextlib.contextmanager

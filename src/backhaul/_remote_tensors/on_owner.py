@@ -6,7 +6,7 @@ A result with dimensions stays here. A number, as a tensor without dimensions or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,23 +73,6 @@ class Description:
 
 Gradients = list[TensorForm | None]
 """For each parameter of a module, the form of its gradient; None if it has none."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Changes:
-    """Changes of a module's parameters that belong together, by the indices of the parameters.
-
-    Attributes:
-        cleared: Their gradients become None.
-        zeroed: Their gradients become zero.
-        assigned: Their new gradients.
-        requires_grad: Whether they require grad.
-    """
-
-    cleared: tuple[int, ...] = ()
-    zeroed: tuple[int, ...] = ()
-    assigned: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    requires_grad: Mapping[int, bool] = dataclasses.field(default_factory=dict)
 
 
 class Containers:
@@ -215,31 +198,6 @@ def gradients_of(module: nn.Module) -> Gradients:
 def describe_gradients(named: Sequence[Named]) -> list[Gradients]:
     """The forms of the gradients of the named modules."""
     return [gradients_of(module) for module in Containers(named).values]
-
-
-@torch.no_grad()
-def change(module: nn.Module, changes: Changes) -> None:
-    """Make changes to the parameters of a module."""
-    parameters = list(module.parameters())
-    for index, gradient in changes.assigned.items():
-        parameters[index].grad = gradient.to(parameters[index].device)
-    for index in changes.cleared:
-        parameters[index].grad = None
-    for index in changes.zeroed:
-        gradient = parameters[index].grad
-        if gradient is not None:
-            gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
-            gradient.zero_()
-    for index, wanted in changes.requires_grad.items():
-        parameters[index].requires_grad_(wanted)
-
-
-def change_all(named: Sequence[Named], changes: Mapping[int, Changes]) -> None:
-    """Make changes to several modules."""
-    containers = Containers(named)
-    for container, each in changes.items():
-        assigned = containers.find_all(dict(each.assigned))
-        change(containers.values[container], dataclasses.replace(each, assigned=assigned))
 
 
 @torch.no_grad()

@@ -249,6 +249,9 @@ def rpc_sync(
 ) -> T:
     """Call ``func(*args, **kwargs)`` on another worker and return its result.
 
+    The call is part of the autograd graph, as a call of ``func`` here would be: ``backward`` goes back through it, and
+    through the calls that ``func`` makes. Under ``torch.no_grad()`` it is not.
+
     Args:
         to: Name, id or ``WorkerInfo`` of the worker that runs ``func``; it may be the current worker.
         func: Any callable. A function that both workers can import is sent by name, any other by value. Or a name
@@ -276,6 +279,11 @@ def rpc_sync(
         >>> with bh.cluster(2):
         ...     bh.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
         tensor([4., 4.])
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2):
+        ...     bh.rpc_sync("worker1", torch.mul, args=(x, 3)).sum().backward()
+        ...     x.grad
+        tensor([3., 3.])
     """
     client = cast(Node, current_worker().parts[Node]).client
     result: T = (
@@ -299,8 +307,8 @@ def rpc_async(
     """Start a call and return its future. Once this returns, the arguments may be changed (with ``retry``, once the
     future is done).
 
-    Arguments as for ``rpc_sync``. If the call itself is wrong (unknown worker, an argument that cannot be sent), this
-    raises. Later errors become the future's exception.
+    Arguments and gradients as for ``rpc_sync``. If the call itself is wrong (unknown worker, an argument that cannot be
+    sent), this raises. Later errors become the future's exception.
 
     Example:
         >>> import torch, backhaul as bh

@@ -130,7 +130,7 @@ class RRef(Generic[T]):
 
     @graph_break
     def to_here(self, timeout: float | None = None) -> T:
-        """A copy of the value; on its owner, the value itself. Inside a context the copy is part of the graph. Under
+        """A copy of the value; on its owner, the value itself. The copy is part of the graph. Under
         ``torch.no_grad()`` it requires no grad: on the owner, tensors (alone or in lists, tuples and dicts) are
         detached.
 
@@ -139,6 +139,15 @@ class RRef(Generic[T]):
 
         Raises:
             Exception: What the function that was to make the value raised.
+
+        Example:
+            >>> import torch, backhaul as bh
+            >>> x = torch.ones(2, requires_grad=True)
+            >>> with bh.cluster(2):
+            ...     rref = bh.remote("worker1", torch.mul, args=(x, 3))
+            ...     rref.to_here().sum().backward()
+            ...     x.grad
+            tensor([3., 3.])
         """
         if self._entry is not None:
             limit = self._rrefs.client.timeout if timeout is None else timeout
@@ -207,7 +216,7 @@ class RRef(Generic[T]):
 
     @graph_break
     def backward(self, context: int = -1, retain_graph: bool = False) -> None:
-        """Run ``backward`` from the value, on its owner.
+        """Run ``backward`` from the value, on its owner. The pass goes over all workers.
 
         Args:
             context: The context to run it in, see ``backhaul.backward``; -1: run ``value.backward()``.

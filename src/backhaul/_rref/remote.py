@@ -55,6 +55,7 @@ def remote(
     """Call ``func(*args, **kwargs)`` on another worker, where the result stays; return a reference to it at once.
 
     If making the value fails, the error is raised when the reference is used (``to_here``, its proxies, passing it on).
+    The call is part of the autograd graph, as for ``rpc_sync``.
 
     Args:
         to: Name, id or ``WorkerInfo`` of the worker that will own the value; it may be this one.

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from backhaul._remote_tensors import on_owner
-from backhaul._remote_tensors.on_owner import Changes, Description, describe, on_cpu
+from backhaul._remote_tensors import changes_on_owner
+from backhaul._remote_tensors.changes_on_owner import Changes
+from backhaul._remote_tensors.on_owner import Description, describe, on_cpu
 from backhaul._rref.handle import RRef
 
 State = dict[str, Any]
@@ -73,7 +74,8 @@ def run_in_place(module: nn.Module, device: torch.device, grad: bool, method: st
 
 def run_changed(  # noqa: PLR0917 (positional arguments travel without pickle)
     module: nn.Module,
-    changes: tuple[Any, ...],
+    driver: str,
+    changes: Sequence[tuple[Any, ...]],
     runner: str,
     device: torch.device,
     grad: bool,
@@ -83,8 +85,11 @@ def run_changed(  # noqa: PLR0917 (positional arguments travel without pickle)
     **kwargs: Any,
 ) -> Any:
     """Change the module's parameters, then call ``runner``, one of the functions above."""
-    cleared, zeroed, requires_grad = changes
-    on_owner.change(module, Changes(cleared, zeroed, {}, requires_grad))
+    changes_on_owner.change(
+        module,
+        driver,
+        [Changes(number, cleared, zeroed, {}, requires_grad) for number, cleared, zeroed, requires_grad in changes],
+    )
     function = {"run": run, "run_there": run_there, "run_in_place": run_in_place}[runner]
     return function(module, device, grad, method, *args, **kwargs)
 

@@ -42,7 +42,7 @@ _MADE_ANEW = frozenset(("on", "device", "module_rref", "_methods", "_tensors", "
 
 
 class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
-    """A module on another worker. Calling it runs it there; inside a context, as part of the graph.
+    """A module on another worker. Calling it runs it there, as part of the graph.
 
     The constructor runs ``module_cls(*args, **kwargs)`` on that worker, and raises what goes wrong there. Inputs are
     moved to the module's device there. Results arrive on the device that tensors of that device are mapped to or, if
@@ -145,13 +145,13 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         arguments = torch.device(self.device), torch.is_grad_enabled(), method, *args
         runner, label, gradients = self._runner(), f"RemoteModule.{method}", self._gradients
-        changes = None if gradients is None else gradients.take_for_forward()
-        if gradients is None or changes is None:
+        changes = [] if gradients is None else gradients.take_for_forward()
+        if gradients is None or not changes:
             return self.module_rref._call(runner, arguments, kwargs, None, label=label)
-        carried = changes.cleared, changes.zeroed, dict(changes.requires_grad)
-        arguments = carried, runner.__name__, *arguments
+        carried = [(each.number, each.cleared, each.zeroed, dict(each.requires_grad)) for each in changes]
+        arguments = gradients.worker.incarnation, carried, runner.__name__, *arguments
         made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
-        gradients.carried_by(made)
+        gradients.carried_by(made, changes)
         return made
 
     def _runner(self) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ Home = tuple[WorkerInfo, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MovedPart:
     """A module that moves.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Survey:
         return True
 
 
-def make_plan(model: nn.Module, places: Mapping[str, str]) -> list[Part]:
+def make_plan(model: nn.Module, places: Mapping[str, str]) -> list[MovedPart]:
     """The parts of ``model`` to move, without duplicates.
 
     Raises:
@@ -86,9 +86,9 @@ def make_plan(model: nn.Module, places: Mapping[str, str]) -> list[Part]:
             f"places must be a dict of module names and workers, such as {{'encoder': 'worker1'}}, not a "
             f"{type(places).__name__}"
         )
-    parts: dict[int, Part] = {}
+    parts: dict[int, MovedPart] = {}
     for name, place in places.items():
-        part = Part(name, _find(model, name), _home(name, place))
+        part = MovedPart(name, _find(model, name), _home(name, place))
         other = parts.setdefault(id(part.module), part)
         if other.home != part.home:
             raise ValueError(
@@ -141,7 +141,7 @@ def _home(name: str, place: Any) -> Home:
 
 
 def _survey(  # noqa: PLR0917
-    survey: _Survey, module: nn.Module, name: str, home: Home | None, inside: str | None, parts: Mapping[int, Part]
+    survey: _Survey, module: nn.Module, name: str, home: Home | None, inside: str | None, parts: Mapping[int, MovedPart]
 ) -> None:
     """Note a module and everything registered in it. ``inside``: the part that contains it."""
     part = parts.get(id(module))
@@ -167,7 +167,7 @@ def _survey(  # noqa: PLR0917
             _survey(survey, child, prefix + key, home, inside, parts)
 
 
-def _check_parts(parts: Mapping[int, Part], survey: _Survey) -> None:
+def _check_parts(parts: Mapping[int, MovedPart], survey: _Survey) -> None:
     for name, module, home in survey.modules:
         inside = home is not None
         if inside and isinstance(module, RemoteModule):

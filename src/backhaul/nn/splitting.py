@@ -23,7 +23,7 @@ from backhaul.nn.left_behind import leave_behind
 from backhaul.nn.module_transfer import HOOKS, ModuleTransfer, pack, unpack
 from backhaul.nn.remote_module import RemoteModule
 from backhaul.nn.split_part import OF_EVERY_PART, make_part, share_proxies
-from backhaul.nn.split_plan import Part, make_plan
+from backhaul.nn.split_plan import MovedPart, make_plan
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -71,7 +71,7 @@ def split(model: Model, places: Mapping[str, str], *, timeout: float | None = No
         torch.Size([8, 4])
     """
     parts = make_plan(model, places)
-    by_worker: dict[str, list[Part]] = {}
+    by_worker: dict[str, list[MovedPart]] = {}
     for part in parts:
         by_worker.setdefault(part.home[0].name, []).append(part)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def split(model: Model, places: Mapping[str, str], *, timeout: float | None = No
 
 
 def _send(
-    worker: str, parts: Sequence[Part], timeout: float | None
+    worker: str, parts: Sequence[MovedPart], timeout: float | None
 ) -> Future[list[tuple[RRef[nn.Module], Description]]]:
     devices = [part.home[1] for part in parts]
     transfer = pack([part.module for part in parts], to_cpu=all(device.type == "cpu" for device in devices))

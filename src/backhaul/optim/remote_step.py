@@ -20,11 +20,10 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from backhaul._autograd.api import passes_ended
 from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import remote_parameter
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.module_gradients import send_changes
+from backhaul._remote_tensors.module_gradients import Asked, send_changes
 from backhaul._remote_tensors.on_owner import TensorForm
 from backhaul._remote_tensors.remote_parameter import RemoteParameter, hidden
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
@@ -183,7 +182,7 @@ class _OwnerStep:
         self._modules = list(dict.fromkeys(parameter._gradients for parameter in self._parameters.values()))
         self._changed: dict[int, Any] = {}
         self.ready = False
-        self._asked_at = 0
+        self._asked: list[Asked] = []
 
     def needs_setup(self) -> bool:
         """Whether parameters, groups or state have changed here since the last step."""
@@ -239,7 +238,7 @@ class _OwnerStep:
             if name not in share.attributes or share.attributes[name] != value
         }
         step = OwnerStep(self._options, attributes, scaling, len(self._modules))
-        self._asked_at = passes_ended(self._modules[0].worker)
+        self._asked = [module.asked_now() for module in self._modules]
         via, which = self._modules[0].container, message.number(share.optimizer)
         return message.send(via, step_owned, which, step, label=self._label())
 
@@ -291,8 +290,8 @@ class _OwnerStep:
                 state = self._shown(number, described[number])
                 self._optimizer.state[parameter] = state
                 share.mirror[number] = snapshot(state)
-        for module, found in zip(self._modules, gradients, strict=True):
-            module.learn(found, self._asked_at)
+        for module, found, asked in zip(self._modules, gradients, self._asked, strict=True):
+            module.learn(found, asked)
 
     def _shown(self, number: int, described: Any) -> Any:
         container = self._share.optimizer

@@ -14,6 +14,9 @@ from pathlib import Path
 _XDIST = "PYTEST_XDIST_WORKER"  # the environment variable that pytest-xdist sets in its workers and their children
 
 
+_OF_OTHERS = frozenset(("tqdm_monitor",))  # one for the process, from the first progress bar of tqdm to the end
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What the process holds, each item as (identity, description)."""
@@ -37,7 +40,7 @@ class Snapshot:
 def take_snapshot() -> Snapshot:
     """Take a snapshot of this process."""
     return Snapshot(
-        threads=frozenset((t.ident or 0, t.name) for t in threading.enumerate()),
+        threads=frozenset((t.ident or 0, t.name) for t in threading.enumerate() if t.name not in _OF_OTHERS),
         descriptors=frozenset(_descriptors()),
         processes=frozenset(_children()),
         segments=frozenset((name, name) for name in _segments()),

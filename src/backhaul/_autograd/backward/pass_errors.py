@@ -147,10 +147,19 @@ def foreign_graph(
     else:
         where = f"in context {origin}" + (", which was released" if released else "")
     inside = "outside contexts" if context.id == PLAIN else f"in context {context.id}"
+    if context.id == PLAIN and origin <= PLAIN:
+        text = (
+            f"{what} depends on a tensor that another worker of this process received, and a pass of worker '{worker}' "
+            "goes back only through what that worker received; compute the loss of one worker at a time"
+        )
+    else:
+        text = (
+            f"{what} depends on a tensor that worker '{worker}' received from worker '{sender}' {where}, so its "
+            f"gradient cannot be computed {inside}; make the call {inside}, or detach() the received tensor if no "
+            "gradient is meant to go back there"
+        )
     return ForeignGraphError(
-        f"{what} depends on a tensor that worker '{worker}' received from worker '{sender}' {where}, so its gradient "
-        f"cannot be computed {inside}; make the call {inside}, or detach() the received tensor if no gradient is meant "
-        "to go back there",
+        text,
         worker=worker,
         context=context.id,
         message=recv.message or None,

@@ -56,7 +56,7 @@ def take(  # noqa: PLR0917 (torch's signature)
         if recv.spent:
             raise pass_errors.graph_freed(recv.message)
     engine = engines.get(recvs[0].context)
-    if engine is None:
+    if engine is None or engine.worker.closed:
         raise BackhaulError(
             "the roots depend on a tensor that another worker sent, but the worker that received it was shut down; "
             "call backward() before shutdown()"

@@ -64,6 +64,7 @@ class _Gathering:
         self.stepper = stepper
 
 
+# Over the limit because sources arrive, wait, get their orders and run under one lock.
 class ReadyGroups:
     """Thread-safe.
 

@@ -91,14 +91,15 @@ class RecordLifetimes:
     def _reconcile_later(self, peer: Peer, reason: str) -> None:
         over = peer.gone or self._peers.shutting_down or self._worker.closed
         if peer.record.id in self._graph.known and not over:
-            self._worker.thread_pool.submit(functools.partial(self._worker.run, self._reconcile, peer, reason))
+            messages = self._graph.sent_to(peer.record.id)  # as of now: later ones may be under way
+            task = functools.partial(self._worker.run, self._reconcile, peer, reason, messages)
+            self._worker.thread_pool.submit(task)
 
-    def _reconcile(self, peer: Peer, reason: str) -> None:
-        """Ask the other worker which messages it holds, and drop the records of the others. If the worker cannot be
-        reached, drop all.
+    def _reconcile(self, peer: Peer, reason: str, messages: list[MessageId]) -> None:
+        """Ask the other worker which of the messages it holds, and drop the records of the others. If the worker cannot
+        be reached, drop all.
         """
         worker = peer.record.id
-        messages = self._graph.sent_to(worker)
         for start in range(0, len(messages), _MAX_MESSAGES):
             self._asking.add(worker)
             try:

@@ -66,6 +66,7 @@ class _Answers:
         return recv, [earlier.get(index, grad) for index, grad in enumerate(grads)]
 
 
+# Over the limit because each attribute is a part of one state that a step reads and changes as a whole.
 class Stepper:
     """Thread-safe: a thread that feeds a source while another thread runs nodes leaves the source to that thread.
 

@@ -1,4 +1,4 @@
-"""Records calls in contexts: puts a note on each call made inside a context, and makes its messages part of the graph.
+"""Records calls: puts a note on each, and makes its messages part of the graph of a context, or of the plain graph.
 
 [Note: order] Every recorded message has a place in program order: the place of the request whose handler sent it,
 followed by its number among that handler's messages. Message ids depend on the order in which threads run; places do

@@ -147,8 +147,6 @@ def _watch_modules() -> None:
 
 def sharded_share(*, at_driver: bool) -> sharded.ShardedShare | None:
     """What a pass does with the FSDP2 modules of this process; None if there are none. See ``ShardedShare``."""
-    if sharded.state_class() is None:
-        return None  # not imported
     found = sharded.states()
     if not found:
         return None

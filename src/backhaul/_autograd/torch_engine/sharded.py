@@ -37,21 +37,21 @@ def _loaded(name: str) -> Any:
     return sys.modules.get(name)
 
 
-def state_class() -> Any:
-    """Torch's class of FSDP2 modules' states; None while the program has not imported FSDP2."""
-    module = _loaded(_STATES)
-    return None if module is None else module.FSDPState
+def _states_by_module() -> Any:
+    """Torch's table of the states of modules, also of other kinds; None if this torch has none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {}
+    return getattr(_loaded("torch.distributed._composable_state"), "_module_state_mapping", None)
 
 
 def states() -> list[State]:
     """The states of all FSDP2 modules of this process, in the order in which they were made."""
-    kind = state_class()
-    if kind is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    module, table = _loaded(_STATES), _states_by_module()
+    if module is None or (table is not None and not table):
         return []
     require("torch.distributed.fsdp.fully_shard")
-    references = list(_loaded("torch.distributed._composable_state")._module_state_mapping.values())
-    found = dict.fromkeys(reference() for reference in references)
-    return [state for state in found if isinstance(state, kind)]
+    found = dict.fromkeys(reference() for reference in list((table or {}).values()))
+    return [state for state in found if isinstance(state, module.FSDPState)]
 
 
 def _groups(state: State) -> list[Any]:
@@ -64,7 +64,7 @@ def _groups(state: State) -> list[Any]:
 def among(nodes: Iterable[Node]) -> bool:
     """Whether one of ``nodes`` is at an input of an FSDP2 module."""
     module = _loaded(_PARAMETERS)
-    if module is None:
+    if module is None or not _states_by_module():
         return False
     kind = module.RegisterPostBackwardFunction._backward_cls
     return any(type(node) is kind for node in nodes)
