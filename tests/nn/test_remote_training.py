@@ -81,7 +81,7 @@ def test_one_call_for_each_owner_and_operation(workers: list[bh.Worker]) -> None
         clip_grad_value_(there.parameters(), 0.1)
         assert calls.new() == [2, 2]
         optimizer.step()
-        assert calls.new() == [1, 1]
+        assert calls.new() == ([1, 1] if step else [2, 2])  # the first makes the optimizers there
     optimizer.zero_grad(set_to_none=False)
     there.requires_grad_(False)
     assert calls.new() == [0, 0]

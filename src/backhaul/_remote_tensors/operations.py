@@ -42,7 +42,9 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         args = [[each for each in args[0] if not _zeroed_later(each)]]
         if not args[0]:
             return None
-    if func._schema.name.startswith(_OF_LISTS):
+    if func._schema.name.startswith("aten::_foreach_"):
+        return _run_foreach(func, args, kwargs)
+    if func._schema.name.startswith(_FUSED_STEPS):
         return _run_foreach(func, args, kwargs)
     leaves, form = tree_flatten((args, kwargs))
     written = [each for each in _written(func, args, kwargs) if isinstance(each, torch.Tensor)]
@@ -52,10 +54,6 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if torch.Tag.inplace_view in func.tags:
         raise NotImplementedError(f"{func} changes the shape of a tensor of another worker; use its form out of place")
     return _Call(owner, func, leaves, form).result()
-
-
-_OF_LISTS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_adagrad", "aten::_fused_sgd")
-"""Names of operations on lists of tensors, each element by itself."""
 
 
 def _zeroed_later(tensor: torch.Tensor) -> bool:
@@ -175,6 +173,9 @@ class _Call:
 
 
 # Lists of tensors.
+
+_FUSED_STEPS = ("aten::_fused_adam", "aten::_fused_adagrad", "aten::_fused_sgd")
+"""How the names of operations begin that step lists of parameters, each by itself."""
 
 
 def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

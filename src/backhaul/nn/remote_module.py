@@ -139,10 +139,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its owner, and wait for the result."""
-        result = self.forward_async(*args, **kwargs).wait()
-        if (gradients := self._gradients) is not None:
-            gradients.settle_forward()
-        return result
+        return self.forward_async(*args, **kwargs).wait()
 
     @graph_break
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -32,6 +32,7 @@ from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.worker_patches import while_workers_run
 from backhaul._types import WorkerInfo
+from backhaul.optim.nested_state import is_same, map_leaves, snapshot
 from backhaul.optim.owners import ask_all
 from backhaul.optim.step_on_owner import (
     Layout,
@@ -41,7 +42,6 @@ from backhaul.optim.step_on_owner import (
     OwnerStep,
     Setup,
     Stepped,
-    map_leaves,
     set_up_owned,
     step_owned,
 )
@@ -108,8 +108,29 @@ class RemoteSteps:
             send_changes(worker)
         steps = {owner: _OwnerStep(self, optimizer, owner, groups) for owner, groups in by_owner.items()}
         new = {owner: each for owner, each in steps.items() if each.needs_setup()}
-        _call_all({o: each.set_up for o, each in new.items()}, {o: each.is_set_up for o, each in new.items()})
-        _call_all({o: each.start for o, each in steps.items()}, {o: each.finish for o, each in steps.items()})
+        failed: Exception | None = None
+        try:
+            ask_all(
+                {owner: each.set_up for owner, each in new.items()},
+                "the step",
+                {owner: each.is_set_up for owner, each in new.items()},
+            )
+        except Exception as error:
+            failed = error  # the other owners step
+        ready = {owner: each for owner, each in steps.items() if each.ready}
+        try:
+            ask_all(
+                {owner: each.start for owner, each in ready.items()},
+                "the step",
+                {owner: each.finish for owner, each in ready.items()},
+            )
+        except Exception as error:
+            if failed is None:
+                raise
+            for note in (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())):
+                failed.add_note(note)
+        if failed is not None:
+            raise failed
 
     def _forget_all_except(self, owners: Container[WorkerInfo]) -> None:
         """Forget owners none of whose parameters is left, so that they can free their share."""
@@ -137,12 +158,6 @@ class RemoteSteps:
         return self._numbers[parameter]
 
 
-def _call_all(
-    calls: dict[WorkerInfo, Callable[[], Future[Any]]], finish: dict[WorkerInfo, Callable[[Any], None]]
-) -> None:
-    ask_all(calls, "the step", finish)
-
-
 def _all(groups: dict[int, list[RemoteParameter]]) -> list[RemoteParameter]:
     return [parameter for group in groups.values() for parameter in group]
 
@@ -166,12 +181,14 @@ class _OwnerStep:
         self._attributes = steps.attributes
         self._modules = list(dict.fromkeys(parameter._gradients for parameter in self._parameters.values()))
         self._changed: dict[int, Any] = {}
+        self.ready = False
         self._asked: list[Asked] = []
 
     def needs_setup(self) -> bool:
         """Whether parameters, groups or state have changed here since the last step."""
         self._changed = self._changed_state()
-        return bool(self._changed) or not self._has_groups()
+        self.ready = not self._changed and self._has_groups()
+        return not self.ready
 
     def _has_groups(self) -> bool:
         groups = self._share.groups
@@ -200,6 +217,7 @@ class _OwnerStep:
 
     def is_set_up(self, made: RRef[OwnedOptimizer] | None) -> None:
         """The owner has taken it over."""
+        self.ready = True
         share = self._share
         share.optimizer = share.optimizer or made
         share.groups = {number: list(group) for number, group in self._groups.items()}
@@ -207,7 +225,7 @@ class _OwnerStep:
             if state is None:
                 share.mirror.pop(number, None)
             else:
-                share.mirror[number] = _snapshot(state)
+                share.mirror[number] = snapshot(state)
 
     def start(self) -> Future[Stepped]:
         """Let the owner step."""
@@ -242,7 +260,7 @@ class _OwnerStep:
             state = self._optimizer.state.get(parameter) or None
             if state is None and mirror is None:
                 continue
-            if state is None or mirror is None or not _is_same(mirror, state):
+            if state is None or mirror is None or not is_same(mirror, state):
                 changed[number] = state
         return changed
 
@@ -271,7 +289,7 @@ class _OwnerStep:
             if number in described:
                 state = self._shown(number, described[number])
                 self._optimizer.state[parameter] = state
-                share.mirror[number] = _snapshot(state)
+                share.mirror[number] = snapshot(state)
         for module, found, asked in zip(self._modules, gradients, self._asked, strict=True):
             module.learn(found, asked)
 
@@ -287,23 +305,6 @@ class _OwnerStep:
             )
 
         return map_leaves(show, described)
-
-
-def _snapshot(state: Any) -> Any:
-    """The same leaves in containers of their own."""
-    return map_leaves(lambda _, value: value, state)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, torch.Tensor):
-        return one is other
-    return bool(one == other)
 
 
 # Hooks.

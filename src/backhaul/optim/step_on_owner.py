@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from backhaul._remote_tensors.on_owner import Containers, Gradients, TensorForm,
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul.optim.gradients import one_at_a_time
+from backhaul.optim.nested_state import map_leaves
 
 Options = dict[str, Any]
 
@@ -176,15 +177,6 @@ class OwnedOptimizer:
             if number not in self._described or self._described[number] != now:
                 self._described[number] = found[number] = now
         return found
-
-
-def map_leaves(function: Callable[[tuple[Any, ...], Any], Any], value: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Call ``function(path, leaf)`` for each leaf of nested dicts, lists and tuples; return the results so nested."""
-    if isinstance(value, dict):
-        return {key: map_leaves(function, item, (*path, key)) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_leaves(function, item, (*path, index)) for index, item in enumerate(value))
-    return function(path, value)
 
 
 def _set_options(optimizer: torch.optim.Optimizer, options: list[Options]) -> None:
