@@ -156,7 +156,7 @@ class ModuleGradients:
         """Add to the gradient of a parameter."""
         self.send_changes()
         message = Message(address.owner)
-        arguments = message.place(address), _sendable(message, gradient)
+        arguments = message.place(address), message.argument(gradient)
         message.send(self.container, accumulate, *arguments, label="accumulate a gradient").wait()
         self.used = True
         self.forget()
@@ -165,7 +165,7 @@ class ModuleGradients:
         """Set ``.data`` of a parameter or a buffer. Returns its form."""
         self.keep(address.kind)
         message = Message(address.owner)
-        arguments = message.place(address), _sendable(message, value)
+        arguments = message.place(address), message.argument(value)
         form: TensorForm = message.send(self.container, rebind, *arguments, label="set .data").wait()
         return form
 
@@ -288,15 +288,20 @@ class DrivenModules:
         """This worker is about to call a function of the program, which may use the same modules."""
         if not is_own_call():
             self._calls += 1
-            self.send_changes()
+            if self.changed:
+                self.send_changes(every_forward=False)
 
     def _list(self) -> list[ModuleGradients]:
         with self.lock:
             return list(self._all.values())
 
-    def send_changes(self) -> None:
-        """Send all changes, one message to each owner, and wait until they are made; see [Note: pending changes]."""
-        for module in self._list():
+    def send_changes(self, *, every_forward: bool = True) -> None:
+        """Send all changes, one message to each owner, and wait until they are made; see [Note: pending changes].
+
+        Args:
+            every_forward: Whether to wait also for forwards that carry changes of modules without others to send.
+        """
+        for module in self._list() if every_forward else list(self.changed):
             if module._on_its_way is not None:
                 module.await_forward()
         if not self.changed:
@@ -309,7 +314,7 @@ class DrivenModules:
                 continue
             owner = module.container.owner().id
             message, made, _ = messages.setdefault(owner, (Message(owner), {}, module.container))
-            assigned = {index: _sendable(message, gradient) for index, gradient in each.assigned.items()}
+            assigned = {index: message.argument(gradient) for index, gradient in each.assigned.items()}
             number = message.number(module.container)
             made[number] = Changes(each.cleared, each.zeroed, assigned, each.requires_grad)
         errors: list[Exception] = []
@@ -360,16 +365,6 @@ def _collecting(errors: list[Exception]) -> Iterator[None]:
         return
     except Exception as error:
         errors.append(error)
-
-
-def _sendable(message: Message, tensor: torch.Tensor) -> Any:
-    """A tensor as an argument of a message: its place, if it is on the receiver."""
-    address: Address | None = getattr(tensor, "_address", None)
-    if address is None:
-        return tensor.detach()
-    if address.owner == message.owner:
-        return message.place(address)
-    return tensor.to_here()  # type: ignore[attr-defined]
 
 
 def driven_modules(worker: Worker, client: CallClient) -> DrivenModules:
