@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -394,3 +396,17 @@ def test_a_call_does_not_wait_for_a_forward_that_carries_changes() -> None:
     bh.rpc_sync("worker1", let_go, args=(reference,))
     running.wait().sum().backward()
     assert there.bias.grad.tolist() == [1.0, 1.0]
+
+
+def test_modules_are_dropped_without_garbage_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = bh.nn.split(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), {"0": "worker1"})
+        module = RemoteModule("worker1", nn.BatchNorm1d, (4,))
+        list(module.named_modules())
+        references = weakref.ref(model[0]), weakref.ref(module)
+        del model, module
+        assert [each() is None for each in references] == [True, True]
+    finally:
+        gc.enable()
