@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -368,3 +371,42 @@ def test_buffers_can_be_set_and_parameters_not_deleted() -> None:
     del there[0].norm.bias
     with pytest.raises(RuntimeError, match=r"'norm.bias' was deleted here"):
         there(inputs())
+
+
+class Waits(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.event = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.event.wait(30)
+        return super().forward(x)
+
+
+def let_go(module: bh.RRef[nn.Module]) -> None:
+    module.local_value().event.set()
+
+
+def test_a_call_does_not_wait_for_a_forward_that_carries_changes() -> None:
+    there = RemoteModule("worker1", Waits)
+    reference = there.get_module_rref()
+    optimizer = torch.optim.SGD(there.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    running = there.forward_async(torch.ones(1, 2))
+    bh.rpc_sync("worker1", let_go, args=(reference,))
+    running.wait().sum().backward()
+    assert there.bias.grad.tolist() == [1.0, 1.0]
+
+
+def test_modules_are_dropped_without_garbage_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = bh.nn.split(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), {"0": "worker1"})
+        module = RemoteModule("worker1", nn.BatchNorm1d, (4,))
+        list(module.named_modules())
+        references = weakref.ref(model[0]), weakref.ref(module)
+        del model, module
+        assert [each() is None for each in references] == [True, True]
+    finally:
+        gc.enable()

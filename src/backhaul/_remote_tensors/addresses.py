@@ -119,6 +119,15 @@ class Message:
         """The address as the message says it."""
         return Place(self.number(address.container), address.kind, address.key)
 
+    def argument(self, tensor: torch.Tensor) -> Any:
+        """A tensor as an argument of the message: its place, if it is on the receiver."""
+        address: Address | None = getattr(tensor, "_address", None)
+        if address is None:
+            return tensor.detach()
+        if address.owner == self.owner:
+            return self.place(address)
+        return tensor.to_here()  # type: ignore[attr-defined]
+
     def send(self, via: RRef[Any], function: Callable[..., Any], *args: Any, label: str) -> Future[Any]:
         """Call ``function(containers, *args)`` on the owner, outside any graph. ``via``: a reference that is here."""
         named: Sequence[Named] = [container._named() for container in self._containers]

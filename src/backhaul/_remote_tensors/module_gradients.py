@@ -160,7 +160,7 @@ class ModuleGradients:
         """Add to the gradient of a parameter."""
         self.send_changes()
         message = Message(address.owner)
-        arguments = message.place(address), _sendable(message, gradient)
+        arguments = message.place(address), message.argument(gradient)
         message.send(self.container, accumulate, *arguments, label="accumulate a gradient").wait()
         self.used = True
         self.forget()
@@ -169,7 +169,7 @@ class ModuleGradients:
         """Set ``.data`` of a parameter or a buffer. Returns its form."""
         self.keep(address.kind)
         message = Message(address.owner)
-        arguments = message.place(address), _sendable(message, value)
+        arguments = message.place(address), message.argument(value)
         form: TensorForm = message.send(self.container, rebind, *arguments, label="set .data").wait()
         return form
 
@@ -275,7 +275,8 @@ class DrivenModules:
         """This worker is about to call a function of the program, which may use the same modules."""
         if not is_own_call():
             self._calls += 1
-            self.send_changes()
+            if any(module.pending.has_new() for module in list(self.changed)):
+                self.send_changes()
 
     def _list(self) -> list[ModuleGradients]:
         with self.lock:
@@ -324,7 +325,7 @@ class DrivenModules:
                         each.number,
                         each.cleared,
                         each.zeroed,
-                        {index: _sendable(message, gradient) for index, gradient in each.assigned.items()},
+                        {index: message.argument(gradient) for index, gradient in each.assigned.items()},
                         each.requires_grad,
                     )
                     for each in sent
@@ -389,16 +390,6 @@ def _collecting(errors: list[Exception]) -> Iterator[None]:
         return
     except Exception as error:
         errors.append(error)
-
-
-def _sendable(message: Message, tensor: torch.Tensor) -> Any:
-    """A tensor as an argument of a message: its place, if it is on the receiver."""
-    address: Address | None = getattr(tensor, "_address", None)
-    if address is None:
-        return tensor.detach()
-    if address.owner == message.owner:
-        return message.place(address)
-    return tensor.to_here()  # type: ignore[attr-defined]
 
 
 def driven_modules(worker: Worker, client: CallClient) -> DrivenModules:

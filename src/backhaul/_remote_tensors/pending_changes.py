@@ -52,14 +52,15 @@ class PendingChanges:
 
     def is_empty(self) -> bool:
         """Whether all changes are known to be made."""
-        return not (self._sent or self._has_new())
+        return not (self._sent or self.has_new())
 
-    def _has_new(self) -> bool:
+    def has_new(self) -> bool:
+        """Whether there are changes that were not sent yet."""
         return bool(self.cleared or self.zeroed or self.assigned or self.requires_grad)
 
     def take_new(self, number: int) -> Changes | None:
         """The changes that were not sent yet, under a number. They count as sent."""
-        if not self._has_new():
+        if not self.has_new():
             return None
         changes = Changes(number, tuple(self.cleared), tuple(self.zeroed), self.assigned, self.requires_grad)
         self.cleared, self.zeroed, self.assigned, self.requires_grad = {}, {}, {}, {}

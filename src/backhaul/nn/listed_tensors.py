@@ -5,7 +5,7 @@ forms read ``_parameters`` and ``_buffers`` of every module of a model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from backhaul._remote_tensors.module_gradients import ModuleGradients
 from backhaul._remote_tensors.module_tensors import ModuleTensors
 from backhaul._remote_tensors.on_owner import Description
 from backhaul._remote_tensors.remote_tensor import RemoteTensor
-from backhaul.nn.module_on_owner import ModuleOnOwner
+from backhaul.nn.module_on_owner import ModuleOnOwner, ModuleReference
 from backhaul.nn.parts import RemoteBatchNorm, find_attribute, find_registry
 
 
@@ -77,15 +77,12 @@ class ListedTensors(ModuleOnOwner):
         self._note_layers(description)
 
     def _note_layers(self, description: Description) -> None:
-        known = self._norms
+        known, reference = self._norms, ModuleReference(self.on, self.module_rref)
         norms = {
-            name: known.get(name) or RemoteBatchNorm(name, momentum, self._start_and_wait)
+            name: known.get(name) or RemoteBatchNorm(name, momentum, reference.start_and_wait)
             for name, momentum in description.norms
         }
         self.__dict__.update(_norms=norms, _non_persistent_buffers_set=set(description.not_persistent))
-
-    def _start_and_wait(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._start(function, *args).wait()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -13,6 +13,29 @@ from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 
 
+class ModuleReference:
+    """Calls functions of ``owner`` with a module. What stands for modules inside it has this, not what contains it.
+    So there is no reference cycle, and the owner drops the module as soon as the program does.
+
+    Attributes:
+        on: Name of the worker that has the module.
+    """
+
+    def __init__(self, on: str, module_rref: RRef[nn.Module]) -> None:
+        self.on = on
+        self._module_rref = module_rref
+
+    @graph_break
+    def start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a function with the module, on the worker that has it."""
+        send_changes(self._module_rref._rrefs.worker)
+        return self._module_rref._call(function, args, kwargs, None)
+
+    def start_and_wait(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        """As ``start``; returns the result."""
+        return self.start(function, *args).wait()
+
+
 class ModuleOnOwner(nn.Module):
     """The local side of a module on another worker. It has no tensors and no submodules.
 

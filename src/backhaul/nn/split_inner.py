@@ -13,7 +13,7 @@ from backhaul._rpc.futures import Future
 from backhaul.errors import BackhaulError, SerializationError
 from backhaul.nn import split_owner
 from backhaul.nn.listed_tensors import set_buffer
-from backhaul.nn.module_on_owner import ModuleOnOwner
+from backhaul.nn.module_on_owner import ModuleOnOwner, ModuleReference
 
 Ask = Callable[..., Future[Any]]
 """Calls a function of ``split_owner`` with a module, a path in it, and the arguments."""
@@ -76,13 +76,13 @@ class SplitInner(Impersonates, nn.Module):
     would be a message for each of the modules inside a part.
     """
 
-    _part: ModuleOnOwner
+    _part: ModuleReference
     _path: str
     _shown: str
     _kind: type[nn.Module]
     _attributes: frozenset[str]
 
-    def __init__(self, part: ModuleOnOwner, shown: str, inner: InnerModule) -> None:
+    def __init__(self, part: ModuleReference, shown: str, inner: InnerModule) -> None:
         super().__init__()
         path, _, kind, training, attributes = inner
         own = {"_path": path, "_shown": shown, "_kind": kind, "_attributes": attributes, "_version": kind._version}
@@ -107,7 +107,7 @@ class SplitInner(Impersonates, nn.Module):
         )
 
     def _ask(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._part._start(function, *args, **kwargs)
+        return self._part.start(function, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -172,11 +172,12 @@ class SplitInner(Impersonates, nn.Module):
 def make_inner(part: ModuleOnOwner, name: str, modules: Sequence[InnerModule]) -> list[SplitInner]:
     """Put what stands for the modules inside a part into it. ``name`` is the name of the part in its model."""
     made: dict[str, SplitInner] = {}
+    reference = ModuleReference(part.on, part.module_rref)
     part.__dict__["_modules"] = {}
     for inner in modules:
         path, first = inner[:2]
         if path == first:
-            made[first] = SplitInner(part, f"{name}.{path}" if name else path, inner)
+            made[first] = SplitInner(reference, f"{name}.{path}" if name else path, inner)
         parent, _, own = path.rpartition(".")
         (made[parent] if parent else part).__dict__["_modules"][own] = made[first]
     return list(made.values())
