@@ -69,7 +69,7 @@ def test_one_call_for_each_owner_and_operation(workers: list[bh.Worker]) -> None
     optimizer = optim.AdamW(there.parameters(), lr=0.1)
     assert sum(each.numel() for each in there.parameters()) > 0
     assert calls.new() == [0, 0]
-    for _ in range(3):
+    for step in range(3):
         optimizer.zero_grad()
         assert calls.new() == [0, 0]
         loss = there(batch()).sum()

@@ -11,6 +11,8 @@ a message that carries them has been answered. Whatever depends on them sends th
 which message arrives first, because the owner makes each change once, see ``changes_on_owner``.
 """
 
+# Over the limit because what a driver knows, what it changes and what it sends must change under one lock.
+
 from __future__ import annotations
 
 import contextlib
@@ -44,6 +46,7 @@ itself has changed the gradients of the module.
 """
 
 
+# Over the limit because proxies reach all that concerns the gradients of a module through this one object.
 class ModuleGradients:
     """The gradients of one module, as its driver knows them. Thread-safe.
 
