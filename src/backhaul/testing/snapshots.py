@@ -49,9 +49,10 @@ def take_snapshot() -> Snapshot:
 
 def _segments() -> Iterator[str]:
     """Names of shared memory files. All processes of the machine share the folder, so files that other workers of
-    pytest-xdist have mapped are left out.
+    pytest-xdist have mapped are left out. Semaphores of Python's multiprocessing are left out too: the resource tracker
+    of a process that has ended removes them some time later, and nothing maps them meanwhile.
     """
-    names = [path.name for path in _list(Path("/dev/shm"))]
+    names = [path.name for path in _list(Path("/dev/shm")) if not path.name.startswith("sem.mp-")]
     own = os.environ.get(_XDIST)
     if names and own:
         others = "".join(_maps_of_others(own))
