@@ -22,7 +22,9 @@ from backhaul.errors import FunctionNotFoundError
 SCRIPT = "torchscript"
 """The module part of the name of a scripted function. Such a function is in a compilation unit, not in a module."""
 
-_CACHED_TYPES = frozenset((types.FunctionType, types.BuiltinFunctionType))  # others define their own hash and equality
+_CACHED_TYPES = frozenset(
+    (types.FunctionType, types.BuiltinFunctionType, type)
+)  # others define their own hash and equality
 _MAX_CACHED_NAMES = 4096
 
 

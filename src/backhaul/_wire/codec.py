@@ -10,19 +10,21 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
+from backhaul._native import core
 from backhaul._options import UNTRUSTED_VALUES
 from backhaul._runtime import interrupts
+from backhaul._wire import nested
 from backhaul._wire.device_link import Lease, Link
 from backhaul._wire.frames import MAX_BODY, MAX_BUFFERS
 from backhaul._wire.memory import Buffer
-from backhaul._wire.messages import TREE, Payload
+from backhaul._wire.messages import NESTED, TREE, Payload
 from backhaul._wire.pickling import Pickler, Unpickler
 from backhaul._wire.plain import MAX_DEPTH, MAX_DIMENSIONS, Flattener, restore
 from backhaul._wire.tensors.reader import tensors_of
@@ -40,7 +42,8 @@ class Encoded(msgspec.Struct, eq=False):
     """A list of values, ready to be sent.
 
     Attributes:
-        payload: What the body of the message contains.
+        payload: What the body of the message contains. That of ``encode_packed`` may be encoded already: a
+            ``msgspec.Raw``, which fits into a message and has no fields.
         buffers: The buffers of the frame.
         keep: The owners of the buffers' memory.
         tensors: The tensors of the message's table, then the wrappers that require grad (see ``tensors.subclasses``).
@@ -54,7 +57,7 @@ class Encoded(msgspec.Struct, eq=False):
 
     payload: Payload
     buffers: list[Buffer]
-    keep: list[Any]
+    keep: Any
     tensors: list[torch.Tensor]
     parcels: Sequence[Any] = ()
     lease: Lease | None = None
@@ -85,7 +88,7 @@ def encode(
         link: Sends tensors on devices. None: tensors on devices cannot be sent.
     """
     try:
-        flat = _encode_plain(values, link)
+        flat = _encode_plain(values, link) or (None if plain else _encode_nested(values, main_shared, link))
     except Exception:  # a tensor cannot be sent; the other encoding raises an error that names it
         flat = None
     if plain:
@@ -95,6 +98,26 @@ def encode(
     if forward_ad._current_level >= 0:  # inside ``forward_ad.dual_level()``, on any thread
         _refuse_tangents(found, values, names)
     return found
+
+
+def encode_packed(
+    values: Sequence[Any],
+    *,
+    names: Sequence[str],
+    main_shared: bool = False,
+    plain: bool = False,
+    link: Link | None = None,
+) -> Encoded:
+    """As ``encode``, for a message that is packed next: the native core may encode the payload itself."""
+    if core is not None and not plain and (link is None or not link.takes_host) and forward_ad._current_level < 0:
+        try:
+            made = core.encode(values, main_shared)
+        except Exception:  # a value cannot be sent; the other encoding raises an error that names it
+            made = None
+        if made is not None:
+            payload, buffers, tensors, parcels = made
+            return Encoded(cast("Payload", msgspec.Raw(payload)), buffers, None, tensors, parcels)
+    return encode(values, names=names, main_shared=main_shared, plain=plain, link=link)
 
 
 def _refuse_tangents(encoded: Encoded, values: Sequence[Any], names: Sequence[str]) -> None:
@@ -172,25 +195,51 @@ def _encode_plain(values: Sequence[Any], link: Link | None) -> Encoded | None:
         lent = write_lent(tensor, link)
         if lent is not None:
             return Encoded(Payload(lent[0], plain, ((at, 0),)), [], [tensor], [tensor], lease=lent[1])
-    return _encode_tensors(plain, more or [(at, tensor)], link)
-
-
-def _encode_tensors(plain: list[Any], placed: list[tuple[int, torch.Tensor]], link: Link | None) -> Encoded | None:
-    """Encode several tensors, or one that is not ordinary. None if the link does not take the device of a tensor."""
+    placed = more or [(at, tensor)]
     by_id = {id(tensor): tensor for _, tensor in placed}
-    ids, distinct = list(by_id), list(by_id.values())
+    ids = list(by_id)
     where = tuple((place, ids.index(id(tensor))) for place, tensor in placed)
+    return _encode_tensors(plain, list(by_id.values()), link, where)
+
+
+def _encode_nested(values: Sequence[Any], main_shared: bool, link: Link | None) -> Encoded | None:
+    """Encode containers of plain scalars and tensors, references and functions; None if there is any other value."""
+    writer = nested.NestedWriter(main_shared)
+    try:
+        flat = [writer.flatten(value) for value in values]
+    except nested.NotNestedError:
+        return None
+    if len(writer.tensors) > MAX_BUFFERS:
+        return None
+    encoded = _encode_tensors(flat, writer.tensors, link, (), NESTED)
+    if encoded is not None:
+        encoded.parcels = writer.parcels
+    return encoded
+
+
+def _encode_tensors(
+    plain: list[Any],
+    distinct: list[torch.Tensor],
+    link: Link | None,
+    where: tuple[tuple[int, int], ...],
+    form: int = 0,
+) -> Encoded | None:
+    """Encode values with several tensors, or one that is not ordinary. None if the link does not take the device of a
+    tensor.
+    """
+    if not distinct:
+        return Encoded(Payload(EMPTY_TABLE, plain, loose=form), [], [], [])
     ordinary = None if link is not None and link.takes_host else write_all_ordinary(distinct)
     if ordinary is not None:
         table, buffers = ordinary
-        return Encoded(Payload(table, plain, where), buffers, distinct, distinct)
+        return Encoded(Payload(table, plain, where, loose=form), buffers, distinct, distinct)
     writer = TensorWriter(link)
     for tensor in distinct:
         if tensor.device.type != "cpu" and (link is None or not link.takes(tensor.device)):
             return None
         writer.add(tensor)
     table, buffers, keep = writer.finish()
-    return Encoded(Payload(table, plain, where), buffers, [keep], distinct, lease=writer.lease)
+    return Encoded(Payload(table, plain, where, loose=form), buffers, [keep], distinct, lease=writer.lease)
 
 
 @interrupts.calls_out
@@ -273,6 +322,8 @@ def load(
         if not isinstance(values, list):
             raise ProtocolError(f"the pickle of a payload must be a list of values, not a {type(values).__name__}")
         return values
+    if payload.loose == NESTED:
+        return [nested.restore(value, tensors, worker) for value in values]
     if payload.loose == TREE:
         options = getattr(worker, "options", None)
         return restore(

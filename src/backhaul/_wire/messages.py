@@ -83,10 +83,15 @@ TREE = -1
 """A special value of ``Payload.loose``: the values are nested, see ``plain``."""
 
 
-class Payload(msgspec.Struct, array_like=True, frozen=True):
-    """A list of values, in one of three forms. Tensors are always in ``tensors``.
+NESTED = -2
+"""A special value of ``Payload.loose``: the values are nested, see ``nested``."""
 
-    Plain scalars and tensors are in ``plain``. A tensor is None there, and ``places`` says where. Any other list is a
+
+class Payload(msgspec.Struct, array_like=True, frozen=True):
+    """A list of values, in one of four forms. Tensors are always in ``tensors``.
+
+    Plain scalars and tensors are in ``plain``. A tensor is None there, and ``places`` says where. Containers of these,
+    references and functions are there in the form of ``_wire.nested``, and ``loose`` is ``NESTED``. Any other list is a
     pickle. Its large buffers, ``loose`` in number, follow those of the tensors in the frame. If one of the two ends
     does not trust the other, nothing is pickled: ``plain`` has nested data in the form of ``_wire.plain``, and
     ``loose`` is ``TREE``.
@@ -117,6 +122,23 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     """A call's result: one value."""
 
     payload: Payload
+    notes: dict[str, bytes] = {}
+
+
+class RequestEnvelope(msgspec.Struct, array_like=True, frozen=True):
+    """A ``Request`` whose payload has not been read yet."""
+
+    function: str
+    payload: msgspec.Raw
+    keywords: bool = False
+    notes: dict[str, bytes] = {}
+    left: float = 0.0
+
+
+class ReplyEnvelope(msgspec.Struct, array_like=True, frozen=True):
+    """A ``Reply`` whose payload has not been read yet."""
+
+    payload: msgspec.Raw
     notes: dict[str, bytes] = {}
 
 
@@ -157,8 +179,9 @@ pack: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 """Encodes a message into a frame's body."""
 
 # The decoders of the messages of every call, without a Python function around them. They raise ``MALFORMED``.
-decode_request: Callable[[Buffer], Request] = msgspec.msgpack.Decoder(Request).decode
-decode_reply: Callable[[Buffer], Reply] = msgspec.msgpack.Decoder(Reply).decode
+decode_request: Callable[[Buffer], RequestEnvelope] = msgspec.msgpack.Decoder(RequestEnvelope).decode
+decode_reply: Callable[[Buffer], ReplyEnvelope] = msgspec.msgpack.Decoder(ReplyEnvelope).decode
+decode_payload: Callable[[Buffer], Payload] = msgspec.msgpack.Decoder(Payload).decode
 
 _decoders: dict[type, msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 

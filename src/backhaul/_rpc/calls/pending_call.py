@@ -16,12 +16,12 @@ from backhaul._runtime import interrupts
 from backhaul._runtime.observer import CallTrace
 from backhaul._runtime.runtime import OneShotEvent
 from backhaul._transport.base import Channel
-from backhaul._wire.codec import Encoded, load
-from backhaul._wire.device_link import Lease, decline
+from backhaul._wire.codec import Encoded
+from backhaul._wire.device_link import Lease
 from backhaul._wire.faults import decode_fault
 from backhaul._wire.frames import Frame
-from backhaul._wire.messages import MALFORMED, Fault, Kind, Payload, Reply, decode_reply, malformed, pack, unpack
-from backhaul._wire.tensors.reader import tensors_of
+from backhaul._wire.incoming import IncomingPayload, read_payload
+from backhaul._wire.messages import MALFORMED, Fault, Kind, Reply, decode_reply, malformed, pack, unpack
 from backhaul._wire.tensors.subclasses import may_require_grad
 from backhaul._worker.deadlines import FOREVER, CancelScope
 from backhaul._worker.worker import Worker
@@ -106,21 +106,21 @@ class Pending:
             self.peer.link.arrive(self.channel)
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
         notes: Mapping[str, bytes] = {}
-        payload: Payload | None = None
+        payload: IncomingPayload | None = None
         try:
             reply = decode_reply(outcome.body)
-            payload, notes, buffers = reply.payload, reply.notes, outcome.buffers
-            tensors = tensors_of(payload, buffers, self.peer.link.arrive(self.channel))
+            payload, notes = read_payload(reply.payload, outcome.buffers), reply.notes
+            tensors = payload.tensors(self.peer.link.arrive(self.channel))
             for interceptor, kept in self.kept:
                 tensors = interceptor.reply_in(self.peer, kept, notes.get(interceptor.key), tensors)
             if not self.kept and may_require_grad(tensors):
                 for interceptor in interceptors.of_calls:
                     tensors = interceptor.reply_in(self.peer, None, notes.get(interceptor.key), tensors)
-            (value,) = load(payload, buffers, tensors, worker)
+            (value,) = payload.values(tensors, worker)
             return value
         except BaseException as error:
             if payload is not None:
-                decline(payload, self.peer.link.answer(self.channel))
+                payload.decline(self.peer.link.answer(self.channel))
             interceptors.discard(self.peer, notes)
             if isinstance(error, LimitError) or interrupts.from_signal(error):
                 raise

@@ -12,7 +12,7 @@ from backhaul._rpc.calls.pending_call import Pending, check_size
 from backhaul._rpc.interceptors import PROFILE, Interceptors
 from backhaul._rpc.security.policy import name_for
 from backhaul._wire.callables import Named
-from backhaul._wire.codec import Encoded, encode
+from backhaul._wire.codec import Encoded, encode_packed
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind, Request, pack
 from backhaul.errors import FrameTooLargeError, LimitError, SerializationError
@@ -63,7 +63,7 @@ class RequestEncoder:
             values = values if name else (function, *values)
         try:
             link = peer.link.request(None if self.keeps_requests else peer.channel)
-            encoded = encode(values, names=names, main_shared=peer.main_shared, plain=peer.plain, link=link)
+            encoded = encode_packed(values, names=names, main_shared=peer.main_shared, plain=peer.plain, link=link)
             pending.lease = encoded.lease
         except SerializationError as error:
             raise SerializationError(

@@ -25,10 +25,10 @@ from backhaul._rpc.security.policy import find_exposed
 from backhaul._runtime import interrupts, runtime
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError
 from backhaul._wire.callables import resolve
-from backhaul._wire.codec import Encoded, encode, load
-from backhaul._wire.device_link import decline
+from backhaul._wire.codec import Encoded, encode_packed
 from backhaul._wire.faults import encode_fault
 from backhaul._wire.frames import Frame
+from backhaul._wire.incoming import IncomingPayload, read_payload
 from backhaul._wire.messages import (
     MALFORMED,
     Cancel,
@@ -40,7 +40,6 @@ from backhaul._wire.messages import (
     pack,
     unpack,
 )
-from backhaul._wire.tensors.reader import tensors_of
 from backhaul._wire.tensors.subclasses import may_require_grad
 from backhaul._worker import deadlines
 from backhaul._worker.frame_receiver import checked_by_handler, fields_only
@@ -174,28 +173,29 @@ class CallServer:
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         try:
             request = decode_request(frame.body)
+            payload = read_payload(request.payload, frame.buffers)
         except MALFORMED as error:
             raise malformed(Request, error) from error
-        name, payload, notes, buffers = request.function, request.payload, request.notes, frame.buffers
+        name, notes = request.function, request.notes
         if request.left:
             call.until = call.arrived + request.left
         if name in never_dropped_names:
             call.spare()
         elif call.cancelled or call.now() > call.until:
-            raise self._drop(call, name, request)
+            raise self._drop(call, name, payload, notes)
         if PROFILE in notes and (observer := self._worker.observer) is not None:
             call.trace = observer.serve(notes[PROFILE], call.peer.record.id, arrived)
         try:
             function = self._find(name, call) if name else None
-            tensors = tensors_of(payload, buffers, call.peer.link.arrive(call.channel))
+            tensors = payload.tensors(call.peer.link.arrive(call.channel))
             if notes or may_require_grad(tensors):
                 tensors = self._show(call, notes, tensors)
-            values = load(payload, buffers, tensors, self._worker)
+            values = payload.values(tensors, self._worker)
             if function is None:
                 function = values.pop(0)
             kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
         except BaseException as error:  # code of the user's may raise anything
-            decline(payload, call.peer.link.answer(call.channel))
+            payload.decline(call.peer.link.answer(call.channel))
             self._client.interceptors.discard(call.peer, notes)
             if isinstance(error, LimitError) or (
                 isinstance(error, FunctionNotFoundError) and error.worker == self._worker.name
@@ -216,9 +216,9 @@ class CallServer:
                 call.kept = {**call.kept, interceptor.key: kept}
         return tensors
 
-    def _drop(self, call: ServedCall, name: str, request: Request) -> Exception:
+    def _drop(self, call: ServedCall, name: str, payload: IncomingPayload, notes: Mapping[str, bytes]) -> Exception:
         """Drop a request that waited for a thread until its caller gave up. Returns the error for its reply."""
-        decline(request.payload, call.peer.link.answer(call.channel))
+        payload.decline(call.peer.link.answer(call.channel))
         name, worker, caller = name or "a function", self._worker.name, call.peer.info.name
         why = "was cancelled" if call.cancelled else "has no time left"
         if call.orphaned:
@@ -226,7 +226,7 @@ class CallServer:
         log.debug("worker '%s' does not run %s: the call of worker '%s' %s", worker, name, caller, why)
         with self._lock:
             self.dropped += 1
-        self._client.interceptors.discard(call.peer, request.notes)
+        self._client.interceptors.discard(call.peer, notes)
         text = f"worker '{worker}' did not run {name}: its call {why}"
         if call.cancelled:
             return CallCancelledError(text, worker=worker, function=name)
@@ -281,7 +281,7 @@ class CallServer:
         notes: dict[str, bytes] = {}
         try:
             link = peer.link.answer(call.channel)
-            encoded = encode((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain, link=link)
+            encoded = encode_packed((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain, link=link)
             if call.kept or encoded.parcels:
                 self._add_notes(call, encoded, notes)
             body, buffers = pack(Reply(encoded.payload, notes)), encoded.buffers

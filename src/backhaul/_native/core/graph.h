@@ -1,0 +1,72 @@
+// Received tensors as part of the graph: each becomes the output of a recv node, see `_autograd/forward/functions.py`.
+#pragma once
+
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_anomaly_mode.h>
+
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+#include "tensors.h"
+
+namespace backhaul {
+
+using torch::autograd::Error;
+using torch::autograd::Node;
+using NodePointer = decltype(torch::autograd::Edge::function);  // another one since torch 2.12
+
+template <class Pointer>
+Pointer make_node(const std::string& message) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>)
+    return std::make_shared<Error>(message);
+  else
+    return Pointer(c10::make_intrusive<Error>(message));
+}
+
+// `tensor` as the output of a new boundary node that has `mark` in its metadata, as `BoundaryNode.put` makes it.
+inline at::Tensor behind_boundary(const at::Tensor& tensor, const std::string& message, PyObject* key, PyObject* mark) {
+  at::Tensor made = tensor.tensor_data();
+  const NodePointer node = make_node<NodePointer>(message);
+  torch::autograd::set_history(made, node);
+  auto* metadata = static_cast<torch::autograd::PyAnomalyMetadata*>(node->metadata());
+  if (PyDict_SetItem(metadata->dict(), key, mark)) throw PythonError();
+  return made;
+}
+
+// Whether each tensor has memory of its own that the others do not use.
+inline bool share_nothing(PyObject* tensors) {
+  std::unordered_set<const void*> seen;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* object = PyList_GET_ITEM(tensors, i);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.key_set().raw_repr() != ordinary_keys() || tensor.grad_fn()) return false;
+    if (!seen.insert(tensor.storage().data()).second) return false;
+  }
+  return true;
+}
+
+// The tensors of a message, with those at `positions` recorded under the marks (recv, 0), (recv, 1), ... Throws
+// `NotMine` for tensors that are not ordinary, or share memory.
+inline Object record_received(PyObject* tensors, PyObject* positions, PyObject* recv, PyObject* key,
+                              const std::string& message) {
+  if (!share_nothing(tensors)) throw NotMine();
+  Object list(PyList_GetSlice(tensors, 0, PyList_GET_SIZE(tensors)));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); ++i) {
+    const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
+    if (place < 0 || place >= PyList_GET_SIZE(list.get())) {
+      PyErr_Clear();
+      throw NotMine();
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list.get(), place));
+    if (tensor.grad_fn() || !torch::autograd::isDifferentiableType(tensor.scalar_type())) throw NotMine();
+    const Object mark(Py_BuildValue("(On)", recv, i));
+    PyObject* made = THPVariable_Wrap(behind_boundary(tensor, message, key, mark.get()));
+    if (!made || PyList_SetItem(list.get(), place, made)) throw PythonError();
+  }
+  return list;
+}
+
+}  // namespace backhaul
