@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch.futures
@@ -20,9 +21,10 @@ from backhaul._devices.seam import Mark
 from backhaul._rpc.exception_copies import copy_of, copy_without_frames
 from backhaul._runtime import interrupts, runtime
 from backhaul._runtime.compile_marks import graph_break
+from backhaul._runtime.runtime import OneShotEvent
 from backhaul._wire.faults import described
 from backhaul._worker import deadlines
-from backhaul._worker.deadlines import FOREVER
+from backhaul._worker.deadlines import FOREVER, Wait
 from backhaul._worker.worker import blocking, name_here, observer_here, runtime_here
 
 T = TypeVar("T")
@@ -38,10 +40,14 @@ _value_of: Callable[[Any], Any] = torch._C.Future.wait
 _call_when_done: Callable[[Any, Callable[[Any], None]], None] = torch._C.Future.add_done_callback
 
 
-class Canceller(Protocol):
-    """Cancels calls by their number."""
+class CallsOfFutures(Protocol):
+    """The calls of a worker, by number."""
 
-    def cancel(self, number: int) -> bool: ...
+    def cancel(self, number: int) -> bool:
+        """Cancel a call; see ``Future.cancel``."""
+
+    def wait(self, numbers: Collection[int], one_shot: OneShotEvent, timeout: float | None) -> bool:
+        """Wait for ``one_shot``, which opens after the calls ``numbers``. The calling thread may read their replies."""
 
 
 class Future(torch.futures.Future[T]):
@@ -61,10 +67,12 @@ class Future(torch.futures.Future[T]):
     # The error is an attribute here, not in torch's C++ object: the garbage collector must see it. An exception refers
     # to all frames that it passed. These refer to the future, if a thread waits for it there.
     _error: BaseException | None = None
-    _call: tuple[Callable[[], Canceller | None], int] | None = None  # finds the canceller; the call's number
+    _call: tuple[Callable[[], CallsOfFutures | None], int] | None = None  # finds the calls; the call's number
     _cancel: Callable[[], bool] | None = None  # cancels what a future without a call waits for
     _waiting = 0  # how many threads and asyncio tasks wait for it
     _mark: Mark | None = None  # the work on device streams of the thread that completed it
+    has_callbacks = False
+    """Whether the thread that completes the future runs code of the user's."""
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         if devices is None:
@@ -105,7 +113,7 @@ class Future(torch.futures.Future[T]):
             one_shot = runtime_here().one_shot()
             _call_when_done(self, lambda _: one_shot.open())
             with blocking(), self._counted():
-                if not deadlines.wait(one_shot, timeout, "the future was not done"):
+                if not deadlines.wait(one_shot, timeout, "the future was not done", _reading((self,))):
                     raise TimeoutError(f"the future was not done within {timeout:g} s")
 
     @contextlib.contextmanager
@@ -190,6 +198,7 @@ class Future(torch.futures.Future[T]):
         """Call ``callback(self)`` when done. What it raises is logged, not raised."""
         _check(callback)
         context = contextvars.copy_context()
+        self.has_callbacks = True
 
         def run(_: Any) -> None:
             try:
@@ -210,6 +219,7 @@ class Future(torch.futures.Future[T]):
         made: Future[S] = Future()
         made._cancel = self.cancel
         context = contextvars.copy_context()
+        self.has_callbacks = True
 
         def run(_: Any) -> None:
             try:
@@ -275,6 +285,19 @@ class Kept(Future[T]):
     def _failure(self) -> BaseException | None:
         error = self._error
         return None if error is None else copy_without_frames(error).with_traceback(error.__traceback__)
+
+
+def _reading(futures: Sequence[torch.futures.Future[Any]]) -> Wait:
+    """How to wait for futures: if they belong to calls of one worker, by reading the replies."""
+    numbers: list[int] = []
+    found: set[Callable[[], CallsOfFutures | None]] = set()
+    for future in futures:
+        call = future._call if isinstance(future, Future) else None
+        if call is not None:
+            found.add(call[0])
+            numbers.append(call[1])
+    calls = found.pop()() if len(found) == 1 else None
+    return deadlines.sleep if calls is None else functools.partial(calls.wait, numbers)
 
 
 @interrupts.calls_out
@@ -358,5 +381,5 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
         one_shot = runtime_here().one_shot()
         _count_down(missing, one_shot.open)
         with blocking():
-            deadlines.wait(one_shot, None, "not all futures were done")
+            deadlines.wait(one_shot, None, "not all futures were done", _reading(missing))
     return list(map(seam.streams.value_of, members))

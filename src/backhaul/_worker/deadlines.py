@@ -121,8 +121,21 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def wait(one_shot: OneShotEvent, timeout: float | None, what: str) -> bool:
+Wait = Callable[[OneShotEvent, "float | None"], bool]
+"""Waits until an event opens; False if so many seconds passed first."""
+
+sleep: Wait = OneShotEvent.wait
+"""Waits for nothing else."""
+
+
+def wait(one_shot: OneShotEvent, timeout: float | None, what: str, how: Wait = sleep) -> bool:
     """Wait until ``one_shot`` opens, but not beyond the deadline of the current scope. False if ``timeout`` passed.
+
+    Args:
+        one_shot: The event.
+        timeout: How many seconds to wait; None: any time.
+        what: What was not done in time, for errors.
+        how: Waits; the calling thread may do something useful meanwhile.
 
     Raises:
         CallTimeoutError: The deadline of the scope has passed.
@@ -130,11 +143,11 @@ def wait(one_shot: OneShotEvent, timeout: float | None, what: str) -> bool:
     """
     scope = current.get()
     if scope is None:
-        return one_shot.wait(timeout)
+        return how(one_shot, timeout)
     with scope.waking(one_shot.open):
         left = scope.until - scope.now()
         cut = timeout is None or left < timeout
-        opened = one_shot.wait((None if left == FOREVER else left) if cut else timeout)
+        opened = how(one_shot, (None if left == FOREVER else left) if cut else timeout)
     if scope.root.cancelled:
         raise scope.cancelled_error(what)
     if cut and not opened:

@@ -6,9 +6,9 @@ The thread that reads a request runs it. Before a thread runs a task it makes su
 worker always listens, even if all of its handlers wait for something. This module does not know what a frame means.
 
 [Note: joining threads] One thread runs short tasks faster than two. Two threads would take the interpreter lock from
-each other at every system call and every operation of torch, which costs several times as much as the tasks. So while
-tasks wait, another thread joins only if recent tasks were long (measured by their processor time), or if no task has
-ended for ``_STALLED_SECONDS``.
+each other at every system call and every operation of torch, which costs several times as much as the tasks. So one
+thread runs the tasks that wait in a row, without looking at a clock in between. Another thread joins only if recent
+tasks were long (measured by their processor time), or if at most one task has ended within ``_STALLED_SECONDS``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class ThreadPool:
         self._polling = 0  # threads that poll or are just about to
         self._running = 0  # tasks that run and do not block
         self._long = 0.0  # which share of recent tasks was long
-        self._progress = 0.0  # when a task last ended, or began while no other ran
+        self._ended = 0  # tasks that have ended
+        self._progress = 0.0  # when a thread last saw that a task had ended, or began while no other ran
+        self._seen = 0  # ``_ended`` at that time
         self._watched = False  # a polling thread polls briefly, to run waiting tasks if those that run are long
         self._called = 0.0  # when another thread was last woken for waiting tasks
         self._minders: set[int] = set()  # ids of polling threads whose timeout ends with the next alarm
@@ -189,34 +191,46 @@ class ThreadPool:
         # and its results differ in the last bits from those of the main thread.
         torch.get_num_threads()
         here, effort, forks = self._here, self._runtime.effort, runtime.forks
-        task = self._next(None)
+        task = self._next(0, 0.0)
         while task is not None:
             here.running = True
-            start = effort()
-            try:
+            start, count = effort(), 0
+            while task is not None:
                 try:
-                    if self.prepare is not None:
-                        self.prepare()
-                finally:
-                    task()  # even if ``prepare`` failed: a caller waits for the task
-            except BaseException as error:
+                    try:
+                        if self.prepare is not None:
+                            self.prepare()
+                    finally:
+                        task()  # even if ``prepare`` failed: a caller waits for the task
+                except BaseException as error:
+                    if runtime.forks != forks:
+                        runtime.end_forked(error)
+                    log.exception("%s: a task failed", self._name)
                 if runtime.forks != forks:
-                    runtime.end_forked(error)
-                log.exception("%s: a task failed", self._name)
-            if runtime.forks != forks:
-                runtime.end_forked(None)
-            del task
+                    runtime.end_forked(None)
+                count += 1
+                task = None  # drops what the task holds before the next one is awaited
+                task = self._following() if self._tasks else None
             here.running = False
-            task = self._next(effort() - start)
+            task = self._next(count, effort() - start)
         with self._lock:
             self._threads.discard(threading.current_thread())
             self._alive -= 1
 
-    def _next(self, cost: float | None) -> Task | None:
+    def _following(self) -> Task | None:
+        """The next task of a row, for a thread that alone runs tasks. None: look at everything else first."""
+        with self._lock:
+            if self._running != 1 or not self._tasks or self._long > 0.5:
+                return None
+            self._ended += 1
+            return self._tasks.popleft()
+
+    def _next(self, count: int, cost: float) -> Task | None:
         """Poll until there is a task for this thread. None: the thread should end.
 
         Args:
-            cost: Processor time of the task that has just ended, in seconds; None if there was none.
+            count: How many tasks the thread has run in a row since the last call; 0 for the first call.
+            cost: Their processor time, in seconds.
         """
         endpoint, now, me = self._endpoint, self._runtime.now, threading.get_ident()
         fresh: Iterable[Task] = ()
@@ -225,9 +239,9 @@ class ThreadPool:
             task = alarm = None
             with self._lock:
                 time = now()
-                if cost is not None:
-                    self._account(cost, time)
-                    cost = None
+                if count:
+                    self._account(count, cost, time)
+                    count = 0
                 self._tasks.extend(fresh)
                 self._watched &= not watching
                 self._minders.discard(me)
@@ -260,19 +274,20 @@ class ThreadPool:
 
     # The caller holds the lock.
 
-    def _account(self, cost: float, now: float) -> None:
-        """Note that the task of the calling thread has ended and that the thread polls again."""
+    def _account(self, count: int, cost: float, now: float) -> None:
+        """Note that the tasks of the calling thread have ended and that the thread polls again."""
         self._running -= 1
         self._endpoint.quiet = not self._running
         self._polling += 1
-        self._long += ((cost > _LONG_TASK_SECONDS) - self._long) / 8
-        self._progress = now
+        self._long += ((cost > count * _LONG_TASK_SECONDS) - self._long) * min(count, 8) / 8
+        self._ended += 1
+        self._progress, self._seen = now, self._ended
 
     def _take(self, now: float, polled: bool) -> tuple[Task, Callable[[], None] | None]:
         """The next task, for the calling thread, which stops polling; and a function to call before the task."""
         task = self._tasks.popleft()
         if not self._running:
-            self._progress = now
+            self._progress, self._seen = now, self._ended
         self._running += 1
         self._endpoint.quiet = False
         then: Callable[[], None] | None = None
@@ -301,9 +316,13 @@ class ThreadPool:
 
     def _may_run(self, now: float) -> bool:
         """Whether one more task may run; see [Note: joining threads]."""
+        ended = self._ended - self._seen
+        silent = now - self._progress
+        if ended and silent >= _STALLED_SECONDS:
+            self._progress, self._seen = now, self._ended
         if self._running < self._limit:
-            return self._long > 0.5 or self._progress + _STALLED_SECONDS <= now
-        return self._progress + _STUCK_SECONDS <= now
+            return self._long > 0.5 or (ended <= 1 and silent >= _STALLED_SECONDS)
+        return not ended and silent >= _STUCK_SECONDS
 
     @staticmethod
     def _run_alarm(alarm: Task) -> None:

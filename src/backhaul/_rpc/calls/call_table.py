@@ -45,6 +45,7 @@ class PendingCalls:
         find: ``find(number)``; None if it is not there.
         remove: ``remove(number, None)`` returns the call, or None if another thread has removed it.
         expires_at: When deadlines are next looked at.
+        inboxes: By id of a thread that waits for futures and reads channels: the completions that it is to run.
     """
 
     add: Callable[[int, Pending], None]
@@ -69,6 +70,7 @@ class PendingCalls:
         self._completing: dict[Pending, Pending] = {}  # have an outcome, but their futures may not be done
         self._lock = threading.Lock()  # guards expires_at
         self.expires_at = FOREVER
+        self.inboxes: dict[int, list[Task]] = {}
         self.add, self.find, self.remove = self._calls.__setitem__, self._calls.get, self._calls.pop
         idleness.watch(self._calls)
         idleness.watch(self._completing)
@@ -85,14 +87,24 @@ class PendingCalls:
     # How a call ends.
 
     def settle(self, pending: Pending, outcome: Outcome) -> Task | None:
-        """End a call, unless another thread was faster. Return a task that has to run, if there is one."""
+        """End a call, unless another thread was faster. Return a task that has to run, if there is one.
+
+        A thread that waits for futures completes those itself whose replies it reads. It must not run callbacks of
+        the user's, which may take longer than its wait.
+        """
         number = pending.number
         if self._calls.pop(number, None) is None:
             return None
         if isinstance(pending, AsyncCall):
             self._completing[pending] = pending
             self._to_complete[number] = pending
-            return functools.partial(self._worker.context.copy().run, self._complete, pending, outcome)
+            task = functools.partial(self._worker.context.copy().run, self._complete, pending, outcome)
+            if self.inboxes and not pending.future.has_callbacks:
+                inbox = self.inboxes.get(threading.get_ident())
+                if inbox is not None:
+                    inbox.append(task)
+                    return None
+            return task
         assert isinstance(pending, SyncCall)
         pending.settle(outcome)
         if self._idleness.callbacks:

@@ -15,15 +15,16 @@ from backhaul._rpc.calls.call_table import PendingCalls
 from backhaul._rpc.calls.cancellation import Cancellation
 from backhaul._rpc.calls.idleness import Idleness
 from backhaul._rpc.calls.paused_calls import PausedCalls
-from backhaul._rpc.calls.pending_call import AsyncCall, Outcome, Pending, SyncCall
+from backhaul._rpc.calls.pending_call import AsyncCall, Pending, SyncCall
+from backhaul._rpc.calls.reply_reader import ReplyReader
 from backhaul._rpc.calls.request_encoder import RequestEncoder
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import Interceptors, ReplayHook
-from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError, Lost, Received
+from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError
 from backhaul._wire.callables import Named, label_of, named
 from backhaul._wire.frames import Frame
-from backhaul._wire.messages import Kind, Request, pack, unpack
+from backhaul._wire.messages import Request, pack, unpack
 from backhaul._worker import deadlines
 from backhaul._worker.deadlines import FOREVER, CancelScope
 from backhaul._worker.worker import Worker
@@ -34,9 +35,6 @@ from backhaul.errors import (
     PeerLostError,
     UnknownWorkerError,
 )
-
-_REPLIES = frozenset((int(Kind.REPLY), int(Kind.FAULT)))
-_UNDISTURBED_SECONDS = 0.05  # a nested call can be cancelled only after this time: most are over, and waking is slow
 
 Outlet = Callable[[Pending, Callable[[], None]], None]
 """Replaces the sending of calls, in tests. It gets a function that sends the call; it calls it, now or later, or raises
@@ -76,7 +74,8 @@ class CallClient:
         self._requests = RequestEncoder(self.interceptors, worker.runtime.now)
         self._numbers = itertools.count(1)
         self._closed = False
-        self._canceller = weakref.ref(self.cancellation)  # for futures, which may outlive their worker
+        self._replies = ReplyReader(worker, self.pending, self.idleness, self.cancellation)
+        self._calls_of_futures = weakref.ref(self._replies)  # futures may outlive their worker
 
     def keep_requests(self, hook: ReplayHook) -> None:
         """Let ``hook`` keep requests from now on, and recover calls whose worker is lost."""
@@ -159,11 +158,11 @@ class CallClient:
                 self._start(pending, function, known, args, kwargs)
             else:
                 self._start_observed(mode, pending, function, known, args, kwargs)
-            pending.future._call = self._canceller, pending.number
+            pending.future._call = self._calls_of_futures, pending.number
             if pending.deadline < self.pending.expires_at:
                 self.pending.expire_at(pending.deadline)
         except (PeerLostError, CallTimeoutError, CallCancelledError) as error:
-            pending.future._call = self._canceller, pending.number
+            pending.future._call = self._calls_of_futures, pending.number
             self._fail(pending, error)
             return pending.future
         except BaseException:
@@ -291,63 +290,8 @@ class CallClient:
     def _await_value(self, pending: SyncCall) -> Any:
         worker = self.worker
         with worker.thread_pool.blocking(worker.observer):
-            outcome = self._read_outcome(pending) or self._await_outcome(pending)
+            outcome = self._replies.read(pending)
         return pending.read(outcome, worker, self.interceptors)
-
-    def _read_outcome(self, pending: SyncCall) -> Outcome | None:
-        """Read the channel until the reply is there, if no other thread reads it: that saves a hand-off."""
-        channel, deadline, number, receiver = pending.channel, pending.deadline, pending.number, self.worker.receiver
-        assert channel is not None
-        try:
-            if pending.outcome is not None or not channel.acquire(pending):
-                return pending.outcome
-            while pending.outcome is None:
-                left = None if deadline == FOREVER else deadline - self.worker.runtime.now()
-                if pending.scope is not None and (left is None or left > _UNDISTURBED_SECONDS):
-                    left = _UNDISTURBED_SECONDS
-                event = channel.receive(left)
-                if event is None:
-                    break
-                if type(event) is Received and len(event.frames) == 1 and not receiver.guarded:
-                    frame = event.frames[0]
-                    if frame.number == number and frame.kind in _REPLIES and self.pending.remove(number, None):
-                        channel.release()
-                        if pending.trace is not None:
-                            pending.trace.received(frame.nbytes)
-                        if self.idleness.callbacks:
-                            self.idleness.check()
-                        return frame
-                receiver.take_in(event)
-                if isinstance(event, Lost):
-                    return pending.outcome  # a task of the loss settles the call
-            channel.release()
-        except BaseException as error:
-            receiver.recover_after_interrupt(error, pending, channel)
-            raise
-        return pending.outcome
-
-    def _await_outcome(self, pending: SyncCall) -> Outcome:
-        """Wait for the outcome: another thread reads the channel, or the call may be cancelled, or its time is over."""
-        deadline, runtime, receiver = pending.deadline, self.worker.runtime, self.worker.receiver
-        pending.one_shot = one_shot = runtime.one_shot()
-        left = None if deadline == FOREVER else deadline - runtime.now()
-        if pending.outcome is None and pending.scope is not None and (left is None or left > 0):
-            # The call takes long and may be cancelled: read on in a way that another thread can wake.
-            channel = pending.channel
-            assert channel is not None
-            try:
-                if channel.acquire(pending):
-                    receiver.attend([channel], one_shot, left, ())
-            except BaseException as error:
-                receiver.recover_after_interrupt(error, pending, channel)
-                raise
-            left = None if deadline == FOREVER else deadline - runtime.now()
-        if pending.outcome is None and not one_shot.wait(left):
-            if self.pending.give_up(pending):
-                return pending.timed_out()
-            one_shot.wait()  # another thread has removed the call and is about to set the outcome
-        assert pending.outcome is not None
-        return pending.outcome
 
     def _fail(self, pending: AsyncCall, error: Exception) -> None:
         """End an asynchronous call with an error, unless it can be recovered."""
