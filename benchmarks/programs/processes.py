@@ -1,0 +1,57 @@
+"""The processes of a program: one for each worker, forked from this one, which must not have started threads."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from programs import api
+
+NAMES = ("rnn", "ddp", "cartpole", "parameter_server", "pipeline", "transformer")
+
+
+def program(name: str) -> ModuleType:
+    """The module of a program."""
+    return importlib.import_module(f"programs.{name}")
+
+
+def run(name: str, drive: Callable[[Any], None]) -> None:
+    """Start the workers of a program, call ``drive(driver)`` in the first, and wait until all have ended."""
+    module = program(name)
+    with tempfile.TemporaryDirectory() as folder:
+        meet, count = f"file://{folder}/workers", len(module.WORKERS)
+        fork = multiprocessing.get_context("fork")
+        workers = [fork.Process(target=serve, args=(module, rank, meet, drive)) for rank in range(count)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    if failed := [worker.exitcode for worker in workers if worker.exitcode]:
+        raise RuntimeError(f"workers of {name} ended with {failed}")
+
+
+def quiet(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Show no deprecation: ``DistributedOptimizer`` of the reference announces its own, past all filters."""
+    if not issubclass(category, DeprecationWarning):
+        print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+def serve(module: ModuleType, rank: int, meet: str, drive: Callable[[Any], None]) -> None:
+    """The life of a worker."""
+    torch.set_num_threads(1)
+    warnings.showwarning = quiet
+    api.join(module.WORKERS[rank], rank, len(module.WORKERS), meet)
+    if rank == 0:
+        driver = module.Driver()
+        drive(driver)
+        if hasattr(driver, "close"):
+            driver.close()
+    api.rpc.shutdown()
