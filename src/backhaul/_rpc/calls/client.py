@@ -122,7 +122,9 @@ class CallClient:
                 self._start(pending, function, known, args, kwargs)
             else:
                 self._start_observed(mode, pending, function, known, args, kwargs)
-            return self._await_value(pending)
+            with self.worker.thread_pool.blocking(self.worker.observer):
+                outcome = self._replies.read(pending)
+            return pending.read(outcome, self.worker, self.interceptors)
         except BaseException as error:
             if self.pending.give_up(pending):  # a signal interrupted this thread: nothing waits for the call any more
                 self.interceptors.tell_failed(pending.peer, pending.notes)
@@ -181,7 +183,9 @@ class CallClient:
             body = pack(msgspec.structs.replace(unpack(body, Request), left=pending.timeout))
         try:
             self._launch(pending, Frame(frame.kind, pending.number, body, frame.buffers, frame.keep))
-            return self._await_value(pending)
+            with self.worker.thread_pool.blocking(self.worker.observer):
+                outcome = self._replies.read(pending)
+            return pending.read(outcome, self.worker, self.interceptors)
         except BaseException:
             self.pending.give_up(pending)
             raise
@@ -245,6 +249,8 @@ class CallClient:
             peer.link.depart(pending.lease, channel)
             if self.outlet is not None:
                 self.outlet(pending, functools.partial(self._send_late, pending, channel, frame, left or None))
+            elif type(pending) is SyncCall and pending.trace is None:
+                channel.send(frame, timeout=left or None)
             else:
                 self._send(pending, channel, frame, left or None)
         except ChannelClosedError as error:
@@ -285,13 +291,7 @@ class CallClient:
         else:
             channel.send_soon(frame, timeout=timeout)
 
-    # Waiting.
-
-    def _await_value(self, pending: SyncCall) -> Any:
-        worker = self.worker
-        with worker.thread_pool.blocking(worker.observer):
-            outcome = self._replies.read(pending)
-        return pending.read(outcome, worker, self.interceptors)
+    # The end.
 
     def _fail(self, pending: AsyncCall, error: Exception) -> None:
         """End an asynchronous call with an error, unless it can be recovered."""
@@ -302,8 +302,6 @@ class CallClient:
             or not hook.recover_later(pending, error, pending.future)
         ):
             pending.future.set_exception(error)
-
-    # Shutdown.
 
     def close(self) -> None:
         """Send no more calls, and fail those that are pending."""

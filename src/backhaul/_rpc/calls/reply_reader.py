@@ -33,16 +33,12 @@ class ReplyReader:
         self.cancel = cancellation.cancel
 
     def read(self, pending: SyncCall) -> Outcome:
-        """Wait for the outcome of a call."""
-        return self._read(pending) or self._wait(pending)
-
-    def _read(self, pending: SyncCall) -> Outcome | None:
-        """Read the channel until the reply is there, if no other thread reads it."""
+        """Wait for the outcome of a call. Reads the channel until the reply is there, if no other thread reads it."""
         channel, deadline, number, receiver = pending.channel, pending.deadline, pending.number, self._worker.receiver
         assert channel is not None
         try:
             if pending.outcome is not None or not channel.acquire(pending):
-                return pending.outcome
+                return pending.outcome or self._wait(pending)
             while pending.outcome is None:
                 left = None if deadline == FOREVER else deadline - self._worker.runtime.now()
                 if pending.scope is not None and (left is None or left > _UNDISTURBED_SECONDS):
@@ -61,12 +57,12 @@ class ReplyReader:
                         return frame
                 receiver.take_in(event)
                 if isinstance(event, Lost):
-                    return pending.outcome  # a task of the loss settles the call
+                    return pending.outcome or self._wait(pending)  # a task of the loss settles the call
             channel.release()
         except BaseException as error:
             receiver.recover_after_interrupt(error, pending, channel)
             raise
-        return pending.outcome
+        return pending.outcome or self._wait(pending)
 
     def _wait(self, pending: SyncCall) -> Outcome:
         """Another thread reads the channel, or the call may be cancelled, or its time is over."""

@@ -11,10 +11,10 @@ from backhaul._rpc.arguments import positional
 from backhaul._rpc.calls.pending_call import Pending, check_size
 from backhaul._rpc.interceptors import PROFILE, Interceptors
 from backhaul._rpc.security.policy import name_for
+from backhaul._wire.call_frames import encode_values, request_frame
 from backhaul._wire.callables import Named
-from backhaul._wire.codec import Encoded, encode_packed
+from backhaul._wire.codec import Encoded
 from backhaul._wire.frames import Frame
-from backhaul._wire.messages import Kind, Request, pack
 from backhaul.errors import FrameTooLargeError, LimitError, SerializationError
 
 
@@ -63,12 +63,13 @@ class RequestEncoder:
             values = values if name else (function, *values)
         try:
             link = peer.link.request(None if self.keeps_requests else peer.channel)
-            encoded = encode_packed(values, names=names, main_shared=peer.main_shared, plain=peer.plain, link=link)
-            pending.lease = encoded.lease
+            encoded = encode_values(values, names, peer.main_shared, peer.plain, link)
         except SerializationError as error:
             raise SerializationError(
                 f"call to {pending.label}: {error}; nothing was sent", path=error.path, device=error.device
             ) from error.__cause__
+        if encoded.lease is not None:
+            pending.lease = encoded.lease
         notes: dict[str, bytes] = {}
         for interceptor in self._interceptors.of_calls:
             note, kept = interceptor.request_out(peer, encoded)
@@ -80,11 +81,9 @@ class RequestEncoder:
             self._add_rare_notes(pending, encoded, notes)
         if notes:
             pending.notes = notes
-        left = pending.timeout
-        if pending.cut:
-            left = max(pending.deadline - self._now(), 0.001)
-        body, buffers = pack(Request(name, encoded.payload, keywords, notes, left)), encoded.buffers
-        frame = Frame(Kind.REQUEST, pending.number, body, buffers, encoded.keep)
+        left = max(pending.deadline - self._now(), 0.001) if pending.cut else pending.timeout
+        frame = request_frame(pending.number, name, encoded, keywords, notes, left)
+        body, buffers = frame.body, frame.buffers
         size = len(body) + sum(map(len, buffers)) if buffers else len(body)
         if size > peer.unchecked_bytes:
             try:

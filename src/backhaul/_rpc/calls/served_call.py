@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from backhaul._rpc.cluster.peers import Peer
+from backhaul._rpc.interceptors import Interceptor
 from backhaul._runtime import runtime
 from backhaul._runtime.observer import ServeTrace
 from backhaul._transport.base import Channel
@@ -35,7 +36,7 @@ class ServedCall(CancelScope):
     """One request: where its reply goes, what the reply needs, and how long the caller waits for it."""
 
     function: Any = None  # once it is known
-    kept: Mapping[str, Any] = {}  # values that interceptors keep for the reply, by their keys
+    kept: Sequence[tuple[Interceptor, Any]] = ()  # values that interceptors keep for the reply
     trace: ServeTrace | None = None
     later = False  # no thread runs it any more; its reply follows when a future is done
     orphaned = False  # the channel that it came through is gone

@@ -24,23 +24,11 @@ from backhaul._rpc.interceptors import PROFILE
 from backhaul._rpc.security.policy import find_exposed
 from backhaul._runtime import interrupts, runtime
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError
+from backhaul._wire.call_frames import ReceivedRequest, encode_values, read_request, reply_frame
 from backhaul._wire.callables import resolve
-from backhaul._wire.codec import Encoded, encode_packed
 from backhaul._wire.faults import encode_fault
 from backhaul._wire.frames import Frame
-from backhaul._wire.incoming import IncomingPayload, read_payload
-from backhaul._wire.messages import (
-    MALFORMED,
-    Cancel,
-    Kind,
-    Reply,
-    Request,
-    decode_request,
-    malformed,
-    pack,
-    unpack,
-)
-from backhaul._wire.tensors.subclasses import may_require_grad
+from backhaul._wire.messages import Cancel, Kind, unpack
 from backhaul._worker import deadlines
 from backhaul._worker.frame_receiver import checked_by_handler, fields_only
 from backhaul._worker.thread_pool import Task
@@ -171,32 +159,31 @@ class CallServer:
     def _decode(
         self, frame: Frame, call: ServedCall, arrived: int
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-        try:
-            request = decode_request(frame.body)
-            payload = read_payload(request.payload, frame.buffers)
-        except MALFORMED as error:
-            raise malformed(Request, error) from error
-        name, notes = request.function, request.notes
+        request = read_request(frame)
+        name, notes, peer = request.function, request.notes, call.peer
         if request.left:
             call.until = call.arrived + request.left
         if name in never_dropped_names:
             call.spare()
         elif call.cancelled or call.now() > call.until:
-            raise self._drop(call, name, payload, notes)
+            raise self._drop(call, name, request)
         if PROFILE in notes and (observer := self._worker.observer) is not None:
-            call.trace = observer.serve(notes[PROFILE], call.peer.record.id, arrived)
+            call.trace = observer.serve(notes[PROFILE], peer.record.id, arrived)
         try:
             function = self._find(name, call) if name else None
-            tensors = payload.tensors(call.peer.link.arrive(call.channel))
-            if notes or may_require_grad(tensors):
-                tensors = self._show(call, notes, tensors)
-            values = payload.values(tensors, self._worker)
+            tensors = request.tensors(peer.link.arrive(call.channel))
+            if notes or request.requires_grad:
+                for interceptor in self._client.interceptors.of_calls:
+                    tensors, kept = interceptor.request_in(peer, notes.get(interceptor.key), tensors)
+                    if kept is not None:
+                        call.kept = (*call.kept, (interceptor, kept))
+            values = request.values(tensors, self._worker)
             if function is None:
                 function = values.pop(0)
             kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
         except BaseException as error:  # code of the user's may raise anything
-            payload.decline(call.peer.link.answer(call.channel))
-            self._client.interceptors.discard(call.peer, notes)
+            request.decline(peer.link.answer(call.channel))
+            self._client.interceptors.discard(peer, notes)
             if isinstance(error, LimitError) or (
                 isinstance(error, FunctionNotFoundError) and error.worker == self._worker.name
             ):
@@ -208,17 +195,9 @@ class CallServer:
             ) from error
         return function, values, kwargs
 
-    def _show(self, call: ServedCall, notes: Mapping[str, bytes], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Show a request to the interceptors. Returns the tensors to use."""
-        for interceptor in self._client.interceptors.of_calls:
-            tensors, kept = interceptor.request_in(call.peer, notes.get(interceptor.key), tensors)
-            if kept is not None:
-                call.kept = {**call.kept, interceptor.key: kept}
-        return tensors
-
-    def _drop(self, call: ServedCall, name: str, payload: IncomingPayload, notes: Mapping[str, bytes]) -> Exception:
+    def _drop(self, call: ServedCall, name: str, request: ReceivedRequest) -> Exception:
         """Drop a request that waited for a thread until its caller gave up. Returns the error for its reply."""
-        payload.decline(call.peer.link.answer(call.channel))
+        request.decline(call.peer.link.answer(call.channel))
         name, worker, caller = name or "a function", self._worker.name, call.peer.info.name
         why = "was cancelled" if call.cancelled else "has no time left"
         if call.orphaned:
@@ -226,7 +205,7 @@ class CallServer:
         log.debug("worker '%s' does not run %s: the call of worker '%s' %s", worker, name, caller, why)
         with self._lock:
             self.dropped += 1
-        self._client.interceptors.discard(call.peer, notes)
+        self._client.interceptors.discard(call.peer, request.notes)
         text = f"worker '{worker}' did not run {name}: its call {why}"
         if call.cancelled:
             return CallCancelledError(text, worker=worker, function=name)
@@ -281,11 +260,15 @@ class CallServer:
         notes: dict[str, bytes] = {}
         try:
             link = peer.link.answer(call.channel)
-            encoded = encode_packed((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain, link=link)
-            if call.kept or encoded.parcels:
-                self._add_notes(call, encoded, notes)
-            body, buffers = pack(Reply(encoded.payload, notes)), encoded.buffers
-            frame = Frame(Kind.REPLY, call.number, body, buffers, encoded.keep)
+            encoded = encode_values((result,), _RESULT, peer.main_shared, peer.plain, link)
+            for interceptor, kept in call.kept:
+                note = interceptor.reply_out(peer, kept, encoded)
+                if note is not None:
+                    notes[interceptor.key] = note
+            for carrier in self._client.interceptors.of_parcels if encoded.parcels else ():
+                notes[carrier.key] = carrier.note_parcels(peer, encoded)
+            frame = reply_frame(call.number, encoded, notes)
+            body, buffers = frame.body, frame.buffers
             size = len(body) + sum(map(len, buffers)) if buffers else len(body)
             if size > peer.unchecked_bytes:
                 check_size(frame, peer, "the result of", call)
@@ -306,16 +289,6 @@ class CallServer:
         else:
             peer.link.depart(encoded.lease, call.channel)
             self._send(call, frame, notes)
-
-    def _add_notes(self, call: ServedCall, encoded: Encoded, notes: dict[str, bytes]) -> None:
-        """Collect the notes of interceptors and carriers on a reply."""
-        interceptors = self._client.interceptors
-        for interceptor in interceptors.of_calls if call.kept else ():
-            note = interceptor.reply_out(call.peer, call.kept.get(interceptor.key), encoded)
-            if note is not None:
-                notes[interceptor.key] = note
-        for carrier in interceptors.of_parcels if encoded.parcels else ():
-            notes[carrier.key] = carrier.note_parcels(call.peer, encoded)
 
     def _reply_fault(self, call: ServedCall, error: BaseException) -> None:
         if call.trace is not None:
@@ -345,7 +318,8 @@ class CallServer:
             if not isinstance(error, ChannelBrokenError):  # else the reply may have arrived
                 self._client.interceptors.discard(call.peer, notes)
         finally:
-            self._count_served(call)
+            if self._requests.pop((call.channel, call.number), None) is not None:
+                self._count_served()
 
     def _finish(self, call: ServedCall) -> None:
         """End a request that was cancelled, without a reply."""
@@ -354,11 +328,10 @@ class CallServer:
             trace.replied(0)
         if call.at_end is not None:
             call.at_end()
-        self._count_served(call)
+        if self._requests.pop((call.channel, call.number), None) is not None:
+            self._count_served()
 
-    def _count_served(self, call: ServedCall) -> None:
-        if self._requests.pop((call.channel, call.number), None) is None:
-            return
+    def _count_served(self) -> None:
         with self._lock:
             self.served += 1
         if self._client.idleness.callbacks:
