@@ -74,10 +74,8 @@ browser: ## Install Chromium for the tests of reports, where apt-get can
 	fi; \
 	echo "There is no Chromium: the tests that need it are skipped."
 
-bench: env ## Measure calls and steps side by side with torch.distributed; ARGS go to all benchmarks
-	@$(BIN)/python benchmarks/calls.py $(ARGS)
-	@$(BIN)/python benchmarks/backward.py $(ARGS)
-	@$(BIN)/python benchmarks/steps.py $(ARGS)
+bench: env ## Measure programs and calls side by side with torch.distributed; ARGS such as --quick, --rows RNN,echo, --regress
+	@$(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-cuda: env ## Measure tensors on a CUDA device side by side with torch.distributed; ARGS go to benchmarks/on_devices.py
 	@$(BIN)/python benchmarks/on_devices.py $(ARGS)

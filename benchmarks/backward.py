@@ -1,7 +1,4 @@
-"""Backward passes, side by side with ``torch.distributed.autograd``: one run, alternating.
-
-    make bench
-    .venv/bin/python benchmarks/backward.py --quick
+"""Backward passes over chains of calls and over many calls to one worker.
 
 A chain of k hops is a call that calls on k times, back and forth between two workers, each hop multiplying by a
 weight; n sends are n calls of the driver to one worker. Each measurement is a whole step: forward, backward and, in a
@@ -12,12 +9,11 @@ The reference gets 64 threads a worker: with its default of 16, chains of more t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed.rpc as reference
-from harness import OURS, PLAIN, SYSTEMS, THEIRS, Row, System, conduct, options_of, play, report
+from harness import THEIRS, Row, Suite
+from systems import SYSTEMS, System, join
 
 import backhaul as bh
 
@@ -36,7 +32,7 @@ def reference_hop(x: torch.Tensor, left: int, to: str, back: str) -> torch.Tenso
     return y if left == 1 else reference.rpc_sync(to, reference_hop, args=(y, left - 1, back, to))
 
 
-def chain(system: System, hops: int, backward: bool = True) -> None:
+def chain(system: System, hops: int, backward: bool) -> None:
     """A chain of hops and its gradients."""
     x = torch.ones(16, requires_grad=True)
     with system.context() as ctx:
@@ -46,7 +42,7 @@ def chain(system: System, hops: int, backward: bool = True) -> None:
             system.backward(ctx, [loss])
 
 
-def fan(system: System, count: int) -> None:
+def sends(system: System, count: int) -> None:
     """Many sends to one worker in one context."""
     x = torch.ones(16, requires_grad=True)
     with system.context() as ctx:
@@ -54,28 +50,24 @@ def fan(system: System, count: int) -> None:
         system.backward(ctx, [torch.stack(list(system.wait(calls))).sum()])
 
 
-def rows(quick: bool, name: str) -> list[Row]:
-    """All rows."""
-    scale, system = 4 if quick else 1, SYSTEMS[name]
-
-    def row(name: str, what: Callable[..., None], size: int, calls: int, **options: Any) -> Row:
-        return Row(name, functools.partial(what, system, size, **options), max(calls // scale, 2), 6)
-
-    found = [row("1 hop, forward and backward", chain, 1, 60)]
-    for hops, calls in ((4, 30), (16, 12), (64, 4)):
-        found.append(row(f"chain of {hops} hops, forward and backward", chain, hops, calls))
-    found.append(row("chain of 16 hops, forward only", chain, 16, 12, backward=False))
-    for sends, calls in ((10, 20), (100, 6), (1000, 2)):
-        found.append(row(f"{sends} sends to one worker", fan, sends, calls))
+def rows(name: str) -> list[Row]:
+    """All rows of a system."""
+    system = SYSTEMS[name]
+    found = [
+        Row(
+            "1 hop, forward and backward" if hops == 1 else f"chain of {hops} hops, forward and backward",
+            lambda hops=hops: functools.partial(chain, system, hops, True),
+        )
+        for hops in (1, 4, 16, 64)
+    ]
+    found.append(Row("chain of 16 hops, forward only", lambda: functools.partial(chain, system, 16, False)))
+    found += [
+        Row(f"{count:,} sends to one worker", lambda count=count: functools.partial(sends, system, count))
+        for count in (10, 100, 1000)
+    ]
     return found
 
 
-def main() -> None:
-    """Measure and print."""
-    options = options_of(__doc__)
-    if not play(functools.partial(rows, options.quick), 3, options, threads=64):
-        report(f"Backward ({options.transport})", f"backward-{options.transport}", conduct(PLAIN, OURS, THEIRS))
-
-
-if __name__ == "__main__":
-    main()
+def suite(transport: str) -> Suite:
+    """All rows, on three workers."""
+    return Suite(["worker0", "worker1", "worker2"], rows, functools.partial(join, transport, 64))

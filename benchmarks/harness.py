@@ -1,10 +1,15 @@
-"""Systems side by side: rows that are measured on all of them in one run, alternating, and the table of ratios."""
+"""Systems side by side: rows that are measured on all of them in one run, alternating.
+
+A row gets a wall time and the processor time of all processes of its system. What is measured is in the suites. What
+becomes of the numbers is in ``report``.
+"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
+import logging
+import math
+import multiprocessing
 import os
 import signal
 import socket
@@ -13,68 +18,33 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import connection
-from pathlib import Path
-from typing import Any
-from xml.sax.saxutils import escape
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.autograd as reference_autograd
-import torch.distributed.rpc as reference
-import torch.multiprocessing
-from rich.console import Console
-from rich.table import Table
+from processor_time import group_members, processor_seconds
 
-import backhaul as bh
+_KEY = b"a conductor and its sides"
+_ROUND_TIMEOUT_SECONDS = 300
 
-OUT = Path(__file__).parent / "out"
-Numbers = dict[str, tuple[float, ...]]
-"""By row: the seconds of each system, ours first and the reference last."""
-
-_KEY = b"a conductor and two sides"
-_WARM_UP = 0.25  # seconds at the begin of each round: everything was stopped
-
-
-OURS, PLAIN, THEIRS = "backhaul", "plain", "reference"
+OURS, PLAIN, THEIRS = SYSTEM_NAMES = ("backhaul", "plain", "reference")
 """``PLAIN`` is Backhaul too, with ``loss.backward()`` instead of a context."""
 
 
-@dataclass(frozen=True)
-class System:
-    """What a benchmark calls, of one of the systems."""
+class Cost(NamedTuple):
+    """What one call or one step costs."""
 
-    name: str
-    call: Callable[..., Any]
-    start: Callable[..., Any]
-    wait: Callable[..., Any]
-    context: Callable[..., Any]
-    backward: Callable[..., Any]
-    gradients: Callable[..., Any]
+    wall: float  # seconds
+    processor: float  # seconds of all processes of the system
+    all_wall: tuple[float, ...] = ()  # of each call, if the row asks for it
 
 
-def backward_without_context(_: None, roots: list[torch.Tensor]) -> None:
-    """``loss.backward()`` over all workers."""
-    torch.autograd.backward(roots)
-
-
-SYSTEMS = {
-    OURS: System(OURS, bh.rpc_sync, bh.rpc_async, bh.wait_all, bh.context, bh.backward, bh.get_gradients),
-    PLAIN: System(
-        PLAIN, bh.rpc_sync, bh.rpc_async, bh.wait_all, contextlib.nullcontext, backward_without_context, dict
-    ),
-    THEIRS: System(
-        THEIRS,
-        reference.rpc_sync,
-        reference.rpc_async,
-        torch.futures.wait_all,
-        reference_autograd.context,
-        reference_autograd.backward,
-        reference_autograd.get_gradients,
-    ),
-}
+Numbers = dict[str, dict[str, Cost]]
+"""By row, then by system. A system may lack a row."""
 
 
 @dataclass(frozen=True)
@@ -82,182 +52,274 @@ class Row:
     """One thing to measure, on one of the systems."""
 
     name: str
-    call: Callable[[], Any]
-    calls: int  # per round
+    make: Callable[[], Callable[[], Any]]  # runs in the first worker of the system, when the row's turn comes
+    per: int = 1  # how many calls or steps one call of it contains
+    before: Callable[[], Any] | None = None  # other work before each call, which is not counted
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # open while the row is measured
+    check: Callable[[], Any] | None = None  # after ``make``: numbers that must be the same on all systems
+    end: Callable[[], Any] | None = None  # after the last round
+    tail: bool = False  # whether the slowest calls are of interest
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Rows that are measured on the same workers."""
+
+    workers: Sequence[str]
+    rows: Callable[[str], list[Row]]  # of a system
+    join: Callable[[str, str, int, int, str], Callable[[], None]]  # becomes a worker; returns what ends it
+    threads: int = 0  # of torch in each worker; 0: the processors divided by the workers
+    devices: bool = False  # processes that use a CUDA device cannot be forked
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
     rounds: int
-    per: int = 1  # how many calls one measurement contains
+    round_seconds: float
+    warm_seconds: float  # before each round: everything was stopped
 
 
-Rows = Callable[[str], list[Row]]
-"""What to measure, for a system; called by its first worker."""
+FULL, QUICK = Effort(7, 0.2, 0.15), Effort(3, 0.08, 0.06)
 
 
-def serve(rows: Rows, system: str, address: str) -> None:
-    """The first worker of a system: measures what the conductor asks for."""
-    found = rows(system)
-    with connection.Client(address, "AF_UNIX", authkey=_KEY) as conductor:
-        conductor.send([(row.name, row.rounds) for row in found])
-        while (place := conductor.recv()) is not None:
-            row, times = found[place], []
-            warm = time.perf_counter() + _WARM_UP
-            row.call()
-            while time.perf_counter() < warm:
-                row.call()
-            for _ in range(row.calls):
-                start = time.perf_counter()
-                row.call()
-                times.append((time.perf_counter() - start) / row.per)
-            conductor.send(times)
+# A worker.
 
 
-def serve_ours(rows: Rows, system: str, address: str) -> None:
-    """Runs in every worker of Backhaul's cluster."""
-    if bh.get_worker_info().id == 0:
-        serve(rows, system, address)
+def work(suite: Suite, system: str, rank: int, meet: str, conductor: connection.Connection) -> None:
+    """The life of a worker; the first one measures what the conductor asks for."""
+    count = len(suite.workers)
+    torch.set_num_threads(suite.threads or max(1, (os.cpu_count() or 1) // count))  # as ``bh.launch`` does
+    logging.getLogger("backhaul").setLevel(logging.ERROR)  # processes that were stopped suspect each other
+    try:
+        end = suite.join(system, suite.workers[rank], rank, count, meet)
+        if rank == 0:
+            serve({row.name: row for row in suite.rows(system)}, conductor)
+        end()
+    except BaseException:
+        if rank == 0:
+            conductor.send(traceback.format_exc())
+        raise
 
 
-def serve_theirs(  # noqa: PLR0917 (spawn passes them by place)
-    rank: int,
-    rows: Rows,
-    address: str,
-    place: tuple[int, int, int],
-    transport: str,
-    devices: dict[int, int] | None = None,
-) -> None:
-    """Runs in every worker of the reference's cluster."""
-    count, port, threads = place
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))  # as ``bh.launch`` does
-    join_reference(f"worker{rank}", rank, count, port, threads=threads, transport=transport, devices=devices)
-    if rank == 0:
-        serve(rows, THEIRS, address)
-    reference.shutdown()
+def serve(rows: dict[str, Row], conductor: connection.Connection) -> None:
+    """Measure until the conductor has had enough."""
+    ready: tuple[Row, Callable[[], Any]] | None = None
+    conductor.send(None)
+    while (wanted := conductor.recv()) is not None:
+        name, effort = wanted
+        if ready is not None and ready[0].name == name:
+            conductor.send(measure(*ready, effort))
+            continue
+        finish(ready)
+        row = rows[name]
+        ready = row, row.make()
+        conductor.send(row.check() if row.check else None)
+    finish(ready)
+
+
+def finish(ready: tuple[Row, Callable[[], Any]] | None) -> None:
+    """End a row."""
+    if ready is not None and ready[0].end:
+        ready[0].end()
+
+
+def measure(row: Row, call: Callable[[], Any], effort: Effort) -> tuple[list[float], float]:
+    """One round: the seconds of each call, and the processor time of one."""
+    processes = group_members(os.getpgrp())
+    with row.around():
+        warm = time.perf_counter() + effort.warm_seconds
+        while True:
+            if row.before:
+                row.before()
+            call()
+            if time.perf_counter() >= warm:
+                break
+        times, used = (measure_cold if row.before else measure_hot)(row, call, effort, processes)
+    return [each / row.per for each in times], used / len(times) / row.per
+
+
+def measure_hot(row: Row, call: Callable[[], Any], effort: Effort, processes: list[int]) -> tuple[list[float], float]:
+    """Calls in a row."""
+    times: list[float] = []
+    before = processor_seconds(processes)
+    now = time.perf_counter()
+    until = now + effort.round_seconds
+    while now < until:
+        start = now
+        call()
+        now = time.perf_counter()
+        times.append(now - start)
+    return times, processor_seconds(processes) - before
+
+
+def measure_cold(row: Row, call: Callable[[], Any], effort: Effort, processes: list[int]) -> tuple[list[float], float]:
+    """Other work before each call, which does not count."""
+    assert row.before is not None
+    times: list[float] = []
+    used = 0.0
+    until = time.perf_counter() + 2 * effort.round_seconds
+    while time.perf_counter() < until:
+        row.before()
+        before = processor_seconds(processes)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+        used += processor_seconds(processes) - before
+    return times, used
+
+
+# A system.
+
+
+def lead(suites: Sequence[Suite], system: str, address: str) -> None:
+    """The head of a system's processes: starts the workers of the suite that the conductor names, one after the other.
+
+    It has no threads, so that it can fork workers that need not import anything.
+    """
+    with connection.Client(address, "AF_UNIX", authkey=_KEY) as conductor, tempfile.TemporaryDirectory() as folder:
+        conductor.send(None)
+        while (number := conductor.recv()) is not None:
+            suite = suites[number]
+            meet = f"file://{folder}/{time.monotonic_ns()}"
+            context = multiprocessing.get_context("spawn" if suite.devices else "fork")
+            workers: list[Any] = [
+                context.Process(target=work, args=(suite, system, rank, meet, conductor))
+                for rank in range(len(suite.workers))
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            conductor.send([worker.exitcode for worker in workers])
 
 
 class Side:
-    """A system's processes, and the connection to its first worker."""
+    """A system's processes, and the connection to the one that answers: its head, or the first worker of a suite."""
 
     def __init__(self, system: str) -> None:
+        self.system = system
         self._folder = tempfile.TemporaryDirectory()
         address = f"{self._folder.name}/conductor"
         with connection.Listener(address, "AF_UNIX", authkey=_KEY) as listener:
             command = [sys.executable, *sys.argv, "--side", system, "--at", address]
-            self._head = subprocess.Popen(command, start_new_session=True)
+            environment = {**os.environ, "BENCHMARK_SYSTEM": system}  # for ``programs.api``
+            self._head = subprocess.Popen(command, start_new_session=True, env=environment)
             try:
                 self._first = listener.accept()
-                self.rows: list[tuple[str, int]] = self._first.recv()
+                self._receive()
             except BaseException:  # an interrupt reaches this process alone
                 self._kill()
                 raise
 
-    def measure(self, row: int) -> list[float]:
-        """One round of a row, in seconds per call."""
-        self._first.send(row)
-        times: list[float] = self._first.recv()
-        return times
+    def _receive(self) -> Any:
+        if not self._first.poll(_ROUND_TIMEOUT_SECONDS):
+            raise TimeoutError(f"{self.system} has not answered for {_ROUND_TIMEOUT_SECONDS} s")
+        answer = self._first.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(f"{self.system}: {answer}")
+        return answer
 
-    def stop(self) -> None:
-        """Let none of the processes run."""
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """All processes run inside this; they are stopped before and after."""
+        os.killpg(self._head.pid, signal.SIGCONT)
+        yield
         os.killpg(self._head.pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """Let them run again."""
-        os.killpg(self._head.pid, signal.SIGCONT)
+    def ask(self, question: Any) -> Any:
+        """Send it and return the answer."""
+        with self._running():
+            self._first.send(question)
+            answer = self._receive()
+        return answer
 
-    def close(self) -> None:
-        """End all of them."""
-        self.go_on()
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """End all processes; after an error at once."""
         try:
-            self._first.send(None)
-            self._head.wait(60)
+            if kind is None:
+                os.killpg(self._head.pid, signal.SIGCONT)
+                self._first.send(None)
+                self._head.wait(60)
         finally:
             self._kill()
             self._first.close()
             self._folder.cleanup()
 
     def _kill(self) -> None:
+        """End all processes at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._head.pid, signal.SIGKILL)
 
 
-def conduct(*systems: str) -> Numbers:
-    """Measure each row on all systems, alternating; the median of each, in seconds per call. Default: ours and theirs.
+# The conductor.
 
-    Each has processes of its own: threads of the reference poll without end, also when it has nothing to do, and would
-    take the processors from whoever is measured beside them. So the processes of the other systems are stopped.
+
+def conduct(
+    suites: Sequence[Suite],
+    effort: Effort,
+    *,
+    wanted: Callable[[str], bool] = lambda name: True,
+    systems: Sequence[str] = SYSTEM_NAMES,
+) -> Numbers:
+    """Measure each wanted row on all systems that have it, alternating; medians over all calls.
+
+    Each system has processes of its own: threads of the reference poll without end, also when it has nothing to do, and
+    would take the processors from the system that is measured beside it. So the processes of the others are stopped.
     """
+    chosen = [[row.name for row in suite.rows(OURS) if wanted(row.name)] for suite in suites]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # else processes that are stopped would stay
+    numbers: Numbers = {}
     with contextlib.ExitStack() as stack:
         sides = []
-        for system in systems or (OURS, THEIRS):
-            sides.append(Side(system))
-            stack.callback(sides[-1].close)
-            sides[-1].stop()
-        numbers: Numbers = {}
-        for place, (name, rounds) in enumerate(sides[0].rows):
-            times: list[list[float]] = [[] for _ in sides]
-            for round_ in range(-1, rounds):  # round -1 warms up and is thrown away
-                for side, found in zip(sides, times, strict=True):
-                    side.go_on()
-                    measured = side.measure(place)
-                    side.stop()
-                    if round_ >= 0:
-                        found.extend(measured)
-            numbers[name] = tuple(map(statistics.median, times))
-        return numbers
+        for system in systems if any(chosen) else ():
+            sides.append(stack.enter_context(Side(system)))
+        for number, (suite, names) in enumerate(zip(suites, chosen, strict=True)):
+            having = {side: {row.name: row for row in suite.rows(side.system)} for side in sides}
+            started: list[Side] = []
+            for name in names:
+                alternating = [side for side in sides if name in having[side]]
+                for side in alternating:
+                    if side not in started:  # not earlier: workers that are stopped for long lose each other
+                        side.ask(number)
+                        started.append(side)
+                numbers[name] = alternate(name, alternating, effort, having[alternating[0]][name].tail)
+            for side in started:
+                if any(codes := side.ask(None)):
+                    raise RuntimeError(f"workers of {side.system} ended with {codes}: {suite.workers}")
+    return numbers
 
 
-def options_of(description: str | None) -> argparse.Namespace:
-    """The options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--transport", choices=("auto", "unix", "tcp"), default="auto")
-    parser.add_argument("--side", choices=tuple(SYSTEMS), help=argparse.SUPPRESS)
-    parser.add_argument("--at", help=argparse.SUPPRESS)
-    return parser.parse_args()
+def alternate(name: str, sides: Sequence[Side], effort: Effort, tail: bool) -> dict[str, Cost]:
+    """Measure a row in rounds: some calls on one system, some on the next."""
+    results = {side.system: side.ask((name, effort)) for side in sides}
+    if not same(list(results.values())):
+        raise RuntimeError(f"{name}: the systems do not compute the same: {results}")
+    walls: dict[str, list[float]] = {side.system: [] for side in sides}
+    used: dict[str, list[float]] = {side.system: [] for side in sides}
+    for _ in range(effort.rounds):
+        for side in sides:
+            times, processor = side.ask((name, effort))
+            walls[side.system] += times
+            used[side.system].append(processor)
+    return {
+        system: Cost(statistics.median(times), statistics.median(used[system]), tuple(times) if tail else ())
+        for system, times in walls.items()
+    }
 
 
-def play(
-    rows: Rows,
-    workers: int,
-    options: argparse.Namespace,
-    *,
-    threads: int = 16,
-    devices: dict[int, int] | None = None,
-) -> bool:
-    """Be one of the sides, if that is what this process was started for; the reference has so many threads, and these
-    devices for each other worker's.
-    """
-    if options.side in (OURS, PLAIN):
-        ours = bh.Options(transport=options.transport)
-        bh.launch(serve_ours, workers, args=(rows, options.side, options.at), options=ours)
-    elif options.side == THEIRS:
-        place = workers, free_port(), threads
-        torch.multiprocessing.spawn(serve_theirs, (rows, options.at, place, options.transport, devices), workers)
-    return options.side is not None
-
-
-def join_reference(
-    name: str,
-    rank: int,
-    count: int,
-    port: int,
-    *,
-    threads: int = 16,
-    transport: str = "auto",
-    devices: dict[int, int] | None = None,
-) -> None:
-    """Become a worker of the reference's cluster; over TCP it is kept from using shared memory, as we are."""
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    warnings.filterwarnings("ignore", message="You are using a Backend")  # its own business
-    limits = {"_transports": ["uv"], "_channels": ["basic"]} if transport == "tcp" else {}
-    maps = {f"worker{other}": devices for other in range(count) if devices and other != rank}
-    reference.init_rpc(
-        name,
-        rank=rank,
-        world_size=count,
-        rpc_backend_options=reference.TensorPipeRpcBackendOptions(
-            num_worker_threads=threads, init_method=f"tcp://127.0.0.1:{port}", device_maps=maps, **limits
-        ),
+def same(results: Sequence[Any]) -> bool:
+    """Whether all systems computed the same numbers; sums in another order differ in the last digits."""
+    first, *rest = results
+    if first is None:
+        return all(each is None for each in rest)
+    return all(
+        len(each) == len(first) and all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-5), first, each))
+        for each in rest
     )
 
 
@@ -266,57 +328,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def show(seconds: float) -> str:
-    """A duration for people."""
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def report(title: str, name: str, numbers: Numbers) -> None:
-    """Print the table, keep the numbers in ``benchmarks/out``. The second of three times is that in a context."""
-    table = Table(title=f"{title}; reference: torch {torch.__version__}; medians")
-    both = any(len(times) > 2 for times in numbers.values())
-    for column in ("", "Backhaul", *(("in a context",) if both else ()), "reference", "reference / Backhaul"):
-        table.add_column(column, justify="right" if column else "left")
-    if both:
-        table.add_column("context / Backhaul", justify="right")
-    for row, (ours, *between, theirs) in numbers.items():
-        middle = [show(between[0]) if between else ""] if both else []
-        last = [f"{between[0] / ours:.2f}x" if between else ""] if both else []
-        table.add_row(row, show(ours), *middle, show(theirs), f"{theirs / ours:.2f}x", *last)
-    Console().print(table)
-    OUT.mkdir(exist_ok=True)
-    kept = {
-        row: {"backhaul_s": times[0], "reference_s": times[-1], **({"context_s": times[1]} if times[2:] else {})}
-        for row, times in numbers.items()
-    }
-    (OUT / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
-    (OUT / f"{name}.svg").write_text(_plot(title, {row: times[-1] / times[0] for row, times in numbers.items()}))
-    print(f"Kept in benchmarks/out/{name}.json and {name}.svg")
-
-
-def _plot(title: str, ratios: dict[str, float]) -> str:
-    """How many times faster each row is, as a picture."""
-    left, wide, high, most = 330, 360, 26, max(*ratios.values(), 1.0)
-    height = high * len(ratios) + 70
-    one = left + wide / most
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide + 80}" height="{height}" '
-        'font-family="sans-serif" font-size="13">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="16" y="26" font-size="15">{escape(title)}: '
-        f"times faster than torch {escape(torch.__version__)}</text>",
-    ]
-    for place, (row, ratio) in enumerate(ratios.items()):
-        y, width = 44 + place * high, wide * ratio / most
-        colour = "#44aa99" if ratio >= 1 else "#cc6677"
-        parts.append(
-            f'<text x="{left - 10}" y="{y + 15}" text-anchor="end">{escape(row)}</text>'
-            f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{high - 6}" fill="{colour}"/>'
-            f'<text x="{left + width + 6:.1f}" y="{y + 15}">{ratio:.2f}</text>'
-        )
-    parts.append(
-        f'<line x1="{one:.1f}" x2="{one:.1f}" y1="38" y2="{height - 24}" stroke="#333" stroke-dasharray="4 3"/>'
-        f'<text x="{one:.1f}" y="{height - 8}" text-anchor="middle">as fast as the reference</text></svg>'
-    )
-    return "\n".join(parts) + "\n"

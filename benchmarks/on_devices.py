@@ -16,8 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import SYSTEMS, Row, System, conduct, options_of, play, report, show
+from command import effort_of, read_options, wanted_by
+from harness import OURS, THEIRS, Row, Suite, conduct, lead
+from report import show, write
+from systems import SYSTEMS, System, join, join_reference
 
+WORKERS = ("worker0", "worker1")
 WIDTH, LENGTH, BATCH, BLOCKS = 1024, 512, 8, 4  # of the transformer; so many blocks on each worker
 
 
@@ -46,7 +50,7 @@ def echo_of(system: System, x: torch.Tensor) -> None:
     torch.cuda.synchronize()
 
 
-def smallest(system: System) -> None:
+def smallest(system: System, _: None) -> None:
     """The smallest forward, backward and release."""
     x = torch.ones(16, device="cuda", requires_grad=True)
     with system.context() as ctx:
@@ -70,42 +74,49 @@ def whole_step(x: torch.Tensor) -> None:
     torch.cuda.synchronize()
 
 
-def rows(quick: bool, name: str) -> list[Row]:
-    """All rows."""
-    scale, system = 4 if quick else 1, SYSTEMS[name]
+def rows(name: str) -> list[Row]:
+    """All rows of a system. Systems without contexts are left out."""
+    system = SYSTEMS[name]
 
-    def row(name: str, what: Callable[..., None], *args: Any, calls: int) -> Row:
-        return Row(name, functools.partial(what, system, *args), max(calls // scale, 2), 6)
+    def row(name: str, what: Callable[..., None], *shape: int, draw: Callable[..., Any] = torch.ones) -> Row:
+        return Row(name, lambda: functools.partial(what, system, draw(shape, device="cuda") if shape else None))
 
-    small = torch.ones(16, device="cuda")
-    large = {size: torch.ones(size << 18, device="cuda") for size in (64, 1024)}
-    batch = torch.randn(BATCH, LENGTH, WIDTH, device="cuda")
     return [
-        row("16-float echo", echo_of, small, calls=60),
-        row("64 MiB echo", echo_of, large[64], calls=20),
-        row("1 GiB echo", echo_of, large[1024], calls=6),
-        row("smallest forward, backward and release", smallest, calls=40),
-        row("transformer split over two workers, step", split_step, batch, calls=8),
+        row("16-float echo", echo_of, 16),
+        row("64 MiB echo", echo_of, 64 << 18),
+        row("1 GiB echo", echo_of, 1024 << 18),
+        row("smallest forward, backward and release", smallest),
+        row("transformer split over two workers, step", split_step, BATCH, LENGTH, WIDTH, draw=torch.randn),
     ]
+
+
+def join_on_device(system: str, name: str, rank: int, count: int, meet: str) -> Callable[[], None]:
+    """Become a worker; the reference needs a map for each peer."""
+    if system != THEIRS:
+        return join("auto", 16, system, name, rank, count, meet)
+    join_reference(name, rank, count, meet, devices={other: {0: 0} for other in WORKERS if other != name})
+    return torch.distributed.rpc.shutdown
 
 
 def main() -> None:
     """Measure and print."""
-    options = options_of(__doc__)
+    options = read_options(__doc__)
+    suites = [Suite(WORKERS, rows, join_on_device, devices=True)]
+    if options.side is not None:
+        lead(suites, options.side, options.at)
+        return
     if not torch.cuda.is_available():
         print("skipped: needs a CUDA device")
         return
-    if play(functools.partial(rows, options.quick), 2, options, devices={0: 0}):
-        return
-    numbers = conduct()
-    report("One GPU, two workers", "cuda", numbers)
+    numbers = conduct(suites, effort_of(options), wanted=wanted_by(options), systems=(OURS, THEIRS))
     batch = torch.randn(BATCH, LENGTH, WIDTH, device="cuda")
     times = []
     for _ in range(12):
         start = time.perf_counter()
         whole_step(batch)
         times.append(time.perf_counter() - start)
-    print(f"The transformer's step in one process: {show(statistics.median(times[2:]))}")
+    sentences = [f"The transformer's step in one process: {show(statistics.median(times[2:]))}."]
+    write(options.out, "cuda", "One GPU, two workers", numbers, sentences)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import show
+from report import show
 from rich.console import Console
 from rich.table import Table
 

@@ -1,10 +1,7 @@
-"""Whole steps over several workers, side by side with ``torch.distributed.autograd``: one run, alternating.
+"""Whole steps over several workers.
 
-    make bench
-    .venv/bin/python benchmarks/steps.py --quick
-
-100 parallel calls to 3 workers and one backward; activations of 64 MiB through 3 workers and back; a training step
-of the model of ``make run``; and how long 32 workers take to start and stop. The second and third also in one process:
+100 parallel calls to 3 workers and one backward; activations of 64 MiB through 3 workers and back; a training step of
+the model of ``make run``; and how long 32 workers take to start and stop. The second and third also in one process:
 less than that no system can take.
 """
 
@@ -12,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import pathlib
 import secrets
 import statistics
@@ -25,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed.autograd as reference_autograd
 import torch.distributed.rpc as reference
-from harness import OURS, PLAIN, SYSTEMS, THEIRS, Row, System, conduct, free_port, options_of, play, report, show
+from harness import OURS, PLAIN, THEIRS, Cost, Numbers, Row, Suite, free_port
+from report import show
+from systems import SYSTEMS, System, join
 from torch.distributed.rendezvous import rendezvous
 
 import backhaul as bh
@@ -35,6 +35,7 @@ import train_transformer as model
 
 WORKERS = ("worker1", "worker2", "worker3")
 ACTIVATIONS = "64 MiB activations through 3 workers and back"
+TRAINING = "training step of make run's model"
 COPIES = 4 * len(WORKERS)  # of the activations: there and back, forward and backward
 held: dict[str, Any] = {}
 
@@ -109,23 +110,44 @@ def train(system: System, step: Any, tokens: torch.Tensor, targets: torch.Tensor
         system.wait([system.start(name, step, args=(number,)) for name in WORKERS])
 
 
-def rows(quick: bool, name: str) -> list[Row]:
-    """All rows."""
-    scale, system = 4 if quick else 1, SYSTEMS[name]
+def training(system: System) -> Callable[[], Any]:
+    """Build the parts of the model on the workers."""
     corpus = model.Corpus(model.make_text(200))
     letters, batch = len(corpus.letters), corpus.batch(0)
     for seed, (worker, kind) in enumerate(zip(WORKERS, ("embedding", "body", "head"), strict=True)):
         system.call(worker, build, args=(kind, letters, seed))
-    step = {OURS: apply_ours, PLAIN: apply_plain, THEIRS: apply_theirs}[name]
+    step = {OURS: apply_ours, PLAIN: apply_plain, THEIRS: apply_theirs}[system.name]
+    return functools.partial(train, system, step, *batch)
 
-    def row(name: str, function: Any, calls: int, *args: Any) -> Row:
-        return Row(name, functools.partial(function, system, *args), max(calls // scale, 2), 6)
 
+def rows(name: str) -> list[Row]:
+    """All rows of a system."""
+    system = SYSTEMS[name]
     return [
-        row("100 parallel calls to 3 workers, one backward", fan, 8),
-        row(ACTIVATIONS, activations, 2),
-        row("training step of make run's model", train, 20, step, *batch),
+        Row("fan: 100 parallel calls to 3 workers, one backward", lambda: functools.partial(fan, system)),
+        Row(ACTIVATIONS, lambda: functools.partial(activations, system)),
+        Row(TRAINING, functools.partial(training, system)),
     ]
+
+
+def suite(transport: str) -> Suite:
+    """All rows, on four workers."""
+    return Suite(["worker0", *WORKERS], rows, functools.partial(join, transport, 64))
+
+
+def floors(numbers: Numbers) -> list[str]:
+    """Sentences about the rows that were measured."""
+    found = []
+    if ACTIVATIONS in numbers:
+        computing, copying = activations_alone()
+        alone = f"computing {computing * 1e3:.0f} ms and {COPIES} copies {copying * 1e3:.0f} ms"
+        shares = ", ".join(
+            f"{system} {cost.wall / (computing + copying):.2f}" for system, cost in numbers[ACTIVATIONS].items()
+        )
+        found.append(f"The floor of the activations, {alone} in one process; times that: {shares}.")
+    if TRAINING in numbers:
+        found.append(f"The training step in one process: {show(in_one_process(40))}.")
+    return found
 
 
 def in_one_process(steps: int) -> float:
@@ -213,56 +235,55 @@ def live(life: Any, place: tuple[int, int, str], together: Any, times: Any) -> N
     del store
 
 
-def lives(count: int, rounds: int, meet: Callable[[], str]) -> tuple[float, float, float]:
-    """How long the slowest of ``count`` workers takes to start, greet and stop: medians of ours, theirs, and only to
-    meet.
+def lives(count: int, rounds: int, meet: Callable[[], str]) -> list[Cost]:
+    """How long the slowest of ``count`` workers takes to start, greet and stop, and the processor time of all: medians
+    of ours, theirs, and only to meet.
     """
-    found: tuple[list[float], ...] = tuple([] for _ in LIVES)
+    walls: tuple[list[float], ...] = tuple([] for _ in LIVES)
+    used: tuple[list[float], ...] = tuple([] for _ in LIVES)
     fork = multiprocessing.get_context("fork")  # nothing runs in this process yet
     for _ in range(rounds):
-        for life, times in zip(LIVES, found, strict=True):
+        for place, life in enumerate(LIVES):
             together, queue, where = fork.Barrier(count), fork.Queue(), meet()
             processes = [
                 fork.Process(target=live, args=(life, (rank, count, where), together, queue)) for rank in range(count)
             ]
+            before = children_seconds()
             for process in processes:
                 process.start()
-            times.append(max(queue.get(timeout=120) for _ in processes))
+            walls[place].append(max(queue.get(timeout=120) for _ in processes))
             for process in processes:
                 process.join()
-    ours, theirs, floor = (statistics.median(times) for times in found)
-    return ours, theirs, floor
+            used[place].append(children_seconds() - before)
+    return [Cost(*map(statistics.median, each)) for each in zip(walls, used, strict=True)]
 
 
-def show_floor(how: str, ours: float, theirs: float, floor: float) -> str:
+def children_seconds() -> float:
+    """Processor time of children that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def start_and_stop(quick: bool) -> str:
+    """The name of the row."""
+    return f"start and stop of {8 if quick else 32} workers"
+
+
+def measure_lives(quick: bool) -> tuple[dict[str, Cost], list[str]]:
+    """How long workers take to start and stop, with what the meeting takes alone."""
+    count = 8 if quick else 32
+    with tempfile.TemporaryDirectory() as folder:
+        by_file = lives(count, 1 if quick else 5, lambda: f"file://{folder}/{secrets.token_hex(4)}")
+    by_tcp = lives(count, 1 if quick else 3, lambda: f"tcp://127.0.0.1:{free_port()}")
+    return dict(zip((OURS, THEIRS), by_file, strict=False)), [
+        show_floor(f"Start and stop of {count} workers that meet at a file", *by_file),
+        show_floor("The same at a TCP store", *by_tcp),
+    ]
+
+
+def show_floor(how: str, ours: Cost, theirs: Cost, floor: Cost) -> str:
     """What start and stop take beyond the meeting."""
     return (
-        f"{how}: Backhaul {show(ours)}, reference {show(theirs)}; the store alone {show(floor)}, "
-        f"beyond that {max(theirs - floor, 0.0) / max(ours - floor, 1e-9):.1f}x"
+        f"{how}: Backhaul {show(ours.wall)}, reference {show(theirs.wall)}; the store alone {show(floor.wall)}, "
+        f"beyond that {show(max(ours.wall - floor.wall, 0.0))} and {show(max(theirs.wall - floor.wall, 0.0))}."
     )
-
-
-def main() -> None:
-    """Measure and print."""
-    options = options_of(__doc__)
-    if play(functools.partial(rows, options.quick), 4, options, threads=64):
-        return
-    count = 8 if options.quick else 32
-    with tempfile.TemporaryDirectory() as folder:
-        by_file = lives(count, 1 if options.quick else 5, lambda: f"file://{folder}/{secrets.token_hex(4)}")
-    by_tcp = lives(count, 1 if options.quick else 3, lambda: f"tcp://127.0.0.1:{free_port()}")
-    numbers = conduct(PLAIN, OURS, THEIRS)
-    numbers[f"start and stop of {count} workers"] = by_file[:2]
-    report(f"Steps ({options.transport})", f"steps-{options.transport}", numbers)
-    print(show_floor(f"Start and stop of {count} workers that meet at a file", *by_file))
-    print(show_floor("The same at a TCP store", *by_tcp))
-    computing, copying = activations_alone()
-    shares = [(computing + copying) / time_ for time_ in (numbers[ACTIVATIONS][0], numbers[ACTIVATIONS][-1])]
-    print(f"The activations in one process: {computing * 1e3:.0f} ms, {COPIES} copies of them: {copying * 1e3:.0f} ms")
-    print(f"Together {shares[0]:.0%} of what Backhaul took, {shares[1]:.0%} of what the reference did")
-    alone = in_one_process(40)
-    print(f"The training step in one process: {alone * 1e3:.2f} ms")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,21 @@
 """What the programs import: the API of one of the two systems, as the variable ``BENCHMARK_SYSTEM`` says.
 
-A process serves one system. So the programs differ between the systems as a user's program does: in their imports.
+A process serves one system. So the programs differ between the systems as a user's program does: in their imports. With
+``plain`` it serves Backhaul without contexts, for programs that have a ``PlainDriver``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+import backhaul as bh
 
 SYSTEM = os.environ.get("BENCHMARK_SYSTEM", "backhaul")
 
@@ -36,12 +41,23 @@ __all__ = [
 ]
 
 
-def join(name: str, rank: int, count: int, meet: str) -> None:
-    """Become a worker. ``meet`` is the URL at which the workers find each other."""
+def show_unless_deprecation(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Show no deprecation: ``DistributedOptimizer`` of the reference announces its own, past all filters."""
+    if not issubclass(category, DeprecationWarning):
+        print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+def join(name: str, rank: int, count: int, meet: str) -> Callable[[], None]:
+    """Become a worker; returns what ends it. ``meet`` is the URL at which the workers find each other."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     warnings.filterwarnings("ignore", message="You are using a Backend")  # the reference warns about itself
+    warnings.showwarning = show_unless_deprecation
+    if SYSTEM == "plain":
+        bh.init(name, rank=rank, world_size=count, options=bh.Options(init_method=meet))
+        return functools.partial(bh.shutdown, timeout=3600)  # all but the driver call it at once
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=16, init_method=meet)
     rpc.init_rpc(name, rank=rank, world_size=count, rpc_backend_options=options)
+    return rpc.shutdown
 
 
 def seeded(module: torch.nn.Module, seed: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import backhaul as bh
 from programs.api import DistributedOptimizer, autograd, parameter_rrefs, rpc, seeded
 
 WORKERS = ("driver", "stage1", "stage2")
@@ -37,6 +38,12 @@ class Stage(nn.Module):
         return parameter_rrefs(self)
 
 
+def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors, and which of their first numbers is the largest."""
+    x = torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(step))
+    return x, x[:, :CLASSES].argmax(1)
+
+
 class Driver:
     """Feeds the stages."""
 
@@ -60,13 +67,41 @@ class Driver:
     def run(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            draw = torch.Generator().manual_seed(self.steps)
+            x, targets = make_batch(self.steps)
             self.steps += 1
-            x = torch.randn(BATCH, INPUTS, generator=draw)
-            targets = x[:, :CLASSES].argmax(1)
             with autograd.context() as context:
                 loss = nn.functional.cross_entropy(self.forward(x), targets)
                 autograd.backward(context, [loss])
                 self.optimizer.step(context)
+            losses.append(loss.item())
+        return losses
+
+
+class PlainDriver:
+    """The same network as a program of Backhaul has it: remote modules, ``loss.backward()``, an optimizer of torch."""
+
+    def __init__(self) -> None:
+        self.first = bh.nn.RemoteModule("stage1", Stage, (INPUTS, WIDTH))
+        self.second = bh.nn.RemoteModule("stage2", Stage, (WIDTH, CLASSES))
+        self.optimizer = torch.optim.SGD([*self.first.parameters(), *self.second.parameters()], lr=0.1)
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Send all micro-batches through both stages."""
+        outputs = []
+        for part in x.split(BATCH // PARTS):
+            middle = self.first.get_module_rref().remote().forward(bh.RRef(part))
+            outputs.append(self.second.forward_async(middle))
+        return torch.cat(bh.wait_all(outputs))
+
+    def run(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            x, targets = make_batch(self.steps)
+            self.steps += 1
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.forward(x), targets)
+            loss.backward()
+            self.optimizer.step()
             losses.append(loss.item())
         return losses

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -29,7 +27,7 @@ def run(name: str, drive: Callable[[Any], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         meet, count = f"file://{folder}/workers", len(module.WORKERS)
         fork = multiprocessing.get_context("fork")
-        workers = [fork.Process(target=serve, args=(module, rank, meet, drive)) for rank in range(count)]
+        workers = [fork.Process(target=serve, args=(name, rank, meet, drive)) for rank in range(count)]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -38,20 +36,26 @@ def run(name: str, drive: Callable[[Any], None]) -> None:
         raise RuntimeError(f"workers of {name} ended with {failed}")
 
 
-def quiet(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    """Show no deprecation: ``DistributedOptimizer`` of the reference announces its own, past all filters."""
-    if not issubclass(category, DeprecationWarning):
-        print(f"{category.__name__}: {message}", file=sys.stderr)
+def driver_of(name: str) -> Any:
+    """Build the model of a program."""
+    module = program(name)
+    return module.PlainDriver() if api.SYSTEM == "plain" else module.Driver()
 
 
-def serve(module: ModuleType, rank: int, meet: str, drive: Callable[[Any], None]) -> None:
+def close(driver: Any) -> None:
+    """End what a driver has started."""
+    if hasattr(driver, "close"):
+        driver.close()
+
+
+def serve(name: str, rank: int, meet: str, drive: Callable[[Any], None]) -> None:
     """The life of a worker."""
+    module = program(name)
     torch.set_num_threads(1)
-    warnings.showwarning = quiet
-    api.join(module.WORKERS[rank], rank, len(module.WORKERS), meet)
+    end = api.join(module.WORKERS[rank], rank, len(module.WORKERS), meet)
     if rank == 0:
-        driver = module.Driver()
+        driver = driver_of(name)
         drive(driver)
-        if hasattr(driver, "close"):
-            driver.close()
-    api.rpc.shutdown()
+        close(driver)
+        del driver
+    end()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import backhaul as bh
 from programs.api import DistributedOptimizer, autograd, call_method, parameter_rrefs, rpc, seeded
 
 WORKERS = ("trainer", "tables")
@@ -72,6 +73,34 @@ class Driver:
                 loss = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
                 autograd.backward(context, [loss])
                 self.optimizer.step(context)
+            self.state = (state[0].detach(), state[1].detach())
+            losses.append(loss.item())
+        return losses
+
+
+class PlainDriver:
+    """The same model as a program of Backhaul has it: remote modules, ``loss.backward()``, an optimizer of torch."""
+
+    def __init__(self) -> None:
+        self.embedding = bh.nn.RemoteModule("tables", Embedding)
+        self.decoder = bh.nn.RemoteModule("tables", Decoder)
+        self.lstm = nn.LSTM(WIDTH, HIDDEN, LAYERS)
+        seeded(self.lstm, 3)
+        parameters = [each for part in (self.lstm, self.embedding, self.decoder) for each in part.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.5)
+        self.state = (torch.zeros(LAYERS, BATCH, HIDDEN), torch.zeros(LAYERS, BATCH, HIDDEN))
+        self.steps = 0
+
+    def run(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            words, targets = make_batch(self.steps)
+            self.steps += 1
+            self.optimizer.zero_grad()
+            hidden, state = self.lstm(self.embedding(words), self.state)
+            loss = nn.functional.cross_entropy(self.decoder(hidden).flatten(0, 1), targets.flatten())
+            loss.backward()
+            self.optimizer.step()
             self.state = (state[0].detach(), state[1].detach())
             losses.append(loss.item())
         return losses
