@@ -201,6 +201,12 @@ class Options:
         shm_bytes: The most shared memory that this worker makes for large tensors which it sends to other workers of
             its host. A tensor that does not fit goes through the socket. 0 switches shared memory off. Default: an
             eighth of the memory, at most 2 GiB.
+        spin: The longest time that a thread which waits for a message polls for it before it sleeps, in seconds; at
+            most 1. A thread that polls sees a message tens of microseconds sooner, but keeps a processor busy. 0 or
+            False: threads never spin. ``"auto"``: up to 20 ms while many processors are free, and a few hundred
+            microseconds on machines with fewer than 4 processors. A container counts as a machine with as many
+            processors as its cpu quota. A thread spins only if recent messages came within this time, and stops as
+            soon as other threads want the processor or the interpreter. So a worker without messages sleeps.
         connect_timeout: How long a first call may take to reach its peer; at most ``liveness.lost_after`` if that is
             not 0.
         rendezvous_timeout: How long ``init`` waits for all other workers. After 5 s it logs which ranks are missing,
@@ -231,6 +237,7 @@ class Options:
     bind: str | None = None
     init_method: str | None = None
     shm_bytes: int | None = None
+    spin: float | Literal["auto"] = "auto"
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
@@ -258,6 +265,10 @@ class Options:
         if self.transport == "unix" and (self.bind, self.security.tls) != (None, None):
             raise ValueError("bind and security.tls are for TCP, but transport is 'unix'")
         _check_bytes(self, "shm_bytes")
+        if self.spin != "auto" and not (
+            isinstance(self.spin, int | float) and self.spin is not True and 0 <= self.spin <= 1
+        ):
+            raise ValueError(f"spin must be 'auto' or a number of seconds from 0 to 1, got {self.spin!r}")
 
     @property
     def value_limit(self) -> int | None:

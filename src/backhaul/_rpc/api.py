@@ -125,6 +125,7 @@ def _endpoint(secret: bytes, options: Options, rank: int) -> SocketEndpoint:
         limit=options.limits.frame_bytes,
         shm_bytes=options.shm_bytes,
         credentials=credentials_of(options, rank),
+        spin=options.spin,
     )
 
 

@@ -10,7 +10,6 @@ from backhaul._sim.channel import SimChannel
 from backhaul._sim.scheduler import Scheduler
 from backhaul._sim.tasks import SimProcess, SimTask
 from backhaul._transport.base import Channel, Endpoint, Event
-from backhaul._transport.spin_wait import SpinPolicy
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.memory import Recycler
 
@@ -143,7 +142,7 @@ class SimEndpoint(Endpoint):
     def wake_soon(self) -> None:
         self._scheduler.after(0.001, functools.partial(self.offer, None))
 
-    def make_waiter(self, policy: SpinPolicy) -> ChannelWaiter:
+    def make_waiter(self) -> ChannelWaiter:
         return SimChannelWaiter(self._scheduler)
 
     def close(self) -> None:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from backhaul._wire.frames import Frame
 
 if TYPE_CHECKING:
-    from backhaul._transport.spin_wait import SpinPolicy
     from backhaul._transport.waiter import ChannelWaiter
 
 
@@ -181,6 +180,9 @@ class Endpoint(abc.ABC):
     wakes: int = 0
     """How often ``wake`` was called, for threads that spin."""
 
+    spinner: object | None = None
+    """Identifies the spin that is under way; see ``spin_wait``."""
+
     unflushed: Collection[Channel] = ()
     """Channels that ``flush`` would write to."""
 
@@ -225,11 +227,12 @@ class Endpoint(abc.ABC):
     def flush(self) -> None:  # noqa: B027
         """Send what waits in any channel of this end, see ``Channel.send_soon``."""
 
-    def make_waiter(self, policy: SpinPolicy) -> ChannelWaiter:
+    def make_waiter(self) -> ChannelWaiter:
         """Make what a thread needs to wait for several channels of this end that it holds."""
+        from backhaul._transport.spin_wait import SpinPolicy
         from backhaul._transport.waiter import ChannelWaiter  # which imports this module
 
-        return ChannelWaiter(policy, self)
+        return ChannelWaiter(SpinPolicy(), self)
 
     @abc.abstractmethod
     def close(self) -> None:

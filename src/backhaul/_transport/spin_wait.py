@@ -1,10 +1,14 @@
 """Spin before sleeping: the one loop that polls for a message without giving up the processor.
 
 [Note: spinning] A processor that goes to sleep takes tens of microseconds to wake up, and is slow for a while after.
-Most replies come sooner than that. A thread that waits for a message therefore polls a number of times before it
-sleeps. It does so only if recent messages came soon, if nothing else runs in its process (other threads would want the
-interpreter), and if processors are not scarce. Between two polls the thread offers the processor to others. If others
-keep the processor for long, they need it more, and the thread stops spinning for a number of waits.
+A thread that waits for a message therefore polls before it sleeps, if recent messages came soon. A *brief* spin takes
+some hundred polls. A *long* spin takes milliseconds and needs processors that are free: in a program that computes
+between calls, the next message comes after the time that the computation takes.
+
+A spin costs others as little as possible. After each poll the thread offers the processor to others. It stops when
+another thread of the process wants the interpreter: the system then says that this thread has slept, which it does only
+to wait for the interpreter. A long spin also stops when other threads have had the processor. If that happens often,
+the thread does not spin for a number of waits. Only one thread of an endpoint spins at a time.
 
 Knows neither channels nor sockets: the caller passes the function that polls.
 """
@@ -12,24 +16,39 @@ Knows neither channels nor sockets: the caller passes the function that polls.
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
+
+from backhaul._transport.processors import Processors
 
 T = TypeVar("T")
 
-MAX_SPINS = 300 if len(os.sched_getaffinity(0)) > 1 else 0
-"""How often to poll before sleeping. One poll takes about a microsecond."""
+BRIEF_SPINS = 300
+"""How often to poll in a brief spin. One poll takes about a microsecond."""
 
-SPIN_SECONDS = 0.002
-"""The longest time to spin. It is only reached when others keep the processor."""
+BRIEF_SECONDS = 0.002
+"""The longest time of a brief spin. It is only reached when others keep the processor."""
+
+LONG_SECONDS = 0.02
+"""The longest time of a long spin, unless ``Options.spin`` says another one."""
 
 offer = os.sched_yield
 """Called between two polls."""
 
+_MIN_PROCESSORS = 4  # on fewer processors, no spin is long
+_CHECK_SPINS = 32  # polls from one look at what others want to the next; a power of two
+_SWITCHES = 2  # so many switches to others end a spin; one may be an accident
 _PREEMPTED_SECONDS = 0.001  # time without the processor, during one spin, that means that processors are scarce
 _MIN_PAUSE, _MAX_PAUSE = 4, 128  # waits without spinning after processors were scarce
 _SOON_SECONDS = 0.0005  # a message that comes within this time would come sooner if the thread did not sleep
+
+
+def count_switches() -> tuple[int, int]:
+    """How often the calling thread has slept, and how often it has lost the processor to another thread."""
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_nvcsw, usage.ru_nivcsw
 
 
 class Busyness(Protocol):
@@ -41,12 +60,52 @@ class Busyness(Protocol):
     wakes: int
     """How often a thread wanted one of the threads that poll to return."""
 
+    spinner: object | None
+    """Identifies the spin that is under way; None: no thread spins. A thread that begins to spin replaces it, and the
+    other thread stops."""
+
 
 class Spinning(Protocol):
     """What a thread spins for."""
 
     wanted: bool
     """Whether another thread waits for the spinning thread to stop."""
+
+
+class SpinLimit:
+    """How long the threads of one endpoint may spin. Thread-safe.
+
+    Args:
+        spin: ``"auto"`` or a number of seconds, see ``Options.spin``.
+        processors: The processors that this process may use.
+
+    Attributes:
+        brief_spins: How many polls a brief spin may take; 0: threads never spin.
+        brief_seconds: How long a brief spin may take.
+        long_seconds: How long a long spin may take if enough processors are free; 0: no spin is long.
+    """
+
+    def __init__(self, spin: float | Literal["auto"] = "auto", processors: Processors | None = None) -> None:
+        self._processors = _PROCESSORS if processors is None else processors
+        self._automatic = spin == "auto"
+        count = self._processors.count
+        longest = LONG_SECONDS if spin == "auto" else float(spin)
+        self.brief_spins = BRIEF_SPINS if longest and count > 1 else 0
+        self.brief_seconds = min(BRIEF_SECONDS, longest)
+        self.long_seconds = longest if self.brief_spins and not (self._automatic and count < _MIN_PROCESSORS) else 0.0
+
+    def seconds(self) -> float:
+        """How long a spin may take that is under way now. It is the longer the more processors are free: all of
+        ``long_seconds`` if half of them are, nothing if one is.
+        """
+        if not self._automatic:
+            return self.long_seconds
+        share = (self._processors.free() - 1) / (self._processors.count / 2 - 1)
+        return self.long_seconds * min(max(share, 0.0), 1.0)
+
+
+_PROCESSORS = Processors()
+_DEFAULT = SpinLimit()
 
 
 class SpinPolicy:
@@ -57,54 +116,103 @@ class SpinPolicy:
             takes it into account. Negative: nothing to take into account.
     """
 
-    __slots__ = ("_min_waits", "_pause", "_processor", "_soon_share", "_start", "_waits", "waited")
+    __slots__ = (
+        "_limit",
+        "_long",
+        "_long_pause",
+        "_long_share",
+        "_pause",
+        "_processor",
+        "_soon_share",
+        "_start",
+        "_waits",
+        "waited",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, limit: SpinLimit = _DEFAULT) -> None:
         self.waited = -1.0
+        self._limit = limit
         self._soon_share = 1.0  # share of the recent messages that came soon
+        self._long_share = 1.0  # share of the recent messages that a long spin would have seen
         self._waits = 0
-        self._min_waits = 0  # do not spin before this many waits
-        self._pause = _MIN_PAUSE
+        self._pause = _Pause()
+        self._long_pause = _Pause()
+        self._long = False  # whether the spin that begins now may be long
         self._start = self._processor = 0.0
 
-    def spin_if_worthwhile(self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning) -> list[T]:
+    def spin_if_worthwhile(
+        self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning, most: float | None = None
+    ) -> list[T]:
         """``spin`` if ``should_spin``, else return nothing."""
-        return self.spin(poll, process, purpose) if self.should_spin() else []
+        return self.spin(poll, process, purpose, most) if self.should_spin() else []
 
-    def spin(self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning) -> list[T]:
-        """Poll until something is ready, others want the interpreter, or it takes too long. Returns what is ready.
-        Call it only after ``should_spin`` has returned True.
+    def spin(
+        self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning, most: float | None = None
+    ) -> list[T]:
+        """Poll until something is ready, others want the interpreter or the processor, or it takes too long. Returns
+        what is ready. Call it only after ``should_spin`` has returned True.
 
         Args:
             poll: Returns what is ready without waiting, when called with 0.
             process: Whether other threads of this process want the interpreter.
             purpose: Whether another thread wants what this thread spins for.
+            most: The longest time that the thread wants to wait; None: any time.
         """
-        wakes, now = process.wakes, time.perf_counter
-        until = now() + SPIN_SECONDS
+        limit, now, me = self._limit, time.perf_counter, object()
+        wakes, until, spins = process.wakes, now() + limit.brief_seconds, limit.brief_spins
+        slept, lost = count_switches()
+        long, left = False, spins  # left: polls until the spin becomes a long one, or ends
         ready: list[T] = []
-        for _ in range(MAX_SPINS):
-            if not process.quiet or process.wakes != wakes or purpose.wanted:
-                return ready  # another thread wanted the interpreter: that says nothing about processors
-            if ready := poll(0):
-                break
-            offer()
-            if now() > until:
-                break
+        process.spinner = me
+        try:
+            while True:
+                if not process.quiet or process.wakes != wakes or purpose.wanted or process.spinner is not me:
+                    return ready  # another thread wanted the interpreter: that says nothing about processors
+                if ready := poll(0):
+                    break
+                offer()
+                left -= 1
+                if now() > until:
+                    break
+                if not left & (_CHECK_SPINS - 1):
+                    slept_now, lost_now = count_switches()
+                    if slept_now >= slept + _SWITCHES:
+                        return ready
+                    if long and lost_now >= lost + _SWITCHES:
+                        self._long_pause.begin(self._waits)
+                        break
+                    if not left and not long:
+                        lost, seconds = lost_now, limit.seconds() if self._long else 0.0
+                        until = self._start + (seconds if most is None else min(seconds, most))
+                        if until <= now():
+                            break
+                        long = True
+            if long and ready:
+                self._long_pause.shorten()
+        finally:
+            if process.spinner is me:
+                process.spinner = None
         self.stop()
         return ready
 
     def should_spin(self) -> bool:
-        """Whether to spin in the wait that begins now. One wait of 32 spins in any case, to notice changes."""
-        waited = self.waited
+        """Whether to spin in the wait that begins now. One wait of 32 spins briefly in any case, to notice changes: a
+        message for which the thread sleeps seems to come later.
+        """
+        waited, limit = self.waited, self._limit
         if waited >= 0.0:
             self.waited = -1.0
             if waited < _SOON_SECONDS:
                 self._soon_share += (1.0 - self._soon_share) / 4
             else:
                 self._soon_share -= self._soon_share / 8
+            self._long_share += ((waited < limit.long_seconds) - self._long_share) / 8
         self._waits += 1
-        if MAX_SPINS > 0 and self._waits > self._min_waits and (self._soon_share > 0.25 or not self._waits & 31):
+        if not limit.brief_spins or not self._pause.is_over(self._waits):
+            return False
+        probe = not self._waits & 31
+        self._long = self._long_share > 0.5 and limit.long_seconds > 0.0 and self._long_pause.is_over(self._waits)
+        if self._long or probe or self._soon_share > 0.25:
             self._processor = time.thread_time()
             self._start = time.perf_counter()
             return True
@@ -116,7 +224,30 @@ class SpinPolicy:
         """
         wall = time.perf_counter() - self._start
         if wall - (time.thread_time() - self._processor) > _PREEMPTED_SECONDS:
-            self._min_waits = self._waits + self._pause
-            self._pause = min(2 * self._pause, _MAX_PAUSE)
-        elif self._pause > _MIN_PAUSE:
-            self._pause -= 1
+            self._pause.begin(self._waits)
+        else:
+            self._pause.shorten()
+
+
+class _Pause:
+    """Waits without spinning, because processors were scarce."""
+
+    __slots__ = ("_length", "_until")
+
+    def __init__(self) -> None:
+        self._until = 0  # do not spin before this many waits
+        self._length = _MIN_PAUSE
+
+    def begin(self, waits: int) -> None:
+        """Pause after so many waits, for twice as long as the last time."""
+        self._until = waits + self._length
+        self._length = min(2 * self._length, _MAX_PAUSE)
+
+    def is_over(self, waits: int) -> bool:
+        """Whether a thread may spin in this wait."""
+        return waits > self._until
+
+    def shorten(self) -> None:
+        """Processors were free: the next pause is shorter."""
+        if self._length > _MIN_PAUSE:
+            self._length -= 1

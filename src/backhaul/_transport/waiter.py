@@ -59,7 +59,7 @@ class ChannelWaiter:
         if channels != self._channels:
             self.register(channels)
         since = time.perf_counter()
-        ready = self._policy.spin_if_worthwhile(self._poller.poll, self._process, self) if spin else []
+        ready = self._policy.spin_if_worthwhile(self._poller.poll, self._process, self, timeout) if spin else []
         if not ready:
             ready = interrupts.poll(self._poller, timeout)
         self._policy.waited = time.perf_counter() - since

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import OneShotEvent, Runtime
 from backhaul._transport.base import Channel, Endpoint, Event, Lost
-from backhaul._transport.spin_wait import SpinPolicy
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import MALFORMED
@@ -74,7 +73,6 @@ class FrameReceiver:
         self.guarded = False
         self.on_gone: Listeners[[Channel], Task | None] = Listeners()
         self.on_lost: Listeners[[Channel, str], None] = Listeners()
-        self._spin_policy = SpinPolicy()  # of the threads that attend
         self._waiters: list[ChannelWaiter] = []  # not in use; ``attend`` takes one and puts it back
 
     def submit_to(self, submit: Callable[[Task], None]) -> None:
@@ -170,7 +168,7 @@ class FrameReceiver:
         """
         held = list(channels)
         deadline = None if timeout is None else self._runtime.now() + timeout
-        waiter = self._waiters.pop() if self._waiters else self._endpoint.make_waiter(self._spin_policy)
+        waiter = self._waiters.pop() if self._waiters else self._endpoint.make_waiter()
         in_time = True
         try:
             waiter.claim()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ import pytest
 
 from backhaul._transport import spin_wait as module
 from backhaul._transport.base import Event, Lost, Received
+from backhaul._transport.processors import Processors
 from backhaul._transport.sockets import channel as socket_channel
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.endpoint import SocketEndpoint
-from backhaul._transport.spin_wait import SPIN_SECONDS, SpinPolicy
+from backhaul._transport.spin_wait import BRIEF_SECONDS, BRIEF_SPINS, LONG_SECONDS, SpinLimit, SpinPolicy
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import Frame
 
@@ -32,11 +34,41 @@ class Clocks:
         return self.processor
 
 
+class Machine(Processors):
+    """Processors as a test says."""
+
+    def __init__(self, count: float, free: float) -> None:
+        super().__init__()
+        self._given = count, free
+
+    @property
+    def count(self) -> float:
+        return self._given[0]
+
+    def free(self) -> float:
+        return self._given[1]
+
+
+class Process:
+    """What a thread that spins knows of its process."""
+
+    quiet = True
+    wakes = 0
+    spinner: object | None = None
+
+
+class Purpose:
+    wanted = False
+
+
+BRIEF = SpinLimit("auto", Machine(2, 1))  # no spin is long
+SERVER = SpinLimit("auto", Machine(16, 14))
+
+
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     made = Clocks()
     monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr(module, "MAX_SPINS", 300)
     return made
 
 
@@ -53,12 +85,12 @@ def wait(policy: SpinPolicy, clocks: Clocks, seconds: float, *, taken: float = 0
 
 
 def test_spins_while_messages_come_soon(clocks: Clocks) -> None:
-    policy = SpinPolicy()
+    policy = SpinPolicy(BRIEF)
     assert all(wait(policy, clocks, 0.0001) for _ in range(50))
 
 
 def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
-    policy = SpinPolicy()
+    policy = SpinPolicy(BRIEF)
     for _ in range(50):
         wait(policy, clocks, 0.01)
     rare = [wait(policy, clocks, 0.01) for _ in range(320)]
@@ -69,11 +101,11 @@ def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
 
 
 def test_pauses_after_others_had_the_processor(clocks: Clocks) -> None:
-    policy = SpinPolicy()
+    policy = SpinPolicy(BRIEF)
     pauses = []
     for _ in range(8):
         assert wait(policy, clocks, 0.002, taken=0.0015)
-        pauses.append(next(n for n in range(1000) if policy._waits + n + 1 > policy._min_waits))
+        pauses.append(next(n for n in range(1000) if policy._pause.is_over(policy._waits + n + 1)))
         for _ in range(pauses[-1]):
             assert not wait(policy, clocks, 0.0001)
     assert pauses == sorted(pauses), "the more often it is taken, the longer"
@@ -87,10 +119,134 @@ def test_pauses_after_others_had_the_processor(clocks: Clocks) -> None:
     assert shorter < 10, "and that is forgotten when it no longer happens"
 
 
-def test_never_spins_on_one_processor(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SPINS", 0)
-    policy = SpinPolicy()
+@pytest.mark.parametrize(
+    "limit",
+    [
+        SpinLimit("auto", Machine(1, 0)),
+        SpinLimit("auto", Machine(0.5, 0)),
+        SpinLimit(0.01, Machine(1, 0)),
+        SpinLimit(0, Machine(16, 15)),
+        SpinLimit(False, Machine(16, 15)),
+    ],
+)
+def test_never_spins_on_one_processor_or_if_told_so(clocks: Clocks, limit: SpinLimit) -> None:
+    policy = SpinPolicy(limit)
     assert not any(wait(policy, clocks, 0.0001) for _ in range(100))
+
+
+# Long spins.
+
+
+class Spin:
+    """One spin for a message that does not come. Each poll takes a microsecond.
+
+    Attributes:
+        polls: How many polls it took.
+        lost, slept: From which poll on the thread has lost the processor, or has slept, twice.
+    """
+
+    def __init__(self, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.polls = 0
+        self.lost = self.slept = 1 << 60
+        self.process = Process()
+        self._clocks = clocks
+        monkeypatch.setattr(module, "offer", self._tick)
+        monkeypatch.setattr(
+            module, "count_switches", lambda: (2 * (self.polls >= self.slept), 2 * (self.polls >= self.lost))
+        )
+
+    def _tick(self) -> None:
+        self._clocks.wall += 1e-6
+        self._clocks.processor += 1e-6
+
+    def poll(self, _: int) -> list[str]:
+        self.polls += 1
+        return []
+
+    def run(self, policy: SpinPolicy, most: float | None = None) -> int:
+        """Spin if the policy wants to. Returns the number of polls."""
+        self.polls = 0
+        assert policy.spin_if_worthwhile(self.poll, self.process, Purpose(), most) == []
+        assert self.process.spinner is None
+        return self.polls
+
+
+@pytest.fixture
+def spin(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> Spin:
+    return Spin(clocks, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("count", "free", "share"),
+    [(16, 15, 1), (16, 8, 1), (16, 4.5, 0.5), (16, 1, 0), (16, -3, 0), (4, 2, 1), (4, 1, 0), (3, 2, 0), (2, 1, 0)],
+)
+def test_a_spin_is_as_long_as_processors_are_free(spin: Spin, count: int, free: float, share: float) -> None:
+    polls = spin.run(SpinPolicy(SpinLimit("auto", Machine(count, free))))
+    assert polls == pytest.approx(max(share * LONG_SECONDS * 1e6, BRIEF_SPINS), rel=0.02)
+
+
+def test_a_number_of_seconds_holds_whatever_is_free(spin: Spin) -> None:
+    assert spin.run(SpinPolicy(SpinLimit(0.005, Machine(2, -1)))) == pytest.approx(5000, rel=0.02)
+    assert spin.run(SpinPolicy(SpinLimit(0.0001, Machine(16, 15)))) == pytest.approx(100, rel=0.02)
+
+
+def test_no_spin_is_longer_than_the_wait(spin: Spin) -> None:
+    assert spin.run(SpinPolicy(SERVER), 0.004) == pytest.approx(4000, rel=0.02)
+
+
+def test_a_long_spin_ends_when_others_get_the_processor(spin: Spin) -> None:
+    policy = SpinPolicy(SERVER)
+    spin.lost = 2000
+    assert 2000 <= spin.run(policy) <= 2032
+    brief = [spin.run(policy) for _ in range(4)]
+    assert brief == [BRIEF_SPINS] * 4, "and no spin is long for a while"
+    assert 2000 <= spin.run(policy) <= 2032
+    assert [spin.run(policy) for _ in range(8)] == [BRIEF_SPINS] * 8, "the longer the more often that happens"
+
+
+def test_switches_during_a_brief_spin_do_not_end_a_long_one(spin: Spin) -> None:
+    """On few processors the other end of the channel needs the processor to answer."""
+    spin.lost = 10
+    assert spin.run(SpinPolicy(SERVER)) > 10 * BRIEF_SPINS
+
+
+@pytest.mark.parametrize("limit", [BRIEF, SERVER])
+@pytest.mark.parametrize("after", [0, 100])
+def test_any_spin_ends_when_another_thread_wants_the_interpreter(spin: Spin, limit: SpinLimit, after: int) -> None:
+    spin.slept = after + 1
+    assert after < spin.run(SpinPolicy(limit)) <= after + 33
+
+
+def test_a_thread_that_begins_to_spin_ends_the_spin_of_another(spin: Spin) -> None:
+    first, second = SpinPolicy(SERVER), SpinPolicy(SERVER)
+    seen = [0]
+
+    def poll(_: int) -> list[str]:
+        seen[0] += 1
+        spin.run(second)
+        return []
+
+    assert first.spin_if_worthwhile(poll, spin.process, Purpose()) == []
+    assert seen == [1]
+    assert spin.polls > BRIEF_SPINS
+
+
+def test_a_long_spin_needs_messages_that_come_in_time(spin: Spin, clocks: Clocks) -> None:
+    policy = SpinPolicy(SERVER)
+
+    def spins(waited: float, count: int) -> list[int]:
+        found = []
+        for _ in range(count):
+            found.append(spin.run(policy))
+            policy.waited = waited
+        return found
+
+    assert min(spins(0.005, 50)) > BRIEF_SPINS, "those that come after some milliseconds do"
+    polls = spins(0.5, 1000)  # heartbeats
+    assert sum(polls[:20]) < 20_000 * 10
+    assert max(polls[20:]) == BRIEF_SPINS
+    assert sum(count > 0 for count in polls[20:]) <= 1000 / 32, "an idle worker uses no processor"
+    assert spins(0.005, 20)[-1] > BRIEF_SPINS, "and begins again"
 
 
 @pytest.fixture
@@ -116,7 +272,7 @@ def test_a_wake_up_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, S
     connected.set()
     poller.join()
     assert channel.acquire()
-    waiter = ChannelWaiter(SpinPolicy(), here)
+    waiter = ChannelWaiter(SpinPolicy(BRIEF), here)
     assert waiter.wait([channel], 0.001, spin=spin) == []
     threading.Timer(0.01, waiter.wake).start()
     assert waiter.wait([channel], None, spin=spin) == []
@@ -227,10 +383,10 @@ def test_spinning_ends_when_others_keep_the_processor(
 
     def lose_the_processor() -> None:
         offered.append(None)
-        time.sleep(2 * SPIN_SECONDS)
+        time.sleep(2 * BRIEF_SECONDS)
 
     monkeypatch.setattr(module, "offer", lose_the_processor)
-    monkeypatch.setattr(module, "MAX_SPINS", 300)
+    monkeypatch.setattr(mine, "_spin_policy", SpinPolicy(SERVER))
     mine._endpoint.quiet = True
     assert mine.acquire(offered)
     assert mine.receive(0.0) is None
@@ -293,3 +449,31 @@ def test_an_interrupt_of_a_wait_for_a_channel_leaves_it_whole(ends: tuple[Socket
     event = comes(here)
     assert isinstance(event, Received)
     event.channel.release()
+
+
+@pytest.mark.parametrize("spin", [0, 0.02])
+def test_an_end_without_messages_sleeps(monkeypatch: pytest.MonkeyPatch, spin: float) -> None:
+    """Counted in polls and in processor time, of which a spin without end would take all."""
+    polls = [0]
+
+    def count() -> None:
+        polls[0] += 1
+
+    monkeypatch.setattr(module, "offer", count)
+    with (
+        contextlib.closing(SocketEndpoint(secret=b"s", spin=spin)) as here,
+        contextlib.closing(SocketEndpoint(secret=b"s", spin=spin)) as there,
+    ):
+        _, back = connect(here, there)
+        for number in range(20):
+            back.send(Frame(41, number))
+            event = comes(here)
+            assert isinstance(event, Received)
+            event.channel.release()
+        polls[0], begun = 0, time.thread_time()
+        assert here.poll(1.0) is None
+        assert time.thread_time() - begun < 0.5
+        assert polls[0] <= spin * 1e7
+        first = polls[0]
+        assert here.poll(0.01) is None
+        assert polls[0] == first, "not even at the begin of the next wait"

@@ -25,7 +25,7 @@ from backhaul._transport.sockets.epoll_set import ONE_SHOT
 from backhaul._transport.sockets.shared_memory_link import Trimmer, link_to_peer
 from backhaul._transport.sockets.socket_writer import TURN_BYTES, SocketWriter, WriterOwner
 from backhaul._transport.sockets.write_queue import MAX_COPIED_BYTES
-from backhaul._transport.spin_wait import SpinPolicy
+from backhaul._transport.spin_wait import SpinLimit, SpinPolicy
 from backhaul._wire.frames import Frame, FrameReader
 from backhaul.errors import ProtocolError
 
@@ -47,6 +47,8 @@ class ChannelOwner(WriterOwner, Protocol):
 
     quiet: bool
     wakes: int
+    spinner: object | None
+    spin_limit: SpinLimit
     budget: Budget
     trimmer: Trimmer
 
@@ -77,7 +79,10 @@ class SocketChannel(Channel):
         self._holder: dict[int, object] = {}  # [0]: the thread that reads, until it releases; see [Note: interrupts]
         self._poller = select.poll()  # for ``receive``; used by the holder
         self._poller.register(self._connection.fd, select.POLLIN)
-        self._spin_policy = SpinPolicy()  # used by the holder
+        self._idle_poller = select.poll()  # for ``spin_read``: this channel, and all others
+        self._idle_poller.register(self._connection.fd, select.POLLIN)
+        self._idle_poller.register(endpoint.descriptors.fd, select.POLLIN)
+        self._spin_policy = SpinPolicy(endpoint.spin_limit)  # used by the holder
         self._since = 0.0  # when the wait for the next message began
         self._spinning = False  # the holder has nothing else to do
         self.wanted = False
@@ -137,7 +142,7 @@ class SocketChannel(Channel):
     def receive(self, timeout: float | None) -> Event | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         self._since = time.perf_counter()
-        if self._spin_policy.spin_if_worthwhile(self._poller.poll, self._endpoint, self):
+        if self._spin_policy.spin_if_worthwhile(self._poller.poll, self._endpoint, self, timeout):
             event = self._read()
             if event is not None:
                 return event
@@ -147,20 +152,22 @@ class SocketChannel(Channel):
                 return event
         return None
 
-    def spin_read(self) -> Event | None:
+    def spin_read(self, timeout: float | None) -> Event | None:
         """The thread that read the channel last has nothing else to do: spin for more. If there is more, the thread
-        holds the channel as after ``read``.
+        holds the channel as after ``read``. If another channel has an event, the thread stops.
         """
-        mine = object()
+        mine, endpoint = object(), self._endpoint
+        self._since = time.perf_counter()
         if (
-            not self._endpoint.quiet
+            not endpoint.quiet
+            or endpoint.spinner is not None  # a thread that waits for a reply spins, and would compete with this one
             or not self._spin_policy.should_spin()
             or self._holder.setdefault(0, mine) is not mine
         ):
             return None
         self._arm(_SILENT)
         self._spinning = True
-        ready = self._spin_policy.spin(self._poller.poll, self._endpoint, self)
+        ready = self._spin_policy.spin(self._idle_poller.poll, endpoint, self, timeout)
         self._spinning = False
         event = self._read() if ready else None
         if event is None:

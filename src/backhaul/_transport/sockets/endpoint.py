@@ -10,6 +10,8 @@ import contextlib
 import select
 import ssl
 import threading
+import time
+from typing import Literal
 
 from backhaul._transport.base import Channel, Endpoint, Event
 from backhaul._transport.shm.segments import default_ceiling
@@ -21,6 +23,8 @@ from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.pending_connections import PendingConnection
 from backhaul._transport.sockets.shared_memory_link import Trimmer
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket
+from backhaul._transport.spin_wait import SpinLimit, SpinPolicy
+from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import MAX_BUFFERS
 from backhaul._wire.memory import Recycler
 
@@ -29,7 +33,7 @@ _FLUSH_SECONDS = 0.001
 _LONGEST_SECONDS = 1e6  # the system takes no timeouts of more than a few weeks
 
 
-# Over the limit because seven of its attributes are what its channels read of it (``ChannelOwner``).
+# Over the limit because eight of its attributes are what its channels read of it (``ChannelOwner``).
 class SocketEndpoint(Endpoint):
     """A worker's listening sockets and its channels.
 
@@ -40,6 +44,7 @@ class SocketEndpoint(Endpoint):
         limit: Largest frame to accept, in bytes.
         shm_bytes: How much shared memory to use at most; 0 for none. Default: see ``shm.default_ceiling``.
         credentials: What this worker proves itself with over TCP, which is then TLS.
+        spin: How long threads may spin, see ``Options.spin``.
     """
 
     def __init__(
@@ -51,8 +56,11 @@ class SocketEndpoint(Endpoint):
         limit: int = 8 << 30,
         shm_bytes: int | None = None,
         credentials: Credentials | None = None,
+        spin: float | Literal["auto"] = "auto",
     ) -> None:
         self.limit = limit
+        self.spin_limit = SpinLimit(spin)
+        self._waiting = SpinPolicy(self.spin_limit)  # of the threads that wait for several channels
         self.buffers = MAX_BUFFERS
         self.budget = Budget(default_ceiling() if shm_bytes is None else shm_bytes)
         self.recycler = Recycler()
@@ -84,10 +92,13 @@ class SocketEndpoint(Endpoint):
         here = self._last_read
         last: SocketChannel | None = getattr(here, "channel", None)
         if last is not None and (timeout is None or timeout > _MIN_SPIN_TIMEOUT_SECONDS):
-            event = last.spin_read()
+            begun = time.monotonic()
+            event = last.spin_read(timeout)
             if event is not None:
                 return event
             here.channel = None
+            if timeout is not None:
+                timeout = max(timeout - (time.monotonic() - begun), 0.0)
         ready = self.descriptors.poll(timeout if timeout is None else min(timeout, _LONGEST_SECONDS), 1)
         if not ready:
             return None
@@ -115,6 +126,9 @@ class SocketEndpoint(Endpoint):
         """See ``ChannelOwner``."""
         self.unflushed.add(channel)
         self.wake_soon()
+
+    def make_waiter(self) -> ChannelWaiter:
+        return ChannelWaiter(self._waiting, self)
 
     # Shared memory and limits.
 

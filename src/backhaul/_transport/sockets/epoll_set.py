@@ -23,10 +23,14 @@ class EpollSet:
 
     ``poll`` and ``modify`` are the methods of ``select.epoll`` themselves, since every message needs them: ``modify``
     raises ``OSError`` or ``ValueError`` once the descriptor, or the set, is closed.
+
+    Attributes:
+        fd: The descriptor of the set itself. It is readable when ``poll`` would return an event.
     """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
         self.poll: Callable[[float | None, int], list[tuple[int, int]]] = self._epoll.poll
         self.modify: Callable[[int, int], None] = self._epoll.modify
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

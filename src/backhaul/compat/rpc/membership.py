@@ -63,7 +63,10 @@ def join(name: str, rank: int, store: Store, agent_options: TensorPipeRpcBackend
         if not store.check([_SECRET]):
             store.set(_SECRET, secrets.token_hex(32))
         endpoint = SocketEndpoint(
-            secret=store.get(_SECRET), limit=options.limits.frame_bytes, shm_bytes=options.shm_bytes
+            secret=store.get(_SECRET),
+            limit=options.limits.frame_bytes,
+            shm_bytes=options.shm_bytes,
+            spin=options.spin,
         )
         own = describe(name, rank, endpoint, options, host=host_identity())
         others = _read(store)
