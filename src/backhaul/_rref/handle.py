@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -17,7 +17,7 @@ from backhaul._rref.ownership import ForkId, Identity, RRefId, maker_of
 from backhaul._rref.registry import RRefRegistry, current_rrefs
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
-from backhaul._wire.callables import label_of
+from backhaul._wire.callables import label_of, name_of
 from backhaul._wire.pickling import builders, reducers
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import BackhaulError, CallTimeoutError
@@ -226,62 +226,75 @@ class RRef(Generic[T]):
             run_backward(self._entry.value.wait(), context, retain_graph)
         else:
             self._check_created()
-            self._rrefs.client.call(self._owner.id, backward_of, (self._named(), context, retain_graph), None, 0)
+            self._rrefs.client.call(self._owner.id, backward_of, (*self._named(), context, retain_graph), None, 0)
 
     # Calls.
 
     @graph_break
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and waits for the result."""
-        return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout, "rpc_sync").wait())
+        return _Proxy(self._call_and_wait, timeout)
 
     @graph_break
     def rpc_async(self, timeout: float | None = None) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
-        return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout))
+        return _Proxy(self._call, timeout)
 
     @graph_break
     def remote(self, timeout: float | None = None) -> Any:
         """``rref.remote().method(...)`` calls a method of the value on its owner. The result stays there;
         returns a reference to it.
         """
-        from backhaul._rref.remote import make_remote
-
-        def call(name: str, args: Any, kwargs: Any) -> RRef[Any]:
-            arguments = self._named(), name, args, kwargs
-            made: RRef[Any] = make_remote(self._owner.id, invoke, arguments, timeout=timeout, label=name)
-            if made._created is not None:
-                keep_until(self, made._created)
-            return made
-
-        return _Proxy(call)
+        return _Proxy(self._make, timeout)
 
     def _named(self) -> Named:
         """The arguments by which the owner finds the value. Raises ``PeerLostError`` if the owner is gone for good."""
-        if self._fork is not None:
-            self._rrefs.held.check(self._fork, self._owner.name)
-        return self._id, -1 if self._fork is None else self._fork, *self._rrefs.identity, self._identity[1]
+        fork, rrefs = self._fork, self._rrefs
+        if fork is None:
+            return self._id, -1, *rrefs.identity, self._identity[1]
+        rrefs.held.check(fork, self._owner.name)
+        return self._id, fork, *rrefs.identity, self._identity[1]
+
+    def _invocation(self, what: str | Call, args: Iterable[Any]) -> tuple[Any, ...]:
+        """The arguments of ``invoke``."""
+        if self._created is not None:
+            self._check_created()
+        return *self._named(), what if isinstance(what, str) else name_of(what) or what, *args
 
     @graph_break
     def _call(
-        self,
-        what: str | Call,
-        args: Any,
-        kwargs: Any,
-        timeout: float | None,
-        mode: str = "rpc_async",
-        *,
-        label: str | None = None,
+        self, what: str | Call, args: Iterable[Any], kwargs: Any, timeout: float | None, *, label: str | None = None
     ) -> Future[Any]:
         """Call a method of the value, or a function with the value and the arguments, on the owner. Profiles and
-        errors show ``mode`` and ``label``.
+        errors show ``label``.
         """
-        self._check_created()
-        arguments = (self._named(), what, args, kwargs)
-        label = label or (what if isinstance(what, str) else label_of(what))
-        future = self._rrefs.client.call_async(self._owner.id, invoke, arguments, None, timeout, label=label, mode=mode)
+        arguments = self._invocation(what, args)
+        future = self._rrefs.client.call_async(
+            self._owner.id, invoke, arguments, kwargs or None, timeout, label=label or label_of(what)
+        )
         keep_until(self, future)
         return future
+
+    @graph_break
+    def _call_and_wait(
+        self, what: str | Call, args: Iterable[Any], kwargs: Any, timeout: float | None, *, label: str | None = None
+    ) -> Any:
+        """As ``_call``, but waits for the result."""
+        arguments = self._invocation(what, args)
+        return self._rrefs.client.call(
+            self._owner.id, invoke, arguments, kwargs or None, timeout, label=label or label_of(what)
+        )
+
+    def _make(self, what: str, args: Iterable[Any], kwargs: Any, timeout: float | None) -> RRef[Any]:
+        """As ``_call``, but the result stays on the owner. Returns a reference to it."""
+        from backhaul._rref.remote import make_remote
+
+        made: RRef[Any] = make_remote(
+            self._owner.id, invoke, self._invocation(what, args), kwargs or None, timeout, label=what
+        )
+        if made._created is not None:
+            keep_until(self, made._created)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a reference travels in calls only; it cannot be pickled, copied or saved")
@@ -290,15 +303,18 @@ class RRef(Generic[T]):
 class _Proxy:
     """Stands for the value: calling a method of it calls the method on the owner."""
 
-    def __init__(self, call: Call) -> None:
+    __slots__ = ("__call", "__timeout")
+
+    def __init__(self, call: Call, timeout: float | None) -> None:
         self.__call = call
+        self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Call:
         return functools.partial(self.__run, name)
 
     @graph_break
     def __run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__call(name, args, kwargs)
+        return self.__call(name, args, kwargs, self.__timeout)
 
 
 def keep_until(rref: RRef[Any], done: Future[Any]) -> None:
