@@ -56,7 +56,7 @@ class RRef(Generic[T]):
     @graph_break
     def __init__(self, value: T, type_hint: type | None = None) -> None:
         rrefs = current_rrefs()
-        entry = rrefs.own(RRefId(rrefs.new_id()))
+        entry = rrefs.add_handle(RRefId(rrefs.new_id()), id(self))
         self._set(rrefs, entry.id, rrefs.worker.info, rrefs.identity, entry=entry)
         entry.value.set_result(value)
 
@@ -81,12 +81,15 @@ class RRef(Generic[T]):
 
     def __del__(self) -> None:
         try:
-            if self._entry is not None:
-                self._rrefs.cleaner.put(self._entry)
-            elif self._fork is not None:
-                self._rrefs.cleaner.put((self._identity, self._id, self._fork))
+            entry, fork = self._entry, self._fork
         except AttributeError:  # __init__ raised
-            pass
+            return
+        if entry is not None:
+            entry.handles.pop(id(self), None)
+            if entry.unreferenced:
+                self._rrefs.cleaner.put(entry)
+        elif fork is not None and self._rrefs.held.lent.pop(fork, None) is None:
+            self._rrefs.cleaner.put((self._identity, self._id, fork))
 
     # The owner.
 
@@ -357,6 +360,8 @@ def make_handle(
 ) -> RRef[Any]:
     """A handle to an entry of this worker, or of a fork."""
     made: RRef[Any] = RRef.__new__(RRef)
+    if entry is not None:
+        entry.handles[id(made)] = None
     made._set(rrefs, number, owner, identity, entry=entry, fork=fork)
     return made
 
@@ -364,24 +369,30 @@ def make_handle(
 # Travelling.
 
 
-def _arrive(owner: int, incarnation: str, number: int, fork: int) -> Any:
+def _arrive(owner: int, incarnation: str, number: int, fork: int, via: int) -> Any:
     """Stands for a reference in a message. The receiver calls ``_build`` instead."""
     raise TypeError("a reference travels in calls only")
 
 
-def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId) -> RRef[Any]:
+def _build(  # noqa: PLR0917 (the receiver's worker, then what is in the message)
+    worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId, via: ForkId | None = None
+) -> RRef[Any]:
     rrefs, identity = (worker or current_worker()).part(RRefRegistry), (owner, incarnation)
-    info, entry = rrefs.arrive(identity, number, fork)
-    return make_handle(rrefs, number, info, identity, entry=entry, fork=None if entry is not None else fork)
+    made: RRef[Any] = RRef.__new__(RRef)
+    info, entry = rrefs.arrive(id(made), identity, number, fork, via)
+    made._set(rrefs, number, info, identity, entry=entry, fork=None if entry is not None else fork)
+    return made
 
 
 def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
-    rref._check_created()
-    if rref._fork is not None:
-        rref._rrefs.held.check(rref._fork, rref._owner.name)
-    parcel = *rref._identity, rref._id, ForkId(rref._rrefs.new_id())
-    parcels.append(parcel)
-    return _arrive, parcel
+    if rref._created is not None:
+        rref._check_created()
+    own, rrefs = rref._fork, rref._rrefs
+    if own is not None:
+        rrefs.held.check(own, rref._owner.name)
+    fork = ForkId(rrefs.new_id())
+    parcels.append((rref, fork))
+    return _arrive, (*rref._identity, rref._id, fork, -1 if own is None else own)
 
 
 reducers[RRef] = _reduce

@@ -147,6 +147,7 @@ def _make_here(
         rrefs.owned.release(entry)
         raise
     handle: RRef[Any] = make_handle(rrefs, number, rrefs.worker.info, rrefs.identity, entry=entry)
+    rrefs.owned.release(entry)
     handle._created = created
     created._when_done(lambda done: _fail(entry.value, done))
     return handle

@@ -102,8 +102,11 @@ class RequestEncoder:
 
     def _add_rare_notes(self, pending: Pending, encoded: Encoded, notes: dict[str, bytes]) -> None:
         if encoded.parcels:
+            pending.parcels = encoded.parcels
             for carrier in self._interceptors.of_parcels:
-                notes[carrier.key] = carrier.note_parcels(pending.peer, encoded)
+                note = carrier.note_request(pending.peer, encoded)
+                if note is not None:
+                    notes[carrier.key] = note
         if pending.trace is not None:
             notes[PROFILE] = pending.trace.encoded()
 

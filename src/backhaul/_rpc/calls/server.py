@@ -317,7 +317,9 @@ class CallServer:
             if note is not None:
                 notes[interceptor.key] = note
         for carrier in interceptors.of_parcels if encoded.parcels else ():
-            notes[carrier.key] = carrier.note_parcels(call.peer, encoded)
+            note = carrier.note_reply(call.peer, encoded)
+            if note is not None:
+                notes[carrier.key] = note
 
     def _reply_fault(self, call: ServedCall, error: BaseException) -> None:
         if call.trace is not None:

@@ -252,13 +252,15 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
 # Sending RRefs in messages.
 
 
-def _rebuild(owner: int, incarnation: str, number: int, fork: int) -> Any:
+def _rebuild(owner: int, incarnation: str, number: int, fork: int, via: int) -> Any:
     """Names an RRef in a pickled message. The receiver calls ``_build`` in its place."""
     raise TypeError("an RRef can be unpickled only from a message: send it as an argument or result of a call")
 
 
-def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId) -> RRef[Any]:
-    return adopt(handle._build(worker, owner, incarnation, number, fork))
+def _build(  # noqa: PLR0917 (in a message)
+    worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId, via: ForkId
+) -> RRef[Any]:
+    return adopt(handle._build(worker, owner, incarnation, number, fork, via))
 
 
 def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
