@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -84,14 +84,19 @@ def compact(value: Any) -> Any:
 _here = threading.local()
 
 
-@contextlib.contextmanager
-def own_call() -> Iterator[None]:
+class own_call:
     """The calls that this thread makes in the block are part of the use of remote tensors or modules."""
-    before, _here.own = is_own_call(), True
-    try:
-        yield
-    finally:
-        _here.own = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = getattr(_here, "own", False)
+        _here.own = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _here.own = self._before
 
 
 def is_own_call() -> bool:

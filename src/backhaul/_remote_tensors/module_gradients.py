@@ -123,14 +123,14 @@ class ModuleGradients:
             self.pending.zeroed.pop(index, None)
             self.pending.assigned.pop(index, None)
             self.pending.cleared[index] = None
-            self._driven.changed.add(self)
+            self._driven.note(self)
 
     def zero(self, index: int) -> None:
         """Set a gradient to zero."""
         with self._lock:
             if index not in self.pending.cleared:
                 self.pending.zeroed[index] = None
-                self._driven.changed.add(self)
+                self._driven.note(self)
 
     def assign(self, index: int, gradient: torch.Tensor) -> None:
         """Set a gradient. Of a tensor that is here, the owner gets a copy as it is now."""
@@ -141,7 +141,7 @@ class ModuleGradients:
             self.pending.zeroed.pop(index, None)
             self.pending.cleared.pop(index, None)
             self.pending.assigned[index] = gradient
-            self._driven.changed.add(self)
+            self._driven.note(self)
 
     def _keep_gradient(self, index: int) -> None:
         if self.live.is_kept("gradient", index):
@@ -180,7 +180,7 @@ class ModuleGradients:
         """Set whether a parameter requires grad."""
         with self._lock:
             self.pending.requires_grad[index] = wanted
-            self._driven.changed.add(self)
+            self._driven.note(self)
 
     def to_send(self) -> list[Changes]:
         """The changes that are not known to be made. The caller holds the lock of the modules, and sends them."""
@@ -226,6 +226,11 @@ class ModuleGradients:
             return []
         return changes
 
+    def were_made(self, changes: Sequence[Changes]) -> None:
+        """A call that has carried the changes was answered."""
+        with self._lock:
+            self.confirm(changes)
+
     def carried_by(self, forward: Future[Any], changes: Sequence[Changes]) -> None:
         """The changes go with this call."""
         with self._lock:
@@ -252,6 +257,7 @@ class DrivenModules:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self._has_new = False  # whether a module may have changes that were not sent yet
         self.changed: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
         self.new_number = itertools.count().__next__
         self._calls = 0
@@ -274,12 +280,23 @@ class DrivenModules:
             _asked_here.set(mark := object())
         return passes, self._calls, mark
 
+    def note(self, module: ModuleGradients) -> None:
+        """A module has a change that was not sent yet. The caller holds the lock."""
+        self.changed.add(module)
+        self._has_new = True
+
     def before_call(self) -> None:
         """This worker is about to call a function of the program, which may use the same modules."""
         if not is_own_call():
             self._calls += 1
-            if any(module.pending.has_new() for module in list(self.changed)):
-                self.send_changes()
+            if self._has_new:
+                self._send_new()
+
+    def _send_new(self) -> None:
+        with self.lock:
+            self._has_new = any(module.pending.has_new() for module in self.changed)
+        if self._has_new:
+            self.send_changes()
 
     def _list(self) -> list[ModuleGradients]:
         with self.lock:

@@ -70,8 +70,11 @@ class Interceptor(NoteOwner, Protocol):
 class ParcelCarrier(NoteOwner, Protocol):
     """Puts a note on those messages in which the pickling of values left parcels (``Encoded.parcels``)."""
 
-    def note_parcels(self, peer: Peer, encoded: Encoded) -> bytes:
-        """A message with parcels goes to ``peer``. Returns the note."""
+    def note_request(self, peer: Peer, encoded: Encoded) -> bytes | None:
+        """A request with parcels goes to ``peer``. Returns the note. The call keeps the parcels until it is over."""
+
+    def note_reply(self, peer: Peer, encoded: Encoded) -> bytes | None:
+        """A reply with parcels goes to ``peer``. Returns the note."""
 
 
 class Interceptors:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from backhaul._rpc.calls.async_results import answers_later
+from backhaul._rpc.calls.async_results import Later, answers_later
 from backhaul._rpc.calls.served_call import run_here
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node
@@ -27,18 +27,25 @@ def execute(
         function = find()
         result = run_here(function, args, kwargs)
         if answers_later(function, result):
-            if not isinstance(result, torch._C.Future):
-                raise TypeError(
-                    f"{label_of(function)} is marked with async_execution, so it must return a Future, but it returned "
-                    f"a {type(result).__name__}"
-                )
-            return cast("torch.futures.Future[Any]", result)
+            return future_of(function, result)
         if inspect.iscoroutine(result):
             return current_worker().part(Node).server.async_results.complete(result, (args, kwargs))
         made.set_result(result)
     except BaseException as error:  # also SystemExit and the like: they end the call, not the worker
         made.set_exception(error)
     return made
+
+
+def future_of(function: Callable[..., Any], result: Any) -> torch.futures.Future[Any]:
+    """The future that ``function`` has returned, since it ``answers_later``."""
+    if type(result) is Later:
+        return result.future
+    if not isinstance(result, torch._C.Future):
+        raise TypeError(
+            f"{label_of(function)} is marked with async_execution, so it must return a Future, but it returned "
+            f"a {type(result).__name__}"
+        )
+    return cast("torch.futures.Future[Any]", result)
 
 
 def relay(

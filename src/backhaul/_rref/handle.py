@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -17,7 +17,7 @@ from backhaul._rref.ownership import ForkId, Identity, RRefId, maker_of
 from backhaul._rref.registry import RRefRegistry, current_rrefs
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
-from backhaul._wire.callables import label_of
+from backhaul._wire.callables import label_of, name_of
 from backhaul._wire.pickling import builders, reducers
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import BackhaulError, CallTimeoutError
@@ -56,7 +56,7 @@ class RRef(Generic[T]):
     @graph_break
     def __init__(self, value: T, type_hint: type | None = None) -> None:
         rrefs = current_rrefs()
-        entry = rrefs.own(RRefId(rrefs.new_id()))
+        entry = rrefs.add_handle(RRefId(rrefs.new_id()), id(self))
         self._set(rrefs, entry.id, rrefs.worker.info, rrefs.identity, entry=entry)
         entry.value.set_result(value)
 
@@ -81,12 +81,15 @@ class RRef(Generic[T]):
 
     def __del__(self) -> None:
         try:
-            if self._entry is not None:
-                self._rrefs.cleaner.put(self._entry)
-            elif self._fork is not None:
-                self._rrefs.cleaner.put((self._identity, self._id, self._fork))
+            entry, fork = self._entry, self._fork
         except AttributeError:  # __init__ raised
-            pass
+            return
+        if entry is not None:
+            entry.handles.pop(id(self), None)
+            if entry.unreferenced:
+                self._rrefs.cleaner.put(entry)
+        elif fork is not None and self._rrefs.held.lent.pop(fork, None) is None:
+            self._rrefs.cleaner.put((self._identity, self._id, fork))
 
     # The owner.
 
@@ -226,62 +229,75 @@ class RRef(Generic[T]):
             run_backward(self._entry.value.wait(), context, retain_graph)
         else:
             self._check_created()
-            self._rrefs.client.call(self._owner.id, backward_of, (self._named(), context, retain_graph), None, 0)
+            self._rrefs.client.call(self._owner.id, backward_of, (*self._named(), context, retain_graph), None, 0)
 
     # Calls.
 
     @graph_break
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and waits for the result."""
-        return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout, "rpc_sync").wait())
+        return _Proxy(self._call_and_wait, timeout)
 
     @graph_break
     def rpc_async(self, timeout: float | None = None) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
-        return _Proxy(lambda name, args, kwargs: self._call(name, args, kwargs, timeout))
+        return _Proxy(self._call, timeout)
 
     @graph_break
     def remote(self, timeout: float | None = None) -> Any:
         """``rref.remote().method(...)`` calls a method of the value on its owner. The result stays there;
         returns a reference to it.
         """
-        from backhaul._rref.remote import make_remote
-
-        def call(name: str, args: Any, kwargs: Any) -> RRef[Any]:
-            arguments = self._named(), name, args, kwargs
-            made: RRef[Any] = make_remote(self._owner.id, invoke, arguments, timeout=timeout, label=name)
-            if made._created is not None:
-                keep_until(self, made._created)
-            return made
-
-        return _Proxy(call)
+        return _Proxy(self._make, timeout)
 
     def _named(self) -> Named:
         """The arguments by which the owner finds the value. Raises ``PeerLostError`` if the owner is gone for good."""
-        if self._fork is not None:
-            self._rrefs.held.check(self._fork, self._owner.name)
-        return self._id, -1 if self._fork is None else self._fork, *self._rrefs.identity, self._identity[1]
+        fork, rrefs = self._fork, self._rrefs
+        if fork is None:
+            return self._id, -1, *rrefs.identity, self._identity[1]
+        rrefs.held.check(fork, self._owner.name)
+        return self._id, fork, *rrefs.identity, self._identity[1]
+
+    def _invocation(self, what: str | Call, args: Iterable[Any]) -> tuple[Any, ...]:
+        """The arguments of ``invoke``."""
+        if self._created is not None:
+            self._check_created()
+        return *self._named(), what if isinstance(what, str) else name_of(what) or what, *args
 
     @graph_break
     def _call(
-        self,
-        what: str | Call,
-        args: Any,
-        kwargs: Any,
-        timeout: float | None,
-        mode: str = "rpc_async",
-        *,
-        label: str | None = None,
+        self, what: str | Call, args: Iterable[Any], kwargs: Any, timeout: float | None, *, label: str | None = None
     ) -> Future[Any]:
         """Call a method of the value, or a function with the value and the arguments, on the owner. Profiles and
-        errors show ``mode`` and ``label``.
+        errors show ``label``.
         """
-        self._check_created()
-        arguments = (self._named(), what, args, kwargs)
-        label = label or (what if isinstance(what, str) else label_of(what))
-        future = self._rrefs.client.call_async(self._owner.id, invoke, arguments, None, timeout, label=label, mode=mode)
+        arguments = self._invocation(what, args)
+        future = self._rrefs.client.call_async(
+            self._owner.id, invoke, arguments, kwargs or None, timeout, label=label or label_of(what)
+        )
         keep_until(self, future)
         return future
+
+    @graph_break
+    def _call_and_wait(
+        self, what: str | Call, args: Iterable[Any], kwargs: Any, timeout: float | None, *, label: str | None = None
+    ) -> Any:
+        """As ``_call``, but waits for the result."""
+        arguments = self._invocation(what, args)
+        return self._rrefs.client.call(
+            self._owner.id, invoke, arguments, kwargs or None, timeout, label=label or label_of(what)
+        )
+
+    def _make(self, what: str, args: Iterable[Any], kwargs: Any, timeout: float | None) -> RRef[Any]:
+        """As ``_call``, but the result stays on the owner. Returns a reference to it."""
+        from backhaul._rref.remote import make_remote
+
+        made: RRef[Any] = make_remote(
+            self._owner.id, invoke, self._invocation(what, args), kwargs or None, timeout, label=what
+        )
+        if made._created is not None:
+            keep_until(self, made._created)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a reference travels in calls only; it cannot be pickled, copied or saved")
@@ -290,15 +306,18 @@ class RRef(Generic[T]):
 class _Proxy:
     """Stands for the value: calling a method of it calls the method on the owner."""
 
-    def __init__(self, call: Call) -> None:
+    __slots__ = ("__call", "__timeout")
+
+    def __init__(self, call: Call, timeout: float | None) -> None:
         self.__call = call
+        self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Call:
         return functools.partial(self.__run, name)
 
     @graph_break
     def __run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__call(name, args, kwargs)
+        return self.__call(name, args, kwargs, self.__timeout)
 
 
 def keep_until(rref: RRef[Any], done: Future[Any]) -> None:
@@ -341,6 +360,8 @@ def make_handle(
 ) -> RRef[Any]:
     """A handle to an entry of this worker, or of a fork."""
     made: RRef[Any] = RRef.__new__(RRef)
+    if entry is not None:
+        entry.handles[id(made)] = None
     made._set(rrefs, number, owner, identity, entry=entry, fork=fork)
     return made
 
@@ -348,24 +369,30 @@ def make_handle(
 # Travelling.
 
 
-def _arrive(owner: int, incarnation: str, number: int, fork: int) -> Any:
+def _arrive(owner: int, incarnation: str, number: int, fork: int, via: int) -> Any:
     """Stands for a reference in a message. The receiver calls ``_build`` instead."""
     raise TypeError("a reference travels in calls only")
 
 
-def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId) -> RRef[Any]:
+def _build(  # noqa: PLR0917 (the receiver's worker, then what is in the message)
+    worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId, via: ForkId | None = None
+) -> RRef[Any]:
     rrefs, identity = (worker or current_worker()).part(RRefRegistry), (owner, incarnation)
-    info, entry = rrefs.arrive(identity, number, fork)
-    return make_handle(rrefs, number, info, identity, entry=entry, fork=None if entry is not None else fork)
+    made: RRef[Any] = RRef.__new__(RRef)
+    info, entry = rrefs.arrive(id(made), identity, number, fork, via)
+    made._set(rrefs, number, info, identity, entry=entry, fork=None if entry is not None else fork)
+    return made
 
 
 def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
-    rref._check_created()
-    if rref._fork is not None:
-        rref._rrefs.held.check(rref._fork, rref._owner.name)
-    parcel = *rref._identity, rref._id, ForkId(rref._rrefs.new_id())
-    parcels.append(parcel)
-    return _arrive, parcel
+    if rref._created is not None:
+        rref._check_created()
+    own, rrefs = rref._fork, rref._rrefs
+    if own is not None:
+        rrefs.held.check(own, rref._owner.name)
+    fork = ForkId(rrefs.new_id())
+    parcels.append((rref, fork))
+    return _arrive, (*rref._identity, rref._id, fork, -1 if own is None else own)
 
 
 reducers[RRef] = _reduce

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 
 from backhaul._rpc.calls.client import CallClient
-from backhaul._rpc.calls.served_call import never_dropped
+from backhaul._rpc.calls.served_call import ServedCall, never_dropped
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rref.members import find_member
 from backhaul._rref.notice_sender import NoticeSender
@@ -33,6 +34,10 @@ def value_lost(owner: str, reason: str) -> PeerLostError:
 class HeldForks:
     """Attached to a worker. Thread-safe.
 
+    Attributes:
+        lent: Forks that are lent to calls which this worker serves, see ``ownership``, [Note: loans]. A destructor
+            removes its fork at any time, without a lock. What finds the fork gone has nothing to announce.
+
     Args:
         worker: The worker.
         client: Its client.
@@ -58,10 +63,11 @@ class HeldForks:
         self._forks: dict[ForkId, tuple[Identity, RRefId]] = {}  # fork -> owner, value
         self._orphans: dict[ForkId, str] = {}  # held forks whose owner is gone for good -> reason
         self._refused: dict[ForkId, None] = {}  # forks that this worker has called absent, so it takes them no more
+        self.lent: dict[ForkId, tuple[Identity, RRefId]] = {}
         worker.attach(self)
 
     def __len__(self) -> int:
-        return len(self._forks)
+        return len(self._forks) + len(self.lent)
 
     def adopt(self, owner: Identity, number: RRefId, fork: ForkId) -> WorkerInfo:
         """Hold a fork that has arrived. Returns its owner. If the owner is gone for good the fork is an orphan; see
@@ -84,6 +90,37 @@ class HeldForks:
             name, why = peer or (self._worker.name, "was restarted")
             self._orphans[fork] = f"worker '{name}' {why}"
             return WorkerInfo(name, WorkerId(owner[0]))
+
+    def borrow(self, call: ServedCall, owner: Identity, number: RRefId, fork: ForkId) -> WorkerInfo:
+        """Hold a fork that the caller has lent to a call. Returns its owner, which is the caller.
+
+        Raises:
+            PeerLostError: This worker has told the owner that the fork did not arrive.
+        """
+        with self._lock:
+            self.check_accepted(fork)
+            self.lent[fork] = owner, number
+        if not call.loans:
+            call.at_end = functools.partial(self._end_loans, call, call.at_end)
+        call.loans = (*call.loans, fork)
+        return call.peer.info
+
+    def _end_loans(self, call: ServedCall, before: Callable[[], None] | None) -> None:
+        """The reply of a call is about to go out: announce the lent forks that are still in use."""
+        if before is not None:
+            before()
+        forks, call.loans = call.loans, ()
+        if not any(fork in self.lent for fork in forks):
+            return
+        updates: dict[Identity, list[Update]] = {}
+        with self._lock:
+            for fork in forks:
+                found = self.lent.pop(fork, None)
+                if found is not None:
+                    self._forks[fork] = found
+                    updates.setdefault(found[0], []).append(("forked", found[1], fork, self.identity))
+            notices = self._notices.prepare(updates)
+        self._notices.send_all(notices)
 
     def check_accepted(self, fork: ForkId) -> None:
         """Raise ``PeerLostError`` if this worker has called the fork absent. The caller holds the lock."""
@@ -125,6 +162,7 @@ class HeldForks:
         """Release all held forks, whether or not handles exist."""
         updates: dict[Identity, list[Update]] = {}
         with self._lock:
+            self.lent.clear()
             for fork, (owner, number) in self._forks.items():
                 updates.setdefault(owner, []).append(("released", number, fork, self.identity))
             self._forks.clear()
@@ -143,6 +181,9 @@ class HeldForks:
         now on.
         """
         with self._lock:
+            for _, fork in forks:
+                if (lent := self.lent.pop(ForkId(fork), None)) is not None:  # the owner counts it as announced now
+                    self._forks[ForkId(fork)] = lent
             missing = [(RRefId(number), ForkId(fork)) for number, fork in forks if ForkId(fork) not in self._forks]
             for _, fork in missing:
                 self._refused[fork] = None
@@ -157,6 +198,9 @@ class HeldForks:
             for fork in [fork for fork, (known, _) in self._forks.items() if known == owner]:
                 del self._forks[fork]
                 self._orphans[fork] = reason
+            for fork in [fork for fork, (known, _) in list(self.lent.items()) if known == owner]:
+                if self.lent.pop(fork, None) is not None:
+                    self._orphans[fork] = reason
 
 
 def check_incarnation(worker: Worker, incarnation: str) -> None:

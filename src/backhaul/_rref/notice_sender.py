@@ -1,4 +1,8 @@
-"""Delivers notices about references to the owners of the values, and repeats them until the owners have them."""
+"""Delivers notices about references to the owners of the values, and repeats them until the owners have them.
+
+A frame of notices has no answer. If its channel is lost, the notices that the owner has not acknowledged go out again,
+as a call. Now and then a notice goes as a call anyway: its result says which notices the owner has.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,18 @@ from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.futures import Future
 from backhaul._rref.members import find_member, is_gone
-from backhaul._rref.notices import Notice, NoticeOutbox
+from backhaul._rref.notices import MAX_UNACKNOWLEDGED, Notice, NoticeOutbox, Notices, RRefKind
 from backhaul._rref.ownership import Identity, Update
+from backhaul._transport.base import ChannelClosedError
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import pack
 from backhaul._worker.worker import Worker
 from backhaul.errors import BackhaulError, NotInitializedError, UnknownWorkerError
 
 log = logging.getLogger("backhaul")
 
 MAX_TRIES = 12  # attempts to deliver a notice or a question, over as many channels
+_MAX_UPDATES = 1000  # in a frame of notices; a call with more of them is checked against the limits of the owner
 _AWAITED_TRIES = 5  # retries that a shutdown waits for
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 5.0  # between attempts; each pause is twice as long as the last
 
@@ -42,7 +50,7 @@ class NoticeSender:
         client: CallClient,
         lock: threading.Lock,
         apply_own: Callable[[Sequence[Update]], None],
-        receive: Callable[..., None],
+        receive: Callable[..., int],
     ) -> None:
         self.identity: Identity = int(worker.info.id), worker.incarnation
         self.apply_own = apply_own
@@ -85,17 +93,57 @@ class NoticeSender:
             if some:
                 self.send(owner, some)
 
-    def send(self, owner: Identity, notices: list[Notice], failed: int = 0) -> None:
-        """Send notices after so many failed attempts. Notices that stay undelivered go with the next notice, since the
-        owner applies none before the missing ones, or when the owner is back.
+    def send(self, owner: Identity, notices: list[Notice]) -> None:
+        """Send notices."""
+        peer = find_member(self._client, owner)
+        if isinstance(peer, tuple):
+            return
+        channel = None if peer is None else peer.channel
+        if (
+            channel is None
+            or self._client.outlet is not None
+            or sum(len(updates) for _, updates in notices) > _MAX_UPDATES
+            or self._asks_for_acknowledgment(owner)
+        ):
+            self.send_as_call(owner, notices)
+            return
+        try:
+            channel.send(Frame(RRefKind.NOTICES, 0, pack(Notices(notices))), timeout=0)
+        except ChannelClosedError:
+            self.send_as_call(owner, notices)
+
+    def _asks_for_acknowledgment(self, owner: Identity) -> bool:
+        """Whether there are so many unacknowledged notices that the owner has to say which of them it has."""
+        with self._lock:
+            outbox = self._outboxes.get(owner)
+            if outbox is None or len(outbox) < outbox.asks_at:
+                return False
+            outbox.asks_at = len(outbox) + MAX_UNACKNOWLEDGED
+            return True
+
+    def unacknowledged(self, owner: Identity) -> list[Notice]:
+        """The notices that an owner has not acknowledged. The caller holds the lock."""
+        outbox = self._outboxes.get(owner)
+        return [] if outbox is None else outbox.unacknowledged()
+
+    def flush(self) -> None:
+        """Ask the owners which notices they have. The worker is not idle before they have all."""
+        with self._lock:
+            unknown = [owner for owner, outbox in self._outboxes.items() if len(outbox)]
+        for owner in unknown:
+            self.send_as_call(owner, [])
+
+    def send_as_call(self, owner: Identity, notices: list[Notice], failed: int = 0) -> None:
+        """Send notices as a call, after so many failed attempts. Notices that stay undelivered go with the next notice,
+        since the owner applies none before the missing ones, or when the owner is back.
         """
 
         def check(done: Future[Any]) -> None:
             try:
-                done.value()
+                missing = done.value()
             except Exception as error:
                 if failed + 1 < MAX_TRIES and not self._worker.closed:
-                    again = functools.partial(self.send, owner, notices, failed + 1)
+                    again = functools.partial(self.send_as_call, owner, notices, failed + 1)
                     self.retry(again, failed, awaited=failed < _AWAITED_TRIES)
                     return
                 log.debug("notices about references did not reach worker %d: %s", owner[0], error)
@@ -104,8 +152,11 @@ class NoticeSender:
                         self._outboxes[owner].mark_undelivered(notices)
             else:
                 with self._lock:
-                    if owner in self._outboxes:
-                        self._outboxes[owner].acknowledge(notices)
+                    outbox = self._outboxes.get(owner)
+                    if outbox is not None:
+                        outbox.acknowledge(notices)
+                        outbox.acknowledge_before(missing)
+                        outbox.asks_at = len(outbox) + MAX_UNACKNOWLEDGED
 
         peer = find_member(self._client, owner)
         if not isinstance(peer, tuple):
@@ -120,7 +171,7 @@ class NoticeSender:
             if delivered:
                 outbox.acknowledge([notice])
                 return
-        self.send(owner, [notice])
+        self.send_as_call(owner, [notice])
 
     def call(
         self,
@@ -133,7 +184,7 @@ class NoticeSender:
         try:
             if peer is None:
                 raise UnknownWorkerError(f"the worker is not known to '{self._worker.name}' yet")
-            done: Future[None] = self._client.call_async(peer.record.id, function, arguments, None, 0, mode="internal")
+            done: Future[Any] = self._client.call_async(peer.record.id, function, arguments, None, 0, mode="internal")
         except NotInitializedError as error:
             log.debug("worker '%s' is closing and sends no more notices: %s", self._worker.name, error)
             return
@@ -165,7 +216,7 @@ class NoticeSender:
             outbox = self._outboxes.get(owner)
             notices = [] if outbox is None else outbox.take_undelivered()
         if notices:
-            self._worker.thread_pool.submit(functools.partial(self.send, owner, notices))
+            self._worker.thread_pool.submit(functools.partial(self.send_as_call, owner, notices))
 
     def owner_gone(self, owner: Identity) -> None:
         """An owner is gone for good: drop its notices."""

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
+import msgspec
+
 from backhaul._rref.ownership import Update
+from backhaul._wire.messages import prepare
 
 Notice = tuple[int, list[Update]]
 """Updates, with the number that their sender gave them for this owner."""
 
 
+class RRefKind(enum.IntEnum):
+    """Kinds of frames that are about references; they follow those of autograd."""
+
+    NOTICES = 22  # from a worker that refers to values, to their owner
+
+
+class Notices(msgspec.Struct, array_like=True, frozen=True):
+    """A frame of notices. It has no answer."""
+
+    notices: list[Notice]
+
+
+prepare(Notices)
+
+
+MAX_UNACKNOWLEDGED = 64
+"""So many unacknowledged notices are kept before the owner is asked which of them it has."""
+
+
 class NoticeOutbox:
     """The notices for one owner. Numbers them, and keeps each until the owner has acknowledged it.
+
+    Attributes:
+        asks_at: The owner is asked which notices it has when so many are unacknowledged.
 
     Example:
         >>> outbox = NoticeOutbox()
@@ -23,6 +49,7 @@ class NoticeOutbox:
     """
 
     def __init__(self) -> None:
+        self.asks_at = MAX_UNACKNOWLEDGED
         self._next = 0
         self._unacknowledged: dict[int, list[Update]] = {}
         self._undelivered: dict[int, None] = {}  # the unacknowledged ones that no thread tries to deliver
@@ -49,9 +76,25 @@ class NoticeOutbox:
             self._unacknowledged.pop(number, None)
             self._undelivered.pop(number, None)
 
+    def acknowledge_before(self, number: int) -> None:
+        """The owner has all notices before that number."""
+        for each in list(self._unacknowledged):
+            if each >= number:
+                return
+            del self._unacknowledged[each]
+            self._undelivered.pop(each, None)
+
     def awaits(self, number: int) -> bool:
         """Whether the owner has not acknowledged that notice yet."""
         return number in self._unacknowledged
+
+    def unacknowledged(self) -> list[Notice]:
+        """All notices that the owner has not acknowledged, in the order of their numbers."""
+        return list(self._unacknowledged.items())
+
+    def __len__(self) -> int:
+        """How many notices the owner has not acknowledged."""
+        return len(self._unacknowledged)
 
 
 class NoticeInbox:
@@ -76,6 +119,11 @@ class NoticeInbox:
             due += following
             self._next += 1
         return due
+
+    @property
+    def missing(self) -> int:
+        """The number of the first notice that was not received."""
+        return self._next
 
     def has_received(self, number: int) -> bool:
         """Whether the notice of that number, and all before it, were received."""

@@ -17,10 +17,14 @@ from backhaul._rref import notice_sender
 from backhaul._rref.held_forks import HeldForks, check_incarnation, confirm_forks, value_lost
 from backhaul._rref.members import find_member, identity_of, is_gone
 from backhaul._rref.notice_sender import NoticeSender
-from backhaul._rref.notices import Notice, NoticeInbox
+from backhaul._rref.notices import Notice, NoticeInbox, Notices, RRefKind
 from backhaul._rref.ownership import ForkId, Identity, Owned, OwnerEntry, RRefId, Update, is_of, maker_of
+from backhaul._transport.base import Channel
+from backhaul._wire.frames import Frame
+from backhaul._wire.messages import unpack
+from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker, current_worker
-from backhaul.errors import BackhaulError, NotInitializedError, PeerLostError, UnknownWorkerError
+from backhaul.errors import BackhaulError, NotInitializedError, PeerLostError, ProtocolError, UnknownWorkerError
 
 log = logging.getLogger("backhaul")
 
@@ -53,6 +57,7 @@ class OwnedValues:
         self._table: Owned[Future[Any]] = Owned(Kept, self.identity, self._is_present)
         self._inboxes: dict[Identity, NoticeInbox] = {}
         self._reached: set[Identity] = set()  # holders to which there is a channel, or a thread opens one
+        worker.on_frame(RRefKind.NOTICES, self._on_notices, check=None)
         worker.attach(self)
 
     def __len__(self) -> int:
@@ -75,6 +80,13 @@ class OwnedValues:
         """The entry of a value of this worker. It stays until ``release``."""
         with self._lock:
             return self._table.hold(number)
+
+    def add_handle(self, number: RRefId, handle: int) -> Entry:
+        """The entry of a value of this worker. It stays until the handle of that id is deleted."""
+        with self._lock:
+            entry = self._table.entry(number)
+            entry.handles[handle] = None
+            return entry
 
     def create(self, number: RRefId, fork: ForkId, notice: int, holder: Identity, incarnation: str) -> Entry:
         """The entry of a value that a worker asks this one to make (fork -1: this worker itself). It stays until
@@ -107,24 +119,48 @@ class OwnedValues:
             raise PeerLostError(f"the value is gone: {reason}", worker=name, reason=reason)
         return found.value
 
-    def come_home(self, number: RRefId, fork: ForkId) -> Entry:
-        """A fork has arrived at this worker, which owns its value: release the fork, and hold the entry instead."""
+    def visit(self, number: RRefId, fork: ForkId, holder: Identity, handle: int) -> Entry:
+        """A worker calls this one with a reference to a value of this worker: its own ``fork``, which it keeps until
+        the call is over (-1: this worker calls itself). The entry stays until the handle of that id is deleted.
+        """
+        with self._lock:
+            entry = self._table.use(number, fork, holder)
+            if entry is None:
+                raise self._gone()
+            entry.handles[handle] = None
+            return entry
+
+    def come_home(self, number: RRefId, fork: ForkId, handle: int) -> Entry:
+        """A fork has arrived at this worker, which owns its value: release the fork. The entry stays until the handle
+        of that id is deleted.
+        """
         with self._lock:
             self._held.check_accepted(fork)
             if number not in self._table.entries and not self._table.expects(number):
-                raise PeerLostError(
-                    f"the value is gone: worker '{self._worker.name}' had given up the workers that referred to it",
-                    worker=self._worker.name,
-                )
-            entry = self._table.hold(number)
+                raise self._gone()
+            entry = self._table.entry(number)
+            entry.handles[handle] = None
         self.apply_own([("released", number, fork, self.identity)])
         return entry
 
+    def _gone(self) -> PeerLostError:
+        return PeerLostError(
+            f"the value is gone: worker '{self._worker.name}' had given up the workers that referred to it",
+            worker=self._worker.name,
+        )
+
     def release(self, entry: Entry) -> None:
-        """Undo ``own``, ``create`` or ``come_home``."""
+        """Undo ``own`` or ``create``."""
         with self._lock:
             freed = self._table.release(entry)
         del entry
+        self._drop(freed)
+
+    def drop(self, entries: list[Entry]) -> None:
+        """The last handles of these values were deleted. Empties the list."""
+        with self._lock:
+            freed = [each for entry in entries for each in self._table.drop(entry)]
+        entries.clear()
         self._drop(freed)
 
     def _drop(self, freed: list[Entry]) -> None:
@@ -149,13 +185,28 @@ class OwnedValues:
         self._drop(freed)
         self._ask_about(suspects)
 
-    def receive(self, sender: Identity, notices: Iterable[Notice]) -> None:
-        """Notices have come from another worker."""
+    def receive(self, sender: Identity, notices: Iterable[Notice]) -> int:
+        """Notices have come from another worker. Returns the number of the first one that is missing."""
+        missing, follow = self._take(sender, notices)
+        if follow is not None:
+            follow()
+        return missing
+
+    def _on_notices(self, channel: Channel, frame: Frame) -> Task | None:
+        peer = self._client.peers.of(channel)
+        if peer is None:
+            raise ProtocolError("notices from a peer that has not said who it is")
+        return self._take(identity_of(peer), unpack(frame.body, Notices).notices)[1]
+
+    def _take(self, sender: Identity, notices: Iterable[Notice]) -> tuple[int, Task | None]:
+        """Apply notices. Returns the number of the first one that is missing, and what has to follow without a lock."""
         strangers: dict[Identity, None] = {}
         with self._lock:
             if is_gone(self._client, sender):
-                return  # and so are all forks that it held
-            inbox = self._inboxes.setdefault(sender, NoticeInbox())
+                return 0, None  # and so are all forks that it held
+            inbox = self._inboxes.get(sender)
+            if inbox is None:
+                inbox = self._inboxes[sender] = NoticeInbox()
             due = [update for number, updates in notices for update in inbox.receive(number, updates)]
             freed = self._table.apply(sender, due)
             for what, _, _, holder in due:
@@ -163,10 +214,32 @@ class OwnedValues:
                     strangers[holder] = None
             self._reached.update(strangers)
             suspects = self._take_suspects()
+            missing = inbox.missing
+        if not (freed or suspects or strangers):
+            return missing, None
+        return missing, functools.partial(self._follow, freed, suspects, strangers)
+
+    def _follow(
+        self, freed: list[Entry], suspects: dict[Identity, dict[ForkId, RRefId]], strangers: Iterable[Identity]
+    ) -> None:
         self._drop(freed)
         self._ask_about(suspects)
         for holder in strangers:
             self._worker.thread_pool.submit(functools.partial(self.reach, holder))
+
+    def loan_failed(self, lent: Sequence[tuple[RRefId, ForkId]], holder: Identity) -> None:
+        """A call with lent forks has failed: find out which of them its receiver has. See ``ownership``, [Note: loans].
+
+        Must not block.
+        """
+        with self._lock:
+            if is_gone(self._client, holder):
+                return
+            self._table.ask_for(lent, holder)
+            suspects = self._take_suspects()
+            unknown = holder not in self._reached and holder != self.identity
+            self._reached.add(holder)
+        self._follow([], suspects, [holder] if unknown else ())
 
     # Holders.
 
@@ -277,8 +350,8 @@ def _describe(value: Future[Any]) -> str:
 
 
 @never_dropped  # also when the caller is lost: it may have passed references on
-def take_notices(sender: Identity, incarnation: str, notices: list[Notice]) -> None:
+def take_notices(sender: Identity, incarnation: str, notices: list[Notice]) -> int:
     """Holders call this on owners; see ``OwnedValues.receive``."""
     worker = current_worker()
     check_incarnation(worker, incarnation)
-    worker.part(OwnedValues).receive(sender, notices)
+    return worker.part(OwnedValues).receive(sender, notices)

@@ -9,54 +9,76 @@ from typing import Any
 import torch
 
 from backhaul._autograd.api import backward
-from backhaul._rpc.calls.async_results import async_execution
+from backhaul._rpc.calls.async_results import Later, answers_later, may_answer_later
+from backhaul._rpc.calls.request_encoder import hides_arguments
 from backhaul._rpc.futures import Future
-from backhaul._rref.execution import execute, relay
+from backhaul._rref.execution import execute, future_of, relay
 from backhaul._rref.registry import current_rrefs
+from backhaul._wire.callables import resolve
 
 Named = tuple[int, int, int, str, str]
 """Value, fork (-1: the owner's own), id and incarnation of its holder, and the incarnation that owns the value."""
 
 
-@async_execution
-def fetch(*named: Any) -> Future[Any]:
+@may_answer_later
+def fetch(*named: Any) -> Any:
     """The value, as soon as it is there."""
-    return current_rrefs().owned.use(*named)
+    value = current_rrefs().owned.use(*named)
+    return value.wait() if value.done() else Later(value)
 
 
-@async_execution
-def type_of(*named: Any) -> Future[Any]:
+@may_answer_later
+def type_of(*named: Any) -> Any:
     """The type of the value."""
-    return fetch(*named).then(lambda done: type(done.value()))
+    value = current_rrefs().owned.use(*named)
+    return Later(value.then(lambda done: type(done.value())))
 
 
-@async_execution
-def backward_of(named: Named, context: int, retain_graph: bool) -> Future[None]:
+@may_answer_later
+def backward_of(*arguments: Any) -> Any:
     """Run backward from the value."""
-    return fetch(*named).then(lambda done: run_backward(done.value(), context, retain_graph))
+    *named, context, retain_graph = arguments
+    value = current_rrefs().owned.use(*named)
+    return Later(value.then(lambda done: run_backward(done.value(), context, retain_graph)))
 
 
-@async_execution
-def invoke(named: Named, what: str | Callable[..., Any], args: Any, kwargs: Any) -> torch.futures.Future[Any]:
-    """Call a method of the value, or a function with the value as its first argument."""
-    value = fetch(*named)
-    if value.done():
-        return _invoke(value, what, args, kwargs)
-    made: Future[Any] = Future()
+@may_answer_later
+@hides_arguments(6)
+def invoke(  # noqa: PLR0917 (positional arguments travel without pickle)
+    number: int,
+    fork: int,
+    holder: int,
+    incarnation: str,
+    own: str,
+    what: str | Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a method of the value, or a function with the value as its first argument. ``what``: the name of the method,
+    or the function, or its full name, which has a colon.
+    """
+    value = current_rrefs().owned.use(number, fork, holder, incarnation, own)
+    if not value.done():
+        made: Future[Any] = Future()
 
-    def go_on(done: Future[Any]) -> None:
-        relay(_invoke(done, what, args, kwargs), made)
+        def go_on(done: Future[Any]) -> None:
+            relay(execute(lambda: _find(done.wait(), what), args, kwargs), made)
 
-    value.add_done_callback(go_on)
-    return made
+        value.add_done_callback(go_on)
+        return Later(made)
+    function = _find(value.wait(), what)
+    result = function(*args, **kwargs)
+    return Later(future_of(function, result)) if answers_later(function, result) else result
 
 
-def _invoke(value: Future[Any], what: str | Callable[..., Any], args: Any, kwargs: Any) -> torch.futures.Future[Any]:
-    def find() -> Callable[..., Any]:
-        owned = value.wait()
-        return getattr(owned, what) if isinstance(what, str) else functools.partial(what, owned)
-
-    return execute(find, args, kwargs)
+def _find(value: Any, what: str | Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(what, str):
+        return functools.partial(what, value)
+    if ":" in what:
+        return functools.partial(resolve(what), value)
+    found: Callable[..., Any] = getattr(value, what)
+    return found
 
 
 def run_backward(value: Any, context: int, retain_graph: bool) -> None:

@@ -4,6 +4,14 @@ A value lives as long as its owner holds it or a *fork* of its reference exists 
 reference on makes a fork: it tells the owner of the new fork, then sends it. When the handle of a fork is deleted, its
 holder tells the owner. Workers are named by their *identity* (id and incarnation): a restarted worker is another one.
 
+[Note: loans] A call keeps the references among its arguments until it is over. So two kinds of references in requests
+need no notice:
+
+- The value is the receiver's own. The message names the fork of the sender, and the receiver holds the value itself.
+- The value is the sender's own. The fork is *lent*: the owner does not hear of it. If the receiver still has it when it
+  is about to reply, it announces the fork first. If the call fails, nobody knows what the receiver has: the owner
+  counts the fork as announced, and asks the receiver.
+
 [Note: order] Updates of one worker reach the owner in the order in which that worker made them, each once, because
 notices are numbered (see ``notices``). So the owner knows of a fork that was passed on before it hears that the fork
 it was made from was released, and it knows of the first fork of a value (``created``) before that fork's release: a
@@ -59,14 +67,20 @@ def is_of(number: int, identity: Identity) -> bool:
 
 
 class OwnerEntry(Generic[V]):
-    """A value and who refers to it."""
+    """A value and who refers to it.
 
-    __slots__ = ("early_uses", "forks", "holds", "id", "value")
+    Attributes:
+        handles: The owner's handles, by their ids. A destructor may remove its handle at any time, without a lock. It
+            then looks whether anything else is left. What is removed after that finds that no handle is left.
+    """
+
+    __slots__ = ("early_uses", "forks", "handles", "holds", "id", "value")
 
     def __init__(self, number: RRefId, value: V) -> None:
         self.id = number
         self.value = value
-        self.holds = 0  # references of the owner's own
+        self.holds = 0  # references of the owner's own that are no handles
+        self.handles: dict[int, None] = {}
         self.forks: dict[ForkId, Identity] = {}  # fork -> its holder
         self.early_uses: dict[ForkId, Identity] = {}  # the same, for forks used before the value was asked for
 
@@ -76,7 +90,7 @@ class OwnerEntry(Generic[V]):
     @property
     def unreferenced(self) -> bool:
         """Whether nobody refers to the value."""
-        return not (self.holds or self.forks or self.early_uses)
+        return not (self.handles or self.forks or self.holds or self.early_uses)
 
 
 class Owned(Generic[V]):
@@ -132,6 +146,10 @@ class Owned(Generic[V]):
         entry.holds -= 1
         return self._free([entry])
 
+    def drop(self, entry: OwnerEntry[V]) -> list[OwnerEntry[V]]:
+        """Handles of the owner were deleted. Returns the entry if nobody refers to the value any more."""
+        return self._free([entry])
+
     def expects(self, number: RRefId) -> bool:
         """Whether the value is still to be asked for, as far as the owner knows."""
         if maker_of(number) == self._own[0] or not self._present(number):
@@ -142,8 +160,11 @@ class Owned(Generic[V]):
         """A worker uses a fork. If the value is still to be asked for, its place stays until the owner knows whether it
         will be. If the value is there, another fork keeps it ([Note: order]). None: the value is not there any more.
         """
+        found = self.entries.get(number)
+        if found is not None and fork in found.forks:
+            return found
         if not self.expects(number):
-            return self.entries.get(number)
+            return found
         entry = self.entry(number)
         if fork not in entry.forks and fork not in self._released_early:
             entry.early_uses[fork] = holder
@@ -203,6 +224,13 @@ class Owned(Generic[V]):
                 return True
         return False
 
+    def ask_for(self, lent: Iterable[tuple[RRefId, ForkId]], holder: Identity) -> None:
+        """A call with lent forks has failed: ask its receiver whether it has them; see [Note: loans]."""
+        forks = [(number, fork) for number, fork in lent if number in self.entries]
+        self.apply(self._own, [("forked", number, fork, holder) for number, fork in forks])
+        for number, fork in forks:
+            self.suspects.setdefault(holder, {})[fork] = number
+
     def _suspect(self, maker: Identity, holder: Identity | None = None) -> None:
         for entry in self.entries.values():
             for fork, known in entry.forks.items():
@@ -239,4 +267,10 @@ class Owned(Generic[V]):
         return self._free(touched.values())
 
     def _free(self, entries: Iterable[OwnerEntry[V]]) -> list[OwnerEntry[V]]:
-        return [entry for entry in entries if entry.unreferenced and self.entries.pop(entry.id, None) is not None]
+        return [
+            entry
+            for entry in entries
+            if entry.unreferenced
+            and self.entries.get(entry.id) is entry
+            and self.entries.pop(entry.id, None) is not None
+        ]

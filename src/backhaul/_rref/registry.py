@@ -15,6 +15,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 
+from backhaul._rpc.calls.served_call import ServedCall
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.node import Node
 from backhaul._rref.held_forks import Fork, HeldForks
@@ -25,6 +26,7 @@ from backhaul._rref.ownership import ForkId, Identity, RRefId, Update
 from backhaul._rref.passed_forks import PassedForks
 from backhaul._transport.base import Channel
 from backhaul._types import WorkerInfo, first_number
+from backhaul._worker import deadlines
 from backhaul._worker.cleaner import Cleaner
 from backhaul._worker.worker import current_worker
 
@@ -45,7 +47,7 @@ class RRefRegistry:
         self.held = HeldForks(worker, client, lock, self.notices, self.new_id)
         self.owned = OwnedValues(worker, client, lock, self.notices, self.held)
         self.cleaner = Cleaner(worker, "rref", self._release)
-        self._passed = PassedForks(client, lock, self.notices, self.held, self.cleaner)
+        self._passed = PassedForks(client, lock, self.notices, held=self.held, owned=self.owned, cleaner=self.cleaner)
         client.interceptors.add_carrier(self._passed)
         node.peers.on_lost(self._on_lost)
         node.peers.on_change(self._on_change)
@@ -61,22 +63,43 @@ class RRefRegistry:
         return self.identity[0] << 48 | next(self._numbers)
 
     def own(self, number: RRefId) -> Entry:
-        """The entry of a value of this worker, for a handle. It stays until the handle is deleted."""
+        """The entry of a value of this worker. It stays until ``release``."""
         self.cleaner.start()
         return self.owned.own(number)
 
-    def arrive(self, owner: Identity, number: RRefId, fork: ForkId) -> tuple[WorkerInfo, Entry | None]:
-        """A fork has arrived, for a handle: hold it. Returns the owner and, if that is this worker, the value's entry.
-        See ``HeldForks.adopt`` and ``OwnedValues.come_home``.
+    def add_handle(self, number: RRefId, handle: int) -> Entry:
+        """The entry of a value of this worker. It stays until the handle of that id is deleted."""
+        self.cleaner.start()
+        return self.owned.add_handle(number, handle)
+
+    def arrive(
+        self, handle: int, owner: Identity, number: RRefId, fork: ForkId, via: ForkId | None
+    ) -> tuple[WorkerInfo, Entry | None]:
+        """A reference has arrived. Returns the owner of the value and, if that is this worker, the value's entry.
+
+        Args:
+            handle: The id of the handle that is made for it.
+            owner: The owner of the value.
+            number: The value.
+            fork: The fork that was made for this worker.
+            via: The fork of the sender, -1 if it owns the value; None: ``fork`` was announced in any case.
         """
         self.cleaner.start()
+        call = None if via is None else deadlines.current.get()
+        if not (isinstance(call, ServedCall) and call.decoding):
+            call = None  # the message is a reply
         if owner == self.identity:
-            return self.worker.info, self.owned.come_home(number, fork)
+            if call is None or via is None:
+                return self.worker.info, self.owned.come_home(number, fork, handle)
+            return self.worker.info, self.owned.visit(number, via, identity_of(call.peer), handle)
+        if call is not None and owner == identity_of(call.peer):
+            return self.held.borrow(call, owner, number, fork), None
         return self.held.adopt(owner, number, fork), None
 
     def begin(self) -> None:
         """Before an audit: release all held forks, whether or not handles exist."""
         self.held.release_all()
+        self.notices.flush()
 
     def end(self) -> list[str]:
         """After an audit: describe the values of this worker to which others still refer."""
@@ -88,11 +111,12 @@ class RRefRegistry:
     def _release(self, batch: list[Entry | Fork]) -> None:
         """Release what deleted handles referred to."""
         forks = [item for item in batch if isinstance(item, tuple)]
-        for item in batch:
-            if not isinstance(item, tuple):
-                self.owned.release(item)
+        entries = [item for item in batch if not isinstance(item, tuple)]
         batch.clear()
-        self.held.release(forks)
+        if entries:
+            self.owned.drop(entries)
+        if forks:
+            self.held.release(forks)
 
     def _close(self) -> None:
         self.cleaner.close()
@@ -108,9 +132,12 @@ class RRefRegistry:
         updates: list[Update] = [("lost", RRefId(-1), ForkId(-1), identity)]
         with self._lock:  # numbered at once, so that the notice does not cover forks that are sent later
             owners = self._passed.owners_for(identity)
+            unacknowledged = self.notices.unacknowledged(identity)
             notices = self.notices.prepare(dict.fromkeys(owners, updates))
         is_holder = self.owned.channel_lost(identity, updates if self.identity in owners else ())
         # In separate tasks, because they may take long.
+        if unacknowledged:
+            self.worker.thread_pool.submit(functools.partial(self.notices.send_as_call, identity, unacknowledged))
         if notices:
             self.worker.thread_pool.submit(functools.partial(self.notices.send_all, notices))
         if is_holder:

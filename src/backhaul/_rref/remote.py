@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from backhaul._rpc.arguments import LateArguments, keywords, positional
 from backhaul._rpc.calls.async_results import async_execution
+from backhaul._rpc.calls.request_encoder import hides_arguments
 from backhaul._rpc.calls.retry import Retry, start
 from backhaul._rpc.calls.served_call import never_dropped
 from backhaul._rpc.cluster.peers import Peer
@@ -112,11 +112,9 @@ def make_remote(
     try:
         call = rrefs.client, peer.record.id, create, arguments, named, timeout
         created = start(*call, retry, label=label or label_of(func), mode="remote")
-    except BaseException as error:
+    except BaseException:
         creation.end(delivered=False)
         rrefs.cleaner.put((creation.identity, creation.number, creation.fork))
-        if isinstance(error, SerializationError):
-            raise _renumbered(error) from error.__cause__
         raise
     handle: RRef[T] = make_handle(rrefs, creation.number, creation.owner, creation.identity, fork=creation.fork)
     handle._created = created
@@ -145,12 +143,11 @@ def _make_here(
         created = start(
             rrefs.client, rrefs.worker.info.id, create, arguments, kwargs, timeout, retry, label=label, mode="remote"
         )
-    except BaseException as error:
+    except BaseException:
         rrefs.owned.release(entry)
-        if isinstance(error, SerializationError):
-            raise _renumbered(error) from error.__cause__
         raise
     handle: RRef[Any] = make_handle(rrefs, number, rrefs.worker.info, rrefs.identity, entry=entry)
+    rrefs.owned.release(entry)
     handle._created = created
     created._when_done(lambda done: _fail(entry.value, done))
     return handle
@@ -221,16 +218,6 @@ class _Arguments(LateArguments):
         return tuple(self)[index]
 
 
-def _renumbered(error: SerializationError) -> SerializationError:
-    """The same error, with places that count only the user's arguments."""
-
-    def count(text: str) -> str:
-        return re.sub(r"\bargs\[(\d+)\]", lambda found: f"args[{max(int(found[1]) - _OWN_ARGUMENTS, 0)}]", text)
-
-    path = count(error.path or "") or None
-    return SerializationError(count(str(error)), worker=error.worker, path=path, device=error.device)
-
-
 def _fail(value: Future[Any], created: Future[Any]) -> None:
     """The call itself has failed, so no function will set the value. The error is copied without its frames: it
     may have passed through frames that hold the handle, and would keep them as long as the value.
@@ -247,6 +234,7 @@ def _not_made(error: Exception) -> None:
 
 @async_execution
 @never_dropped
+@hides_arguments(_OWN_ARGUMENTS)
 def create(  # noqa: PLR0917 (positional arguments travel without pickle)
     number: int,
     fork: int,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 
@@ -79,8 +80,17 @@ def rewording() -> Iterator[None]:
     """Convert the errors that are raised inside the ``with`` block."""
     try:
         yield
-    except (BackhaulError, torch.jit.Error) as error:
-        other = reworded(error)
-        if other is error:
-            raise
-        raise other from error
+    except CONVERTED as error:
+        raise_reworded(error)
+
+
+CONVERTED = (BackhaulError, torch.jit.Error)
+"""The errors to convert."""
+
+
+def raise_reworded(error: BaseException) -> NoReturn:
+    """Raise a converted error. For ``except`` clauses on the path of each call, where ``rewording`` would cost more."""
+    other = reworded(error)
+    if other is error:
+        raise error
+    raise other from error

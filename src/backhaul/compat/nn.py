@@ -70,8 +70,8 @@ class RemoteModule(nn.RemoteModule):
         current = agent.current()
         return bool(current._get_device_map(current.get_worker_info(self.on)))
 
-    def _runner(self) -> Callable[..., Any]:
-        return owner.run_in_place if self.is_device_map_set else owner.run
+    def _runner(self) -> str:
+        return owner.RUN_IN_PLACE if self.is_device_map_set else owner.RUN
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """The module that ``torch.jit.script`` compiles in place of this one. It has the methods of the interface."""

@@ -40,10 +40,16 @@ def _made(module: nn.Module) -> Made:
     return RRef(module), module.training, describe(module)
 
 
-def run(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
+def run(module: nn.Module, device: str, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call the module, or one of its methods, with inputs moved to its device. Results are moved to the CPU.
 
-    ``grad``: whether the caller has grad mode enabled; it is the mode here too.
+    Args:
+        module: The module.
+        device: Its device, if it has no tensors.
+        grad: Whether the caller has grad mode enabled; it is the mode here too.
+        method: The method.
+        args: Positional arguments of the method.
+        kwargs: Keyword arguments of the method.
     """
     result = run_in_place(module, device, grad, method, *args, **kwargs)
     if _device_of(module, device).type == "cpu":
@@ -52,20 +58,23 @@ def run(module: nn.Module, device: torch.device, grad: bool, method: str, /, *ar
         return tree_map_only(torch.Tensor, on_cpu, result)
 
 
-def run_there(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
+def run_there(module: nn.Module, device: str, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """As ``run``, but results on ``device`` stay there: the caller has mapped that device to one of its own."""
     result = run_in_place(module, device, grad, method, *args, **kwargs)
-    place = device.type, device.index or 0
+    mapped = torch.device(device)
+    place = mapped.type, mapped.index or 0
     with torch.set_grad_enabled(grad):
         return tree_map_only(
             torch.Tensor, lambda t: t if (t.device.type, t.device.index) == place else on_cpu(t), result
         )
 
 
-def run_in_place(module: nn.Module, device: torch.device, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
+def run_in_place(module: nn.Module, device: str, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """As ``run``, but all results stay on their devices."""
     place = _device_of(module, device)
     function = module if method == "forward" else getattr(module, method)
+    if place.type == "cpu" and grad == torch.is_grad_enabled():
+        return function(*args, **kwargs)
     with torch.set_grad_enabled(grad):
         if place.type != "cpu":
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _bring(tensor, place), (args, kwargs))
@@ -76,7 +85,7 @@ def run_with(  # noqa: PLR0917 (positional arguments travel without pickle)
     module: nn.Module,
     given: Mapping[str, torch.Tensor],
     runner: str,
-    device: torch.device,
+    device: str,
     grad: bool,
     method: str,
     /,
@@ -103,7 +112,7 @@ def run_changed(  # noqa: PLR0917 (positional arguments travel without pickle)
     driver: str,
     changes: Sequence[tuple[Any, ...]],
     runner: str,
-    device: torch.device,
+    device: str,
     grad: bool,
     method: str,
     /,
@@ -119,15 +128,37 @@ def run_changed(  # noqa: PLR0917 (positional arguments travel without pickle)
     return _RUNNERS[runner](module, device, grad, method, *args, **kwargs)
 
 
-_RUNNERS: dict[str, Callable[..., Any]] = {"run": run, "run_there": run_there, "run_in_place": run_in_place}
+RUN, RUN_THERE, RUN_IN_PLACE, RUN_WITH, RUN_CHANGED = (
+    f"{function.__module__}:{function.__qualname__}"
+    for function in (run, run_there, run_in_place, run_with, run_changed)
+)
+"""The names of these functions in messages."""
+
+_RUNNERS: dict[str, Callable[..., Any]] = {RUN: run, RUN_THERE: run_there, RUN_IN_PLACE: run_in_place}
 
 
-def _device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
+def _device_of(module: nn.Module, otherwise: str | torch.device) -> torch.device:
     """The device of the first parameter or buffer: any worker may have moved the module with ``to``."""
-    for tensors in (module.parameters(), module.buffers()):
-        for tensor in tensors:
-            return tensor.device
-    return otherwise
+    found = _first_of(module, "_parameters") if _is_listed_by_torch(module) else next(module.parameters(), None)
+    if found is None:
+        found = next(module.buffers(), None)
+    return torch.device(otherwise) if found is None else found.device
+
+
+def _is_listed_by_torch(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.named_parameters is nn.Module.named_parameters and kind.parameters is nn.Module.parameters
+
+
+def _first_of(module: nn.Module, kind: str) -> torch.Tensor | None:
+    """The first tensor that ``parameters`` lists. Its generators would take longer than a small call."""
+    for tensor in getattr(module, kind).values():
+        if tensor is not None:
+            return tensor  # type: ignore[no-any-return]
+    for part in module._modules.values():
+        if part is not None and (found := _first_of(part, kind)) is not None:
+            return found
+    return None
 
 
 def _bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,13 +15,14 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from backhaul._remote_tensors.addresses import own_call
+from backhaul._remote_tensors.changes_on_owner import Changes
 from backhaul._rpc.api import rpc_sync
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.futures import Future
@@ -139,7 +140,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     @graph_break
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its owner, and wait for the result."""
-        return self.forward_async(*args, **kwargs).wait()
+        return self._run_and_wait("forward", *args, **kwargs)
 
     @graph_break
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -148,28 +149,46 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
 
     @graph_break
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        arguments: tuple[Any, ...] = torch.device(self.device), torch.is_grad_enabled(), method, *args
-        runner, label, gradients = self._runner(), f"RemoteModule.{method}", self._gradients
-        if given := self._given():
-            self._send_changes()
-            if gradients is not None and torch.is_grad_enabled():
-                gradients.take_for_forward()
-            arguments = given, runner.__name__, *arguments
-            return self.module_rref._call(owner.run_with, arguments, kwargs, None, label=label)
-        changes = [] if gradients is None else gradients.take_for_forward()
+        function, arguments, changes = self._plan_run(method, args)
         with own_call():
-            if gradients is None or not changes:
-                return self.module_rref._call(runner, arguments, kwargs, None, label=label)
-            carried = [(each.number, each.cleared, each.zeroed, dict(each.requires_grad)) for each in changes]
-            arguments = gradients.worker.incarnation, carried, runner.__name__, *arguments
-            made = self.module_rref._call(owner.run_changed, arguments, kwargs, None, label=label)
-        gradients.carried_by(made, changes)
+            made = self.module_rref._call(function, arguments, kwargs, None, label=f"RemoteModule.{method}")
+        if changes and (gradients := self._gradients) is not None:
+            gradients.carried_by(made, changes)
         return made
 
-    def _runner(self) -> Callable[..., Any]:
+    @graph_break
+    def _run_and_wait(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        function, arguments, changes = self._plan_run(method, args)
+        with own_call():
+            made = self.module_rref._call_and_wait(function, arguments, kwargs, None, label=f"RemoteModule.{method}")
+        if changes and (gradients := self._gradients) is not None:
+            gradients.were_made(changes)
+        return made
+
+    def _plan_run(self, method: str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...], Sequence[Changes]]:
+        """The name of the function of ``owner`` to call, its arguments after the module, and the changes in them."""
+        arguments = self.device, torch.is_grad_enabled(), method, *args
+        tensors = self._tensors
+        if tensors is None:
+            return self._runner(), arguments, ()
+        gradients = tensors.gradients
+        if given := self._given():
+            self._send_changes()
+            if torch.is_grad_enabled():
+                gradients.take_for_forward()
+            return owner.RUN_WITH, (given, self._runner(), *arguments), ()
+        changes = gradients.take_for_forward()
+        if not changes:
+            return self._runner(), arguments, ()
+        carried = [(each.number, each.cleared, each.zeroed, dict(each.requires_grad)) for each in changes]
+        return owner.RUN_CHANGED, (gradients.worker.incarnation, carried, self._runner(), *arguments), changes
+
+    def _runner(self) -> str:
         """The function of ``owner`` that calls the module."""
+        if self.device == "cpu":
+            return owner.RUN
         client = self.module_rref._rrefs.client
-        return owner.run_there if client.has_place_for(self.on, torch.device(self.device)) else owner.run
+        return owner.RUN_THERE if client.has_place_for(self.on, torch.device(self.device)) else owner.RUN
 
     def __getattr__(self, name: str) -> Any:
         """Find methods of the interface."""
@@ -177,8 +196,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         if method not in self.__dict__.get("_methods", ()):
             found = self._find_tensor(name)
             return super().__getattr__(name) if found is None else found
-        run = functools.partial(self._run, method)
-        return run if method != name else lambda *args, **kwargs: run(*args, **kwargs).wait()
+        return functools.partial(self._run if method != name else self._run_and_wait, method)
 
     # References to what is on the owner.
 

@@ -49,7 +49,7 @@ def write(module: nn.Module, path: str, name: str, value: Any) -> None:
 
 def call(module: nn.Module, path: str, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the module at ``path``. ``grad``: whether grad mode is enabled."""
-    return owner.run(module.get_submodule(path), torch.device("cpu"), grad, method, *args, **kwargs)
+    return owner.run(module.get_submodule(path), "cpu", grad, method, *args, **kwargs)
 
 
 def train(module: nn.Module, path: str, mode: bool) -> None:

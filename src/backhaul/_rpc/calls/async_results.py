@@ -43,14 +43,30 @@ def async_execution(function: F) -> F:
     return function
 
 
+class Later:
+    """What a function that ``may_answer_later`` returns if it does."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.future = future
+
+
+def may_answer_later(function: F) -> F:
+    """Mark a function of a layer above: if it returns a ``Later``, the result is the value of the future in it."""
+    setattr(function, ASYNC_MARK, Later)
+    return function
+
+
 def answers_later(function: Any, result: Any) -> bool:
     """Whether the value of a call is the value of the future that the function returned.
 
     A scripted function that returns a future counts as marked: a script that is found by name has lost its mark.
     """
-    return getattr(function, ASYNC_MARK, False) or (
-        type(function) is torch.jit.ScriptFunction and isinstance(result, torch._C.Future)
-    )
+    mark = getattr(function, ASYNC_MARK, None)
+    if mark is None:
+        return type(function) is torch.jit.ScriptFunction and isinstance(result, torch._C.Future)
+    return mark is not Later or type(result) is Later
 
 
 class AsyncResults:

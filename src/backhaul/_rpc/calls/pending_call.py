@@ -47,6 +47,7 @@ class Pending:
     channel: Channel | None = None
     kept: Sequence[tuple[Interceptor, Any]] = ()  # values that interceptors keep for the reply
     notes: Mapping[str, bytes] = {}
+    parcels: Sequence[Any] = ()  # what the values of the request have left for carriers, kept until the call is over
     trace: CallTrace | None = None
     scope: CancelScope | None = None  # of the handler or block that made the call
     cut = False  # whether the deadline is that of ``scope``, not the call's own

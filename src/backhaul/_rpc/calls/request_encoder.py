@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from backhaul._rpc.arguments import keywords as keyword_arguments
 from backhaul._rpc.arguments import positional
@@ -16,6 +17,8 @@ from backhaul._wire.callables import Named
 from backhaul._wire.codec import Encoded
 from backhaul._wire.frames import Frame
 from backhaul.errors import FrameTooLargeError, LimitError, SerializationError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RequestEncoder:
@@ -65,8 +68,11 @@ class RequestEncoder:
             link = peer.link.request(None if self.keeps_requests else peer.channel)
             encoded = encode_values(values, names, peer.main_shared, peer.plain, link)
         except SerializationError as error:
+            hidden = getattr(function, _HIDDEN, 0)
             raise SerializationError(
-                f"call to {pending.label}: {error}; nothing was sent", path=error.path, device=error.device
+                _renumbered(f"call to {pending.label}: {error}; nothing was sent", hidden),
+                path=_renumbered(error.path or "", hidden) or None,
+                device=error.device,
             ) from error.__cause__
         if encoded.lease is not None:
             pending.lease = encoded.lease
@@ -95,10 +101,31 @@ class RequestEncoder:
 
     def _add_rare_notes(self, pending: Pending, encoded: Encoded, notes: dict[str, bytes]) -> None:
         if encoded.parcels:
+            pending.parcels = encoded.parcels
             for carrier in self._interceptors.of_parcels:
-                notes[carrier.key] = carrier.note_parcels(pending.peer, encoded)
+                note = carrier.note_request(pending.peer, encoded)
+                if note is not None:
+                    notes[carrier.key] = note
         if pending.trace is not None:
             notes[PROFILE] = pending.trace.encoded()
+
+
+_HIDDEN = "_backhaul_hidden_arguments"
+
+
+def hides_arguments(count: int) -> Callable[[F], F]:
+    """Mark a function of a layer above whose first ``count`` arguments are not the user's: errors do not count them."""
+
+    def mark(function: F) -> F:
+        setattr(function, _HIDDEN, count)
+        return function
+
+    return mark
+
+
+def _renumbered(text: str, hidden: int) -> str:
+    """``text`` with places of arguments that do not count the first ``hidden`` of them."""
+    return re.sub(r"\bargs\[(\d+)\]", lambda found: f"args[{max(int(found[1]) - hidden, 0)}]", text)
 
 
 class _ValueNames(Sequence[str]):

@@ -41,6 +41,7 @@ class ServedCall(CancelScope):
     later = False  # no thread runs it any more; its reply follows when a future is done
     orphaned = False  # the channel that it came through is gone
     spared = False  # it goes on even if its channel is gone
+    loans: Sequence[Any] = ()  # what the caller has lent to the call; of a layer above
     charge = 0  # bytes that count against the peer's limit until the call is over
 
     def __init__(self, peer: Peer, channel: Channel, number: int, now: Callable[[], float]) -> None:
@@ -54,6 +55,11 @@ class ServedCall(CancelScope):
     def label(self) -> str:  # type: ignore[override]
         """The function's name for people."""
         return "a function" if self.function is None else label_of(self.function)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the request is still being decoded."""
+        return self.function is None
 
     def spare(self) -> None:
         """Let the call go on even if its caller is lost."""

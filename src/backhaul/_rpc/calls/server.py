@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from backhaul._devices import seam
-from backhaul._rpc.calls.async_results import ASYNC_MARK, AsyncResults, answers_later
+from backhaul._rpc.calls.async_results import ASYNC_MARK, AsyncResults, Later, answers_later
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.pending_call import check_size, fault_frame
 from backhaul._rpc.calls.served_call import ServedCall, never_dropped_names
@@ -228,6 +228,8 @@ class CallServer:
 
     def _reply_later(self, call: ServedCall, result: Any) -> None:
         """Reply when the future is done that a handler returned."""
+        if type(result) is Later:
+            result = result.future
         if not isinstance(result, torch._C.Future):
             raise TypeError(
                 f"{call.label} is marked with async_execution, so it must return a Future, "
@@ -266,7 +268,9 @@ class CallServer:
                 if note is not None:
                     notes[interceptor.key] = note
             for carrier in self._client.interceptors.of_parcels if encoded.parcels else ():
-                notes[carrier.key] = carrier.note_parcels(peer, encoded)
+                note = carrier.note_reply(peer, encoded)
+                if note is not None:
+                    notes[carrier.key] = note
             frame = reply_frame(call.number, encoded, notes)
             body, buffers = frame.body, frame.buffers
             size = len(body) + sum(map(len, buffers)) if buffers else len(body)

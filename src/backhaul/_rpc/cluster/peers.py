@@ -162,7 +162,7 @@ class Peers:
 
     def find(self, to: str | int | WorkerInfo) -> Peer:
         """The worker that ``to`` names. Raises ``UnknownWorkerError``."""
-        peer = self._by_name.get(to) if type(to) is str else None
+        peer = self._by_name.get(to) if type(to) is str else self._by_id.get(to) if type(to) is int else None
         if peer is not None:
             return peer
         if isinstance(to, str):

@@ -124,29 +124,26 @@ class RRef(handle.RRef[T]):
     @graph_break
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.rpc_sync().method(...)`` calls a method of the value and waits for the result."""
-        return _ReferenceProxy(
-            lambda name, args, kwargs: follow(self._call(name, args, kwargs, _timeout_or_none(timeout))).wait()
-        )
+        return _ReferenceProxy(self._call_and_wait, _timeout_or_none(timeout))
 
     @graph_break
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.rpc_async().method(...)`` calls a method of the value and returns a future."""
-        return _ReferenceProxy(
-            lambda name, args, kwargs: follow(self._call(name, args, kwargs, _timeout_or_none(timeout)))
-        )
+        return _ReferenceProxy(self._follow_call, _timeout_or_none(timeout))
 
     @graph_break
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         """``rref.remote().method(...)`` calls a method of the value and returns an RRef to the result."""
+        return _ReferenceProxy(self._adopt_made, _timeout_or_none(timeout))
 
-        def call(name: str, args: Any, kwargs: Any) -> RRef[Any]:
-            value_type = self._get_type(timeout)
-            if not issubclass(value_type, torch.jit.ScriptModule):
-                getattr(value_type, name)  # raises at once, as the reference does, if there is no such method
-            inner = getattr(handle.RRef.remote(self, _timeout_or_none(timeout)), name)
-            return adopt(inner(*args, **kwargs))
+    def _follow_call(self, what: str, args: Any, kwargs: Any, timeout: float | None) -> Future[Any]:
+        return follow(self._call(what, args, kwargs, timeout))
 
-        return _ReferenceProxy(call)
+    def _adopt_made(self, what: str, args: Any, kwargs: Any, timeout: float | None) -> RRef[Any]:
+        value_type = self._get_type(UNSET_RPC_TIMEOUT if timeout is None else timeout)
+        if not issubclass(value_type, torch.jit.ScriptModule):
+            getattr(value_type, what)  # raises at once, as the reference does, if there is no such method
+        return adopt(self._make(what, args, kwargs, timeout))
 
     # Internals that the reference's tests inspect.
 
@@ -208,16 +205,21 @@ _types: weakref.WeakKeyDictionary[RRef[Any], Future[Any]] = weakref.WeakKeyDicti
 class _ReferenceProxy:
     """Turns method calls into calls of the value's methods on its owner."""
 
-    def __init__(self, call: Callable[[str, Any, Any], Any]) -> None:
-        self._call = call
+    __slots__ = ("__call", "__timeout")
+
+    def __init__(self, call: Callable[[str, Any, Any, float | None], Any], timeout: float | None) -> None:
+        self.__call = call
+        self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(self._run, name)
+        return functools.partial(self.__run, name)
 
     @graph_break
-    def _run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        with errors.rewording():
-            return self._call(name, args, kwargs)
+    def __run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.__call(name, args, kwargs, self.__timeout)
+        except errors.CONVERTED as error:
+            errors.raise_reworded(error)
 
 
 _creations: weakref.WeakSet[torch.futures.Future[Any]] = weakref.WeakSet()  # calls that make values, until freed
@@ -250,13 +252,15 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
 # Sending RRefs in messages.
 
 
-def _rebuild(owner: int, incarnation: str, number: int, fork: int) -> Any:
+def _rebuild(owner: int, incarnation: str, number: int, fork: int, via: int) -> Any:
     """Names an RRef in a pickled message. The receiver calls ``_build`` in its place."""
     raise TypeError("an RRef can be unpickled only from a message: send it as an argument or result of a call")
 
 
-def _build(worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId) -> RRef[Any]:
-    return adopt(handle._build(worker, owner, incarnation, number, fork))
+def _build(  # noqa: PLR0917 (in a message)
+    worker: Worker | None, owner: int, incarnation: str, number: RRefId, fork: ForkId, via: ForkId
+) -> RRef[Any]:
+    return adopt(handle._build(worker, owner, incarnation, number, fork, via))
 
 
 def _reduce(rref: RRef[Any], parcels: list[Any]) -> Any:
