@@ -97,8 +97,8 @@ class Channel(abc.ABC):
 
     def send_soon(self, frame: Frame, *, timeout: float | None = None) -> None:
         """Like ``send``, for one of several frames. The frame may wait for those that follow, until ``flush`` is called
-        or about a millisecond has passed (more while another thread keeps the interpreter). A transport that gains
-        nothing by it sends at once.
+        or about a millisecond has passed (more while another thread keeps the interpreter). So long the channel may be
+        parked too: no thread is woken for each reply. A transport that gains nothing by it sends at once.
         """
         self.send(frame, timeout=timeout)
 
@@ -108,6 +108,12 @@ class Channel(abc.ABC):
     @abc.abstractmethod
     def release(self) -> None:
         """Let the channel deliver again. Call this once for each ``Received`` and each successful ``acquire``."""
+
+    def park(self) -> None:
+        """Like ``release``, but the channel may deliver nothing until ``Endpoint.unpark``, which the caller brings
+        about soon. Meanwhile ``acquire`` takes the channel.
+        """
+        self.release()
 
     def acquire(self, holder: object = None) -> bool:
         """Hold the channel, so that this thread reads it with ``receive`` and ``Endpoint.poll`` does not. Returns
@@ -186,6 +192,9 @@ class Endpoint(abc.ABC):
     unflushed: Collection[Channel] = ()
     """Channels that ``flush`` would write to."""
 
+    parked: Collection[Channel] = ()
+    """Channels that ``unpark`` would release."""
+
     @property
     def shm_bytes(self) -> int:
         """How many bytes of shared memory this end has made, for what it sends."""
@@ -226,6 +235,9 @@ class Endpoint(abc.ABC):
 
     def flush(self) -> None:  # noqa: B027
         """Send what waits in any channel of this end, see ``Channel.send_soon``."""
+
+    def unpark(self) -> None:  # noqa: B027
+        """Let all parked channels of this end deliver again, see ``Channel.park``."""
 
     def make_waiter(self) -> ChannelWaiter:
         """Make what a thread needs to wait for several channels of this end that it holds."""

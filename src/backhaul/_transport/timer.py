@@ -7,6 +7,7 @@ import os
 import threading
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc_with_interpreter = ctypes.PyDLL(None)  # does not release the interpreter, for calls that never block
 _CLOCK_MONOTONIC = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -38,7 +39,7 @@ class Timer:
             spec = self._specs[seconds] = ctypes.byref(_Spec(0, 0, int(seconds), int(seconds % 1 * 1e9)))
         with self._lock:
             if not self._closed:
-                _libc.timerfd_settime(self.fd, 0, spec, None)
+                _libc_with_interpreter.timerfd_settime(self.fd, 0, spec, None)
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -109,10 +109,15 @@ class FrameReceiver:
         """Act on an event that a thread of the pool has polled; return the tasks that follow."""
         if isinstance(event, Lost):
             return self.accept(event)
+        tasks: list[Task] = []
         try:
-            return self.accept(event)
+            tasks = self.accept(event)
+            return tasks
         finally:
-            event.channel.release()
+            if len(tasks) > 1:  # the calling thread runs them first; see ``ThreadPool``
+                event.channel.park()
+            else:
+                event.channel.release()
 
     def accept(self, event: Event) -> list[Task]:
         """Act on an event while its channel is held; return the tasks that follow."""

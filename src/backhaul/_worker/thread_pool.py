@@ -139,6 +139,8 @@ class ThreadPool:
             self._running -= 1
             self._endpoint.quiet = not self._running
             waiting = bool(self._tasks)
+        if self._endpoint.parked:
+            self._endpoint.unpark()
         if waiting:
             self._endpoint.wake()
 
@@ -234,7 +236,7 @@ class ThreadPool:
         """
         endpoint, now, me = self._endpoint, self._runtime.now, threading.get_ident()
         fresh: Iterable[Task] = ()
-        idle = watching = polled = False
+        idle = watching = polled = ticked = False
         while True:
             task = alarm = None
             with self._lock:
@@ -265,8 +267,11 @@ class ThreadPool:
                 continue
             if endpoint.unflushed:
                 endpoint.flush()
+            if endpoint.parked and (ticked or not self._tasks):
+                endpoint.unpark()
             try:
                 event = endpoint.poll(timeout)
+                ticked = watching and event is None
                 idle = event is None and timeout == _IDLE_SECONDS
                 fresh = () if event is None else self._deliver(event)
             except Exception:

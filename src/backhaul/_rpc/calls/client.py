@@ -18,6 +18,7 @@ from backhaul._rpc.calls.paused_calls import PausedCalls
 from backhaul._rpc.calls.pending_call import AsyncCall, Pending, SyncCall
 from backhaul._rpc.calls.reply_reader import ReplyReader
 from backhaul._rpc.calls.request_encoder import RequestEncoder
+from backhaul._rpc.calls.send_pacing import SendPacing
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import Interceptors, ReplayHook
@@ -72,6 +73,7 @@ class CallClient:
         self.before_call: Callable[[], None] | None = None
         self._replay_hook: ReplayHook | None = None
         self._requests = RequestEncoder(self.interceptors, worker.runtime.now)
+        self._pacing = SendPacing()
         self._numbers = itertools.count(1)
         self._closed = False
         self._replies = ReplyReader(worker, self.pending, self.idleness, self.cancellation)
@@ -286,10 +288,13 @@ class CallClient:
         if not isinstance(pending, AsyncCall):
             channel.send(frame, timeout=timeout)
             return
-        if pending.peer.pacing.sends_at_once(self.worker.runtime.now()):
+        now, pacing = self.worker.runtime.now(), self._pacing
+        if not pacing.holds_back(now):
             channel.send(frame, timeout=timeout)
-        else:
-            channel.send_soon(frame, timeout=timeout)
+            return
+        channel.send_soon(frame, timeout=timeout)
+        if pacing.ends_window(now):
+            self.worker.endpoint.flush()
 
     # The end.
 

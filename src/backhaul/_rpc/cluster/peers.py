@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from backhaul._devices.seam import PeerLink
 from backhaul._rpc.cluster.connections import Connections
 from backhaul._rpc.cluster.membership_table import MembershipTable, Refusal, Standing, WorkerRecord
-from backhaul._rpc.cluster.send_pacing import SendPacing
 from backhaul._runtime.runtime import Lock
 from backhaul._transport.base import Channel
 from backhaul._types import WorkerInfo
@@ -52,7 +51,6 @@ class Peer:
         lost: Why the peer cannot be reached; empty once it can be again.
         gone: Why the peer is no member any more, for good.
         attempts: For ``Connections``.
-        pacing: For the client of calls.
     """
 
     __slots__ = (
@@ -65,7 +63,6 @@ class Peer:
         "link",
         "lost",
         "main_shared",
-        "pacing",
         "plain",
         "record",
         "suspicion",
@@ -86,7 +83,6 @@ class Peer:
         self.lost = ""
         self.gone = ""
         self.attempts = ConnectAttempts(worker.runtime.lock())
-        self.pacing = SendPacing()
 
     def add_channel(self, channel: Channel) -> None:
         """There is another channel to the peer."""

@@ -5,6 +5,12 @@
 [Note: turns] If the peer is as fast as this end, a thread can read a large frame, or write a long queue, for many
 seconds without a pause. That thread may be the only one that polls, and heartbeats are due twice a second. So the
 thread stops after ``TURN_BYTES``, arms the descriptor again, and polls.
+
+[Note: parking] In a burst every frame would wake a thread that polls. That thread would take the interpreter from the
+thread that has work to do: the one that sends the burst, or the one that runs what has come. So a channel is *parked*
+then: it is held by no thread, but the epoll set does not wait for it. A thread that waits for a reply takes it from
+there. Otherwise it is released when the thread that parked it has nothing more to do or waits, or after one or two
+milliseconds.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from backhaul.errors import ProtocolError
 log = logging.getLogger("backhaul")
 
 _TAKE_OVER_TRIES = 200  # to take a channel from a thread that spins and checks ``wanted`` every microsecond or two
+_MAX_QUEUED_FRAMES = 32  # small frames that wait for each other
 _SILENT = ONE_SHOT
 _READABLE = select.EPOLLIN | ONE_SHOT
 
@@ -47,6 +54,7 @@ class ChannelOwner(WriterOwner, Protocol):
 
     quiet: bool
     wakes: int
+    parked: set[SocketChannel]
     spinner: object | None
     spin_limit: SpinLimit
     budget: Budget
@@ -83,6 +91,7 @@ class SocketChannel(Channel):
         self._idle_poller.register(self._connection.fd, select.POLLIN)
         self._idle_poller.register(endpoint.descriptors.fd, select.POLLIN)
         self._spin_policy = SpinPolicy(endpoint.spin_limit)  # used by the holder
+        self._parked: list[object] = []  # whoever takes the entry out of it holds the channel; see [Note: parking]
         self._since = 0.0  # when the wait for the next message began
         self._spinning = False  # the holder has nothing else to do
         self.wanted = False
@@ -118,9 +127,32 @@ class SocketChannel(Channel):
             return False
         if holder is None:
             holder = object()
-        if self._holder.setdefault(0, holder) is not holder and not (self._spinning and self._take_over(holder)):
+        if self._holder.setdefault(0, holder) is holder:
+            self._arm(_SILENT)
+            return True
+        if self._parked and self._unpark():
+            self._holder[0] = holder
+            return True
+        if self._spinning and self._take_over(holder):
+            self._arm(_SILENT)
+            return True
+        return False
+
+    def park(self) -> None:
+        self._parked.append(None)
+        self._endpoint.parked.add(self)
+
+    def unpark(self) -> None:
+        """Let the channel deliver again if it is parked."""
+        if self._unpark():
+            self.release()
+
+    def _unpark(self) -> bool:
+        """Whether the calling thread holds the channel now, which was parked."""
+        try:
+            self._parked.pop()
+        except IndexError:  # another thread was faster
             return False
-        self._arm(_SILENT)
         return True
 
     def _take_over(self, holder: object) -> bool:
@@ -267,6 +299,10 @@ class SocketChannel(Channel):
             raise self._closed_error()
         if queue.append(b"".join(frame.parts())):
             self._endpoint.flush_soon(self)
+            if not self._parked and self.acquire():
+                self.park()
+        elif len(queue.parts) >= _MAX_QUEUED_FRAMES:
+            self._writer.flush()
 
     def _closed_error(self) -> ChannelClosedError:
         reason = self._connection.ended or "closed by this side"

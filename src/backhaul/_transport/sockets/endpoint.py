@@ -68,7 +68,8 @@ class SocketEndpoint(Endpoint):
         self.trimmer = Trimmer(self.descriptors)
         self.wakes = 0
         self.unflushed: set[SocketChannel] = set()
-        self._flush_timer = self.descriptors.add_timer(self.flush)
+        self.parked: set[SocketChannel] = set()
+        self._flush_timer = self.descriptors.add_timer(self._go_on)
         self._acceptor = Acceptor(self.descriptors, secret, credentials, self._accepted)
         self._connector = Connector(secret, credentials)
         self._last_read = threading.local()  # .channel: the channel that this thread read last
@@ -126,6 +127,17 @@ class SocketEndpoint(Endpoint):
         """See ``ChannelOwner``."""
         self.unflushed.add(channel)
         self.wake_soon()
+
+    def unpark(self) -> None:
+        while self.parked:
+            with contextlib.suppress(KeyError):  # another thread took it
+                self.parked.pop().unpark()
+
+    def _go_on(self) -> None:
+        """A while after frames were queued, or a channel was parked."""
+        self.flush()
+        if self.quiet:  # else the thread that runs tasks, or the one that watches it, goes on with parked channels
+            self.unpark()
 
     def make_waiter(self) -> ChannelWaiter:
         return ChannelWaiter(self._waiting, self)
