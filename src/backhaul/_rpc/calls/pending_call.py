@@ -16,13 +16,12 @@ from backhaul._runtime import interrupts
 from backhaul._runtime.observer import CallTrace
 from backhaul._runtime.runtime import OneShotEvent
 from backhaul._transport.base import Channel
+from backhaul._wire.call_frames import ReceivedReply, read_reply
 from backhaul._wire.codec import Encoded
 from backhaul._wire.device_link import Lease
 from backhaul._wire.faults import decode_fault
 from backhaul._wire.frames import Frame
-from backhaul._wire.incoming import IncomingPayload, read_payload
-from backhaul._wire.messages import MALFORMED, Fault, Kind, Reply, decode_reply, malformed, pack, unpack
-from backhaul._wire.tensors.subclasses import may_require_grad
+from backhaul._wire.messages import Fault, Kind, pack, unpack
 from backhaul._worker.deadlines import FOREVER, CancelScope
 from backhaul._worker.worker import Worker
 from backhaul.errors import (
@@ -106,25 +105,23 @@ class Pending:
             self.peer.link.arrive(self.channel)
             raise decode_fault(unpack(outcome.body, Fault), outcome.buffers)
         notes: Mapping[str, bytes] = {}
-        payload: IncomingPayload | None = None
+        reply: ReceivedReply | None = None
         try:
-            reply = decode_reply(outcome.body)
-            payload, notes = read_payload(reply.payload, outcome.buffers), reply.notes
-            tensors = payload.tensors(self.peer.link.arrive(self.channel))
+            reply = read_reply(outcome)
+            notes = reply.notes
+            tensors = reply.tensors(self.peer.link.arrive(self.channel))
             for interceptor, kept in self.kept:
                 tensors = interceptor.reply_in(self.peer, kept, notes.get(interceptor.key), tensors)
-            if not self.kept and may_require_grad(tensors):
+            if not self.kept and reply.requires_grad:
                 for interceptor in interceptors.of_calls:
                     tensors = interceptor.reply_in(self.peer, None, notes.get(interceptor.key), tensors)
-            (value,) = payload.values(tensors, worker)
-            return value
+            return reply.value(tensors, worker)
         except BaseException as error:
-            if payload is not None:
-                payload.decline(self.peer.link.answer(self.channel))
+            if reply is not None:
+                reply.decline(self.peer.link.answer(self.channel))
             interceptors.discard(self.peer, notes)
             if isinstance(error, LimitError) or interrupts.from_signal(error):
                 raise
-            error = malformed(Reply, error) if payload is None and isinstance(error, MALFORMED) else error
             raise SerializationError(
                 f"the result of {self.label} from worker '{self.peer.info.name}' cannot be decoded here: "
                 f"{type(error).__name__}: {error}",

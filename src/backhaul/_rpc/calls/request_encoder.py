@@ -11,10 +11,10 @@ from backhaul._rpc.arguments import positional
 from backhaul._rpc.calls.pending_call import Pending, check_size
 from backhaul._rpc.interceptors import PROFILE, Interceptors
 from backhaul._rpc.security.policy import name_for
+from backhaul._wire.call_frames import encode_values, request_frame
 from backhaul._wire.callables import Named
-from backhaul._wire.codec import Encoded, encode_packed
+from backhaul._wire.codec import Encoded
 from backhaul._wire.frames import Frame
-from backhaul._wire.messages import Kind, Request, pack
 from backhaul.errors import FrameTooLargeError, LimitError, SerializationError
 
 
@@ -63,7 +63,7 @@ class RequestEncoder:
             values = values if name else (function, *values)
         try:
             link = peer.link.request(None if self.keeps_requests else peer.channel)
-            encoded = encode_packed(values, names=names, main_shared=peer.main_shared, plain=peer.plain, link=link)
+            encoded = encode_values(values, names, peer.main_shared, peer.plain, link)
             pending.lease = encoded.lease
         except SerializationError as error:
             raise SerializationError(
@@ -83,10 +83,8 @@ class RequestEncoder:
         left = pending.timeout
         if pending.cut:
             left = max(pending.deadline - self._now(), 0.001)
-        body, buffers = pack(Request(name, encoded.payload, keywords, notes, left)), encoded.buffers
-        frame = Frame(Kind.REQUEST, pending.number, body, buffers, encoded.keep)
-        size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-        if size > peer.unchecked_bytes:
+        frame = request_frame(pending.number, name, encoded, keywords, notes, left)
+        if frame.nbytes > peer.unchecked_bytes:
             try:
                 check_size(frame, peer, "call to", pending)
             except (FrameTooLargeError, LimitError):

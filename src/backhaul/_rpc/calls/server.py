@@ -24,23 +24,12 @@ from backhaul._rpc.interceptors import PROFILE
 from backhaul._rpc.security.policy import find_exposed
 from backhaul._runtime import interrupts, runtime
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError
+from backhaul._wire.call_frames import ReceivedRequest, encode_values, read_request, reply_frame
 from backhaul._wire.callables import resolve
-from backhaul._wire.codec import Encoded, encode_packed
+from backhaul._wire.codec import Encoded
 from backhaul._wire.faults import encode_fault
 from backhaul._wire.frames import Frame
-from backhaul._wire.incoming import IncomingPayload, read_payload
-from backhaul._wire.messages import (
-    MALFORMED,
-    Cancel,
-    Kind,
-    Reply,
-    Request,
-    decode_request,
-    malformed,
-    pack,
-    unpack,
-)
-from backhaul._wire.tensors.subclasses import may_require_grad
+from backhaul._wire.messages import Cancel, Kind, unpack
 from backhaul._worker import deadlines
 from backhaul._worker.frame_receiver import checked_by_handler, fields_only
 from backhaul._worker.thread_pool import Task
@@ -171,31 +160,27 @@ class CallServer:
     def _decode(
         self, frame: Frame, call: ServedCall, arrived: int
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-        try:
-            request = decode_request(frame.body)
-            payload = read_payload(request.payload, frame.buffers)
-        except MALFORMED as error:
-            raise malformed(Request, error) from error
+        request = read_request(frame)
         name, notes = request.function, request.notes
         if request.left:
             call.until = call.arrived + request.left
         if name in never_dropped_names:
             call.spare()
         elif call.cancelled or call.now() > call.until:
-            raise self._drop(call, name, payload, notes)
+            raise self._drop(call, request)
         if PROFILE in notes and (observer := self._worker.observer) is not None:
             call.trace = observer.serve(notes[PROFILE], call.peer.record.id, arrived)
         try:
             function = self._find(name, call) if name else None
-            tensors = payload.tensors(call.peer.link.arrive(call.channel))
-            if notes or may_require_grad(tensors):
+            tensors = request.tensors(call.peer.link.arrive(call.channel))
+            if notes or request.requires_grad:
                 tensors = self._show(call, notes, tensors)
-            values = payload.values(tensors, self._worker)
+            values = request.values(tensors, self._worker)
             if function is None:
                 function = values.pop(0)
             kwargs = values.pop(0) if request.keywords else _NO_KEYWORDS
         except BaseException as error:  # code of the user's may raise anything
-            payload.decline(call.peer.link.answer(call.channel))
+            request.decline(call.peer.link.answer(call.channel))
             self._client.interceptors.discard(call.peer, notes)
             if isinstance(error, LimitError) or (
                 isinstance(error, FunctionNotFoundError) and error.worker == self._worker.name
@@ -216,17 +201,17 @@ class CallServer:
                 call.kept = {**call.kept, interceptor.key: kept}
         return tensors
 
-    def _drop(self, call: ServedCall, name: str, payload: IncomingPayload, notes: Mapping[str, bytes]) -> Exception:
+    def _drop(self, call: ServedCall, request: ReceivedRequest) -> Exception:
         """Drop a request that waited for a thread until its caller gave up. Returns the error for its reply."""
-        payload.decline(call.peer.link.answer(call.channel))
-        name, worker, caller = name or "a function", self._worker.name, call.peer.info.name
+        request.decline(call.peer.link.answer(call.channel))
+        name, worker, caller = request.function or "a function", self._worker.name, call.peer.info.name
         why = "was cancelled" if call.cancelled else "has no time left"
         if call.orphaned:
             why = "has lost its channel"
         log.debug("worker '%s' does not run %s: the call of worker '%s' %s", worker, name, caller, why)
         with self._lock:
             self.dropped += 1
-        self._client.interceptors.discard(call.peer, notes)
+        self._client.interceptors.discard(call.peer, request.notes)
         text = f"worker '{worker}' did not run {name}: its call {why}"
         if call.cancelled:
             return CallCancelledError(text, worker=worker, function=name)
@@ -281,13 +266,11 @@ class CallServer:
         notes: dict[str, bytes] = {}
         try:
             link = peer.link.answer(call.channel)
-            encoded = encode_packed((result,), names=_RESULT, main_shared=peer.main_shared, plain=peer.plain, link=link)
+            encoded = encode_values((result,), _RESULT, peer.main_shared, peer.plain, link)
             if call.kept or encoded.parcels:
                 self._add_notes(call, encoded, notes)
-            body, buffers = pack(Reply(encoded.payload, notes)), encoded.buffers
-            frame = Frame(Kind.REPLY, call.number, body, buffers, encoded.keep)
-            size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-            if size > peer.unchecked_bytes:
+            frame = reply_frame(call.number, encoded, notes)
+            if frame.nbytes > peer.unchecked_bytes:
                 check_size(frame, peer, "the result of", call)
         except SerializationError as error:
             name = self._worker.name
