@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from backhaul._native import core
@@ -176,6 +177,7 @@ if core is not None:
         take_apart=nested.take_apart,
         put_together=nested.put_together,
         immutable=nested.IMMUTABLE,
+        raw=msgspec.Raw,
         encode_values=encode_values_in_python,
         request_frame=request_frame_in_python,
         reply_frame=reply_frame_in_python,
@@ -187,8 +189,8 @@ encode_values: Callable[[Sequence[Any], Sequence[str], bool, bool, Link | None],
 encode_values = encode_values_in_python if core is None else core.encode_values
 """Encode the values of a call, or its result: ``(values, names, main_shared, plain, link)``.
 
-Arguments and errors are those of ``codec.encode``. The result is for ``request_frame`` or ``reply_frame`` only. It has
-the attributes of ``Encoded`` besides ``payload``, ``buffers`` and ``keep``.
+Arguments and errors are those of ``codec.encode``. The result is for ``request_frame`` or ``reply_frame``. It has the
+attributes of ``Encoded``, and its payload may be a ``msgspec.Raw``: encoded already.
 """
 
 request_frame: Callable[[int, str, Encoded, bool, dict[str, bytes], float], Frame]

@@ -16,6 +16,7 @@ struct Outgoing {
   Object tensors, recorded;  // made when they are asked for
 
   static PyTypeObject type;
+  static inline PyObject* raw = nullptr;  // msgspec.Raw
   using Boxed = Box<Outgoing>;
 
   explicit Outgoing(EncodedValues encoded) : values(std::move(encoded)) {}
@@ -48,6 +49,23 @@ struct Outgoing {
     });
   }
 
+  // The payload and the buffers, for the twins in Python.
+  static PyObject* get_payload(PyObject* self, void*) {
+    return guarded([&] {
+      const Object bytes = from_bytes(Boxed::of(self).values.payload);
+      return Object(PyObject_CallOneArg(raw, bytes.get()));
+    });
+  }
+
+  static PyObject* get_buffers(PyObject* self, void*) {
+    return guarded([&] {
+      const EncodedValues& values = Boxed::of(self).values;
+      Object list(PyList_New(static_cast<Py_ssize_t>(values.tensors.size())));
+      for (size_t i = 0; i < values.tensors.size(); ++i) put(list.get(), i, values.memory(i));
+      return list;
+    });
+  }
+
   static PyObject* get_parcels(PyObject* self, void*) { return Py_NewRef(Boxed::of(self).values.parcels.get()); }
   static PyObject* get_none(PyObject*, void*) { Py_RETURN_NONE; }
   static PyObject* get_empty(PyObject*, void*) { return PyTuple_New(0); }
@@ -56,6 +74,9 @@ struct Outgoing {
 };
 
 inline PyGetSetDef outgoing_attributes[] = {
+    {"payload", Outgoing::get_payload, nullptr, nullptr, nullptr},
+    {"buffers", Outgoing::get_buffers, nullptr, nullptr, nullptr},
+    {"keep", Outgoing::get_none, nullptr, nullptr, nullptr},
     {"tensors", Outgoing::get_tensors, nullptr, nullptr, nullptr},
     {"recorded", Outgoing::get_recorded, nullptr, nullptr, nullptr},
     {"parcels", Outgoing::get_parcels, nullptr, nullptr, nullptr},
@@ -111,8 +132,7 @@ inline Object make_frame(Kind kind, PyObject* number, std::string_view message, 
   Object pieces(PyTuple_New(whole ? 1 : 1 + static_cast<Py_ssize_t>(values.spans.size())));
   PyTuple_SET_ITEM(pieces.get(), 0, writer.join(whole).release());
   for (size_t i = 0; i < values.spans.size(); ++i) {
-    const at::Tensor& tensor = THPVariable_Unpack(values.tensors[i].get());
-    Object buffer = Box<TensorMemory>::make(tensor, values.spans[i]);
+    Object buffer = values.memory(i);
     if (!whole) PyTuple_SET_ITEM(pieces.get(), static_cast<Py_ssize_t>(i) + 1, Py_NewRef(buffer.get()));
     put(buffers.get(), i, std::move(buffer));
   }

@@ -18,17 +18,18 @@ PyObject* set_frame(PyObject*, PyObject* type) {
   Py_RETURN_NONE;
 }
 
-// connect(*, take_apart, put_together, immutable, and the twins)
+// connect(*, take_apart, put_together, immutable, raw, and the twins)
 PyObject* connect(PyObject*, PyObject* arguments, PyObject* keywords) {
-  static const char* names[] = {"take_apart",  "put_together", "immutable",  "encode_values", "request_frame",
-                                "reply_frame", "read_request", "read_reply", nullptr};
-  PyObject* given[8];
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "$OOOOOOOO", const_cast<char**>(names), &given[0], &given[1],
-                                   &given[2], &given[3], &given[4], &given[5], &given[6], &given[7]))
+  static const char* names[] = {"take_apart",    "put_together", "immutable",    "raw",        "encode_values",
+                                "request_frame", "reply_frame",  "read_request", "read_reply", nullptr};
+  PyObject* given[9];
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "$OOOOOOOOO", const_cast<char**>(names), &given[0], &given[1],
+                                   &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &given[8]))
     return nullptr;
   for (PyObject* each : given) Py_INCREF(each);
   callbacks = {given[0], given[1], given[2]};
-  twins = {given[3], given[4], given[5], given[6], given[7]};
+  Outgoing::raw = given[3];
+  twins = {given[4], given[5], given[6], given[7], given[8]};
   Py_RETURN_NONE;
 }
 

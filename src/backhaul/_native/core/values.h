@@ -52,6 +52,10 @@ struct EncodedValues {
   std::vector<Object> tensors;
   std::vector<Span> spans;  // of the tensors
   Object parcels;
+
+  Object memory(size_t index) const {
+    return Box<TensorMemory>::make(THPVariable_Unpack(tensors[index].get()), spans[index]);
+  }
 };
 
 // Encodes the values of one message. Throws `NotMine` for values that Python has to encode.
