@@ -80,7 +80,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that poll stop in the middle of nearly every frame."""
     monkeypatch.setattr("backhaul._transport.sockets.channel.TURN_BYTES", 5000)
     monkeypatch.setattr("backhaul._transport.sockets.socket_writer.TURN_BYTES", 5000)
-    monkeypatch.setattr("backhaul._wire.frames._MAX_READ_BYTES", 3000)
+    monkeypatch.setattr("backhaul._wire.frame_reader._MAX_READ_BYTES", 3000)
     monkeypatch.setattr("backhaul._transport.sockets.tls._WRITE_BYTES", 5000)
 
 

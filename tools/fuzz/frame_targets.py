@@ -7,7 +7,8 @@ import struct
 from backhaul._transport.shm import host_memory
 from backhaul._transport.shm.slots import Budget
 from backhaul._wire.codec import encode
-from backhaul._wire.frames import Frame, FrameReader, control_frame
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import Frame, control_frame
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import Hello, Kind, Request, pack
 from backhaul.errors import ProtocolError

@@ -19,8 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
+from backhaul._native import core
+from backhaul._wire import nested
 from backhaul._wire.codec import Encoded, encode, load
 from backhaul._wire.device_link import Link, decline
 from backhaul._wire.frames import Frame
@@ -105,16 +108,16 @@ def encode_values_in_python(
 
 
 def request_frame_in_python(  # noqa: PLR0917 (see above)
-    number: int, function: str, encoded: Encoded, keywords: bool, notes: Mapping[str, bytes], left: float, /
+    number: int, function: str, encoded: Encoded, keywords: bool, notes: dict[str, bytes], left: float, /
 ) -> Frame:
     """See ``request_frame``."""
-    body = pack(Request(function, encoded.payload, keywords, dict(notes), left))
+    body = pack(Request(function, encoded.payload, keywords, notes, left))
     return Frame(Kind.REQUEST, number, body, encoded.buffers, encoded.keep)
 
 
-def reply_frame_in_python(number: int, encoded: Encoded, notes: Mapping[str, bytes], /) -> Frame:
+def reply_frame_in_python(number: int, encoded: Encoded, notes: dict[str, bytes], /) -> Frame:
     """See ``reply_frame``."""
-    return Frame(Kind.REPLY, number, pack(Reply(encoded.payload, dict(notes))), encoded.buffers, encoded.keep)
+    return Frame(Kind.REPLY, number, pack(Reply(encoded.payload, notes)), encoded.buffers, encoded.keep)
 
 
 class ValueReader:
@@ -169,24 +172,39 @@ def read_reply_in_python(frame: Frame, /) -> ReceivedReply:
 
 # What other modules use.
 
+if core is not None:
+    core.connect(
+        take_apart=nested.take_apart,
+        put_together=nested.put_together,
+        immutable=nested.IMMUTABLE,
+        raw=msgspec.Raw,
+        encode_values=encode_values_in_python,
+        request_frame=request_frame_in_python,
+        reply_frame=reply_frame_in_python,
+        read_request=read_request_in_python,
+        read_reply=read_reply_in_python,
+    )
+
 encode_values: Callable[[Sequence[Any], Sequence[str], bool, bool, Link | None], Encoded]
-encode_values = encode_values_in_python
+encode_values = encode_values_in_python if core is None else core.encode_values
 """Encode the values of a call, or its result: ``(values, names, main_shared, plain, link)``.
 
-Arguments and errors are those of ``codec.encode``. The result is for ``request_frame`` or ``reply_frame`` only. It has
-the attributes of ``Encoded`` besides ``payload``, ``buffers`` and ``keep``.
+Arguments and errors are those of ``codec.encode``. The result is for ``request_frame`` or ``reply_frame``. It has the
+attributes of ``Encoded``, and its payload may be a ``msgspec.Raw``: encoded already.
 """
 
-request_frame: Callable[[int, str, Encoded, bool, Mapping[str, bytes], float], Frame]
-request_frame = request_frame_in_python
+request_frame: Callable[[int, str, Encoded, bool, dict[str, bytes], float], Frame]
+request_frame = request_frame_in_python if core is None else core.request_frame
 """The frame of a request: ``(number, function, encoded, keywords, notes, left)``, see ``messages.Request``."""
 
-reply_frame: Callable[[int, Encoded, Mapping[str, bytes]], Frame]
-reply_frame = reply_frame_in_python
+reply_frame: Callable[[int, Encoded, dict[str, bytes]], Frame]
+reply_frame = reply_frame_in_python if core is None else core.reply_frame
 """The frame of a reply: ``(number, encoded, notes)``."""
 
-read_request: Callable[[Frame], ReceivedRequest] = read_request_in_python
+read_request: Callable[[Frame], ReceivedRequest]
+read_request = read_request_in_python if core is None else core.read_request
 """Read a request. Raises ``ProtocolError`` if it is malformed, here or when its tensors and values are asked for."""
 
-read_reply: Callable[[Frame], ReceivedReply] = read_reply_in_python
+read_reply: Callable[[Frame], ReceivedReply]
+read_reply = read_reply_in_python if core is None else core.read_reply
 """Read a reply. Raises as ``read_request`` does."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from backhaul._native import core
 from backhaul._options import UNTRUSTED_VALUES
 from backhaul._runtime import interrupts
 from backhaul._wire import nested
@@ -42,8 +41,7 @@ class Encoded(msgspec.Struct, eq=False):
     """A list of values, ready to be sent.
 
     Attributes:
-        payload: What the body of the message contains. That of ``encode_packed`` may be encoded already: a
-            ``msgspec.Raw``, which fits into a message and has no fields.
+        payload: What the body of the message contains.
         buffers: The buffers of the frame.
         keep: The owners of the buffers' memory.
         tensors: The tensors of the message's table, then the wrappers that require grad (see ``tensors.subclasses``).
@@ -63,6 +61,11 @@ class Encoded(msgspec.Struct, eq=False):
     lease: Lease | None = None
     unrecorded: Sequence[str] = ()
     copies: frozenset[int] = frozenset()
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The positions in ``tensors`` of those that require grad."""
+        return tuple([index for index, tensor in enumerate(self.tensors) if tensor.requires_grad])
 
     def discard(self) -> None:
         """The values are not going to be sent: free their slots at once."""
@@ -98,26 +101,6 @@ def encode(
     if forward_ad._current_level >= 0:  # inside ``forward_ad.dual_level()``, on any thread
         _refuse_tangents(found, values, names)
     return found
-
-
-def encode_packed(
-    values: Sequence[Any],
-    *,
-    names: Sequence[str],
-    main_shared: bool = False,
-    plain: bool = False,
-    link: Link | None = None,
-) -> Encoded:
-    """As ``encode``, for a message that is packed next: the native core may encode the payload itself."""
-    if core is not None and not plain and (link is None or not link.takes_host) and forward_ad._current_level < 0:
-        try:
-            made = core.encode(values, main_shared)
-        except Exception:  # a value cannot be sent; the other encoding raises an error that names it
-            made = None
-        if made is not None:
-            payload, buffers, tensors, parcels = made
-            return Encoded(cast("Payload", msgspec.Raw(payload)), buffers, None, tensors, parcels)
-    return encode(values, names=names, main_shared=main_shared, plain=plain, link=link)
 
 
 def _refuse_tangents(encoded: Encoded, values: Sequence[Any], names: Sequence[str]) -> None:

@@ -125,23 +125,6 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     notes: dict[str, bytes] = {}
 
 
-class RequestEnvelope(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Request`` whose payload has not been read yet."""
-
-    function: str
-    payload: msgspec.Raw
-    keywords: bool = False
-    notes: dict[str, bytes] = {}
-    left: float = 0.0
-
-
-class ReplyEnvelope(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Reply`` whose payload has not been read yet."""
-
-    payload: msgspec.Raw
-    notes: dict[str, bytes] = {}
-
-
 class Fault(msgspec.Struct, array_like=True, frozen=True):
     """An exception as text, and the exception itself as one value if it can be sent."""
 
@@ -177,11 +160,6 @@ MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 pack: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 """Encodes a message into a frame's body."""
-
-# The decoders of the messages of every call, without a Python function around them. They raise ``MALFORMED``.
-decode_request: Callable[[Buffer], RequestEnvelope] = msgspec.msgpack.Decoder(RequestEnvelope).decode
-decode_reply: Callable[[Buffer], ReplyEnvelope] = msgspec.msgpack.Decoder(ReplyEnvelope).decode
-decode_payload: Callable[[Buffer], Payload] = msgspec.msgpack.Decoder(Payload).decode
 
 _decoders: dict[type, msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copyreg
 import enum
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +43,9 @@ class NotNestedError(Exception):
 _TENSOR, _LIST, _TUPLE, _DICT = int(Tag.TENSOR), int(Tag.LIST), int(Tag.TUPLE), int(Tag.DICT)
 _FUNCTION, _METHOD, _MADE, _DATA = map(int, NestedTag)
 _FUNCTION_TYPES = frozenset((types.FunctionType, types.BuiltinFunctionType, type))
+IMMUTABLE = frozenset(map(int, (Tag.COMPLEX, Tag.SIZE, Tag.DTYPE, Tag.DEVICE, NestedTag.FUNCTION)))
+"""The tags of values that may come twice in a message: that the receiver makes two of them, or none, has no effect."""
+
 _by_value: set[Any] = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES  # modules that users send by value
 
 
@@ -64,10 +66,10 @@ def take_apart(value: Any, main_shared: bool, parcels: list[Any]) -> tuple[Any, 
         return (_METHOD, owner, name) if getattr(owner, name, None) == value else None
     if (take := _simple.get(kind)) is not None:
         return take(value)
-    cls: Any = kind
-    if not _by_value and (name := _data_class(cls)) is not None and (main_shared or not name.startswith("__main__:")):
-        return (_DATA, name, *(part for field in value.__dict__.items() for part in field))
-    return None
+    if _by_value or not _is_plain_data(kind) or kind in copyreg.dispatch_table:
+        return None
+    name = name_of(kind, main_shared=main_shared)
+    return None if name is None else (_DATA, name, *(part for field in value.__dict__.items() for part in field))
 
 
 def _take_set(value: set[Any] | frozenset[Any]) -> tuple[Any, ...]:
@@ -95,18 +97,15 @@ _OF_EVERY_OBJECT = (
 )
 
 
-@functools.lru_cache(1024)
-def _data_class(kind: Any) -> str | None:
-    """The name of a dataclass whose objects are nothing but their ``__dict__``; else None."""
-    plain = (
+def _is_plain_data(kind: Any) -> bool:
+    """Whether ``kind`` is a dataclass whose objects are nothing but their ``__dict__``."""
+    return (
         "__dataclass_fields__" in vars(kind)
         and type(kind) is type
-        and all(getattr(kind, name, None) is getattr(object, name, None) for name in _OF_EVERY_OBJECT)
         and kind.__dictoffset__ != 0
+        and all(getattr(kind, name, None) is getattr(object, name, None) for name in _OF_EVERY_OBJECT)
         and not any("__slots__" in vars(each) for each in kind.__mro__)
-        and kind not in copyreg.dispatch_table
     )
-    return name_of(kind, main_shared=True) if plain else None
 
 
 class NestedWriter:
@@ -152,7 +151,8 @@ class NestedWriter:
         parts = take_apart(value, self._main_shared, self.parcels)
         if parts is None:
             raise NotNestedError
-        self._check_first(value)
+        if parts[0] not in IMMUTABLE:
+            self._check_first(value)
         self._kept.append(parts)
         self._count += 1
         return [parts[0], *(self.flatten(part, depth + 1) for part in parts[1:])]

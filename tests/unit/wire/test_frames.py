@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from backhaul._wire.frames import MAX_BUFFERS, Frame, FrameReader
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import MAX_BUFFERS, Frame
 from backhaul._wire.memory import Buffer, Recycler
 from backhaul.errors import ProtocolError
 
@@ -93,15 +94,18 @@ def test_the_wire_form_without_buffers_has_no_table() -> None:
 
 
 def test_buffers_are_written_uncopied() -> None:
-    buffers = [bytearray(10), memoryview(bytearray(20))]
+    buffers = [bytearray(10_000), memoryview(bytearray(20))]
     written = Frame(3, 1, b"", buffers).parts()
     assert written[-2] is buffers[0]
     assert written[-1] is buffers[1]
 
 
-def test_a_frame_with_one_small_buffer_is_one_piece() -> None:
+def test_a_frame_with_small_buffers_is_one_piece() -> None:
     assert Frame(3, 1, b"body", [memoryview(b"small")]).parts() == [
         header(count=1, body=4, number=1, payload=5) + struct.pack("<Q", 5) + b"bodysmall"
+    ]
+    assert Frame(3, 1, b"body", [b"two", memoryview(b"small"), b""]).parts() == [
+        header(count=3, body=4, number=1, payload=8) + struct.pack("<3Q", 3, 5, 0) + b"bodytwosmall"
     ]
     large = bytearray(1 << 16)
     head, written = Frame(3, 1, b"body", [large]).parts()

@@ -1,6 +1,7 @@
 // Frames <-> bytes, as `_wire/frames.py` describes them. Handles small frames that are whole in memory.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "msgpack.h"
@@ -10,8 +11,10 @@ namespace backhaul {
 
 constexpr char START[] = "BkHl\x01";  // magic and version
 constexpr size_t HEADER_BYTES = 32;
+constexpr size_t MAX_JOINED_BYTES = 8 << 10;  // as in `_wire/frames.py`
+inline PyObject* frame_type = nullptr;        // `_wire/frames.py`, Frame
 
-// The header, all numbers little-endian as on every machine that torch runs on.
+// The header; its numbers are little-endian.
 struct Header {
   uint8_t kind;
   uint16_t flags;
@@ -40,10 +43,24 @@ struct Header {
   }
 };
 
+// Copies of the buffers of a frame, whose lengths are at `table`; null if the table contradicts the header.
+inline Object cut_buffers(const char* table, const char* at, const Header& header) {
+  Object buffers(PyList_New(header.buffers));
+  uint64_t unused = header.payload;
+  for (size_t i = 0; i < header.buffers; ++i) {
+    uint64_t length;
+    std::memcpy(&length, table + 8 * i, 8);
+    if (length > unused) return {};
+    put(buffers.get(), i, Object(PyByteArray_FromStringAndSize(at, static_cast<Py_ssize_t>(length))));
+    at += length;
+    unused -= length;
+  }
+  return unused ? Object() : std::move(buffers);
+}
+
 // Appends to `frames` those that are whole in `memory` from `start` on. Returns where the first of the others begins,
 // which is incomplete, has flags, is over a limit or is malformed.
-inline size_t cut_frames(PyObject* frames, PyObject* make, std::string_view memory, size_t start, size_t limit,
-                         size_t most_buffers) {
+inline size_t cut_frames(PyObject* frames, std::string_view memory, size_t start, size_t limit, size_t most_buffers) {
   while (memory.size() - start >= HEADER_BYTES) {
     const char* at = memory.data() + start;
     if (std::memcmp(at, START, 5)) break;
@@ -54,67 +71,71 @@ inline size_t cut_frames(PyObject* frames, PyObject* make, std::string_view memo
       break;
     const size_t size = HEADER_BYTES + table + header.body + header.payload;
     if (size > limit) break;
-    const char* lengths = at + HEADER_BYTES;
-    const char* piece = lengths + table + header.body;
-    uint64_t unused = header.payload;
-    Object buffers(PyList_New(header.buffers));
-    bool fits = true;
-    for (size_t i = 0; i < header.buffers && fits; ++i) {
-      uint64_t length;
-      std::memcpy(&length, lengths + 8 * i, 8);
-      fits = length <= unused;
-      if (!fits) break;
-      PyObject* made = PyByteArray_FromStringAndSize(piece, static_cast<Py_ssize_t>(length));
-      if (!made) throw PythonError();
-      PyList_SET_ITEM(buffers.get(), static_cast<Py_ssize_t>(i), made);
-      piece += length;
-      unused -= length;
-    }
-    if (!fits || unused) break;
+    const char* message = at + HEADER_BYTES + table;
+    const Object buffers = cut_buffers(at + HEADER_BYTES, message + header.body, header);
+    if (!buffers) break;
     const Object kind(PyLong_FromLong(header.kind)), number(PyLong_FromUnsignedLongLong(header.number));
-    const Object body(PyByteArray_FromStringAndSize(lengths + table, header.body));
+    const Object body(PyByteArray_FromStringAndSize(message, header.body));
     PyObject* arguments[] = {kind.get(), number.get(), body.get(), buffers.get()};
-    const Object frame(PyObject_Vectorcall(make, arguments, 4, nullptr));
+    const Object frame(PyObject_Vectorcall(frame_type, arguments, 4, nullptr));
     if (PyList_Append(frames, frame.get())) throw PythonError();
     start += size;
   }
   return start;
 }
 
-// The bytes of a frame without slots whose buffers have `most` bytes at most; null if they have more.
-inline PyObject* join_frame(uint8_t kind, uint64_t number, PyObject* body, PyObject* buffers, size_t most) {
+// A frame on its way out: its header and table, written at once; its message; and its buffers.
+class FrameWriter {
+ public:
+  // Throws `NotMine` if the message or the number of buffers is too large for a frame.
+  FrameWriter(uint8_t kind, uint64_t number, std::string_view message, const std::vector<std::string_view>& buffers)
+      : message_(message), buffers_(buffers) {
+    for (const std::string_view& buffer : buffers) payload_ += buffer.size();
+    if (message.size() > UINT32_MAX || buffers.size() > UINT32_MAX) throw NotMine();
+    header_ = {kind, 0, static_cast<uint32_t>(buffers.size()), static_cast<uint32_t>(message.size()), number, payload_};
+  }
+
+  // Whether all of the frame is to be copied into one piece.
+  bool small() const { return payload_ <= MAX_JOINED_BYTES; }
+
+  // The header, the table and the message, and the buffers too if `whole`.
+  Object join(bool whole) const {
+    const size_t head = HEADER_BYTES + 8 * buffers_.size() + message_.size();
+    Object joined(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head + (whole ? payload_ : 0))));
+    char* at = PyBytes_AS_STRING(joined.get());
+    header_.write(at);
+    at += HEADER_BYTES;
+    for (const std::string_view& buffer : buffers_) {
+      const uint64_t size = buffer.size();
+      std::memcpy(at, &size, 8);
+      at += 8;
+    }
+    at = std::copy(message_.begin(), message_.end(), at);
+    if (whole)
+      for (const std::string_view& buffer : buffers_) at = std::copy(buffer.begin(), buffer.end(), at);
+    return joined;
+  }
+
+ private:
+  std::string_view message_;
+  const std::vector<std::string_view>& buffers_;
+  uint64_t payload_ = 0;
+  Header header_;
+};
+
+// The bytes of a frame without slots whose buffers are small; null for others.
+inline Object join_frame(uint8_t kind, uint64_t number, PyObject* body, PyObject* buffers) {
   const View message(body);
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(buffers);
-  std::vector<Py_ssize_t> lengths(static_cast<size_t>(count));
+  std::vector<std::unique_ptr<View>> views;
+  std::vector<std::string_view> bytes;
   size_t payload = 0;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const Py_ssize_t length = PyObject_Length(PySequence_Fast_GET_ITEM(buffers, i));
-    if (length < 0) throw PythonError();
-    lengths[static_cast<size_t>(i)] = length;
-    payload += static_cast<size_t>(length);
-    if (payload > most) return nullptr;
+  for (size_t i = 0; i < size_of(buffers); ++i) {
+    views.push_back(std::make_unique<View>(item_of(buffers, i)));
+    bytes.push_back(views.back()->bytes());
+    payload += bytes.back().size();
+    if (payload > MAX_JOINED_BYTES) return {};
   }
-  if (message.size() > UINT32_MAX || static_cast<size_t>(count) > UINT32_MAX) return nullptr;
-  const size_t table = 8 * static_cast<size_t>(count);
-  Object joined(PyBytes_FromStringAndSize(
-      nullptr, static_cast<Py_ssize_t>(HEADER_BYTES + table + message.size() + payload)));
-  char* at = PyBytes_AS_STRING(joined.get());
-  Header{kind, 0, static_cast<uint32_t>(count), static_cast<uint32_t>(message.size()), number, payload}.write(at);
-  at += HEADER_BYTES;
-  for (const Py_ssize_t length : lengths) {
-    const auto size = static_cast<uint64_t>(length);
-    std::memcpy(at, &size, 8);
-    at += 8;
-  }
-  std::memcpy(at, message.data(), message.size());
-  at += message.size();
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const View buffer(PySequence_Fast_GET_ITEM(buffers, i));
-    if (buffer.size() != static_cast<size_t>(lengths[static_cast<size_t>(i)])) return nullptr;
-    std::memcpy(at, buffer.data(), buffer.size());
-    at += buffer.size();
-  }
-  return joined.release();
+  return FrameWriter(kind, number, message.bytes(), bytes).join(true);
 }
 
 }  // namespace backhaul

@@ -35,36 +35,36 @@ inline at::Tensor behind_boundary(const at::Tensor& tensor, const std::string& m
   return made;
 }
 
-// Whether each tensor has memory of its own that the others do not use.
+// Whether the tensors are ordinary, and each has memory of its own. If not, tensors that share memory may have to be
+// copied, see `apart` in `_autograd/forward/functions.py`.
 inline bool share_nothing(PyObject* tensors) {
   std::unordered_set<const void*> seen;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
-    PyObject* object = PyList_GET_ITEM(tensors, i);
-    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return false;
-    const at::Tensor& tensor = THPVariable_Unpack(object);
-    if (tensor.key_set().raw_repr() != ordinary_keys() || tensor.grad_fn()) return false;
+  for (size_t i = 0; i < size_of(tensors); ++i) {
+    if (!is_tensor(item_of(tensors, i))) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(item_of(tensors, i));
+    if (!has_ordinary_keys(tensor) || tensor.grad_fn()) return false;
     if (!seen.insert(tensor.storage().data()).second) return false;
   }
   return true;
 }
 
 // The tensors of a message, with those at `positions` recorded under the marks (recv, 0), (recv, 1), ... Throws
-// `NotMine` for tensors that are not ordinary, or share memory.
+// `NotMine` for tensors that are not ordinary or share memory, and for positions that are not all different.
 inline Object record_received(PyObject* tensors, PyObject* positions, PyObject* recv, PyObject* key,
                               const std::string& message) {
   if (!share_nothing(tensors)) throw NotMine();
   Object list(PyList_GetSlice(tensors, 0, PyList_GET_SIZE(tensors)));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); ++i) {
-    const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
-    if (place < 0 || place >= PyList_GET_SIZE(list.get())) {
+  for (size_t i = 0; i < size_of(positions); ++i) {
+    const Py_ssize_t place = PyLong_AsSsize_t(item_of(positions, i));
+    if (place < 0 || static_cast<size_t>(place) >= size_of(list.get())) {
       PyErr_Clear();
       throw NotMine();
     }
     const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list.get(), place));
     if (tensor.grad_fn() || !torch::autograd::isDifferentiableType(tensor.scalar_type())) throw NotMine();
-    const Object mark(Py_BuildValue("(On)", recv, i));
-    PyObject* made = THPVariable_Wrap(behind_boundary(tensor, message, key, mark.get()));
-    if (!made || PyList_SetItem(list.get(), place, made)) throw PythonError();
+    const Object mark(Py_BuildValue("(On)", recv, static_cast<Py_ssize_t>(i)));
+    Object made(THPVariable_Wrap(behind_boundary(tensor, message, key, mark.get())));
+    if (PyList_SetItem(list.get(), place, made.release())) throw PythonError();
   }
   return list;
 }

@@ -1,4 +1,5 @@
-// The functions that Python calls. Each does what its twin in Python does, or returns None: "not mine".
+// The functions that Python calls. `connect` comes first: it names their twins in Python, see `_wire/call_frames.py`.
+#include "calls.h"
 #include "frames.h"
 #include "graph.h"
 #include "values.h"
@@ -6,167 +7,121 @@
 namespace backhaul {
 namespace {
 
-// Calls `work`, which returns a new reference, with C++ exceptions turned into what Python expects.
-template <class Work>
-PyObject* guarded(Work work) {
-  try {
-    return work();
-  } catch (const NotMine&) {
-    Py_RETURN_NONE;
-  } catch (const PythonError&) {
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
+// The functions in Python that do what this core does not.
+struct Twins {
+  PyObject *encode_values, *request_frame, *reply_frame, *read_request, *read_reply;
+} twins;
 
-bool expect(Py_ssize_t given, Py_ssize_t expected) {
-  if (given == expected) return true;
-  PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, given);
-  return false;
-}
-
-// A payload that has arrived, as an object of Python's.
-struct IncomingPayload {
-  PyObject_HEAD
-  Payload payload;
-
-  static PyTypeObject type;
-
-  static Payload& of(PyObject* self) { return reinterpret_cast<IncomingPayload*>(self)->payload; }
-
-  static void dealloc(PyObject* self) {
-    of(self).~Payload();
-    PyObject_Free(self);
-  }
-
-  static PyObject* tensors(PyObject* self, PyObject* link) { return Py_NewRef(of(self).tensors()); }
-
-  static PyObject* values(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    if (!expect(count, 2)) return nullptr;
-    if (!PyList_Check(arguments[0])) return PyErr_SetString(PyExc_TypeError, "tensors must be a list"), nullptr;
-    try {
-      return of(self).values(arguments[0], arguments[1]).release();
-    } catch (const NotMine&) {
-      PyErr_SetString(PyExc_ValueError, "malformed nested values");
-    } catch (const PythonError&) {
-    }
-    return nullptr;
-  }
-
-  static PyObject* decline(PyObject* self, PyObject* link) { Py_RETURN_NONE; }
-};
-
-PyMethodDef payload_methods[] = {
-    {"tensors", IncomingPayload::tensors, METH_O, "The tensors of the message."},
-    {"values", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(IncomingPayload::values)), METH_FASTCALL,
-     "The values, with these tensors, for a worker."},
-    {"decline", IncomingPayload::decline, METH_O, "Nobody reads the message; it has no slots to give back."},
-    {},
-};
-
-PyTypeObject IncomingPayload::type = {
-    .ob_base = PyVarObject_HEAD_INIT(nullptr, 0).tp_name = "backhaul.IncomingPayload",
-    .tp_basicsize = sizeof(IncomingPayload),
-    .tp_dealloc = IncomingPayload::dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "The values and tensors of a message that has arrived.",
-    .tp_methods = payload_methods,
-};
-
-// set_callbacks(take_apart, put_together)
-PyObject* set_callbacks(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 2)) return nullptr;
-  callbacks = {Py_NewRef(arguments[0]), Py_NewRef(arguments[1])};
+// set_frame(Frame): the type of frames
+PyObject* set_frame(PyObject*, PyObject* type) {
+  frame_type = Py_NewRef(type);  // for good, as all below
   Py_RETURN_NONE;
 }
 
-// encode(values, main_shared) -> (payload, buffers, tensors, parcels)
-PyObject* encode(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 2)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    PyObject* values = arguments[0];
-    if (!PyTuple_CheckExact(values) && !PyList_CheckExact(values)) throw NotMine();
-    const auto size = static_cast<size_t>(PySequence_Fast_GET_SIZE(values));
-    const Object parcels(PyList_New(0));
-    ValueWriter writer(arguments[1] == Py_True, parcels.get());
-    const std::string payload = writer.write(PySequence_Fast_ITEMS(values), size);
-    const Object bytes(PyBytes_FromStringAndSize(payload.data(), static_cast<Py_ssize_t>(payload.size())));
-    const Object buffers = writer.buffers(), tensors = writer.tensors();
-    return PyTuple_Pack(4, bytes.get(), buffers.get(), tensors.get(), parcels.get());
+// connect(*, take_apart, put_together, immutable, raw, and the twins)
+PyObject* connect(PyObject*, PyObject* arguments, PyObject* keywords) {
+  static const char* names[] = {"take_apart",    "put_together", "immutable",    "raw",        "encode_values",
+                                "request_frame", "reply_frame",  "read_request", "read_reply", nullptr};
+  PyObject* given[9];
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "$OOOOOOOOO", const_cast<char**>(names), &given[0], &given[1],
+                                   &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &given[8]))
+    return nullptr;
+  for (PyObject* each : given) Py_INCREF(each);
+  callbacks = {given[0], given[1], given[2]};
+  Outgoing::raw = given[3];
+  twins = {given[4], given[5], given[6], given[7], given[8]};
+  Py_RETURN_NONE;
+}
+
+// encode_values(values, names, main_shared, plain, link) -> Outgoing, or Encoded
+PyObject* encode_values(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!expect(count, 5)) return nullptr;
+  return guarded(twins.encode_values, given, count, [&] {
+    static PyObject* const takes_host = PyUnicode_InternFromString("takes_host");
+    if (given[3] != Py_False) throw NotMine();
+    if (given[4] != Py_None && Object(PyObject_GetAttr(given[4], takes_host)).get() != Py_False) throw NotMine();
+    return backhaul::encode_values(given[0], given[2] == Py_True);
   });
 }
 
-// read_payload(body, buffers) -> IncomingPayload
-PyObject* read_payload(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 2)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    if (!PyList_Check(arguments[1]) && !PyTuple_Check(arguments[1])) throw NotMine();
-    const View body(arguments[0]);
-    Payload payload(arguments[0], {body.data(), body.size()}, arguments[1]);
-    auto* made = PyObject_New(IncomingPayload, &IncomingPayload::type);
-    if (!made) throw PythonError();
-    new (&made->payload) Payload(std::move(payload));
-    return reinterpret_cast<PyObject*>(made);
-  });
+// request_frame(number, function, encoded, keywords, notes, left) -> Frame
+PyObject* request_frame(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!expect(count, 6)) return nullptr;
+  return guarded(twins.request_frame, given, count,
+                 [&] { return backhaul::request_frame(given[0], given[1], given[2], given[3], given[4], given[5]); });
 }
 
-// cut_frames(frames, Frame, memory, start, end, limit, most_buffers) -> new start
-PyObject* cut(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 7)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    const View memory(arguments[2]);
+// reply_frame(number, encoded, notes) -> Frame
+PyObject* reply_frame(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!expect(count, 3)) return nullptr;
+  return guarded(twins.reply_frame, given, count, [&] { return backhaul::reply_frame(given[0], given[1], given[2]); });
+}
+
+// read_request(frame) -> Received, or RequestReader
+PyObject* read_request(PyObject*, PyObject* frame) {
+  return guarded(twins.read_request, &frame, 1, [&] { return read_message(REQUEST, frame); });
+}
+
+// read_reply(frame) -> Received, or ValueReader
+PyObject* read_reply(PyObject*, PyObject* frame) {
+  return guarded(twins.read_reply, &frame, 1, [&] { return read_message(REPLY, frame); });
+}
+
+// cut_frames(frames, memory, start, end, limit, most_buffers) -> new start
+PyObject* cut_frames(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!expect(count, 6)) return nullptr;
+  return guarded([&] {
+    const View memory(given[1]);
     size_t numbers[4];
     for (int i = 0; i < 4; ++i) {
-      numbers[i] = PyLong_AsSize_t(arguments[3 + i]);
+      numbers[i] = PyLong_AsSize_t(given[2 + i]);
       if (PyErr_Occurred()) throw PythonError();
     }
     const auto [start, end, limit, buffers] = numbers;
-    if (end > memory.size() || start > end) return PyErr_SetString(PyExc_IndexError, "outside of the memory"), nullptr;
-    return PyLong_FromSize_t(cut_frames(arguments[0], arguments[1], {memory.data(), end}, start, limit, buffers));
+    if (!PyList_CheckExact(given[0]) || end > memory.size() || start > end || !frame_type) throw NotMine();
+    return Object(PyLong_FromSize_t(backhaul::cut_frames(given[0], {memory.data(), end}, start, limit, buffers)));
   });
 }
 
-// join_frame(kind, number, body, buffers, most) -> bytes
-PyObject* join(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 5)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    const long kind = PyLong_AsLong(arguments[0]);
-    const unsigned long long number = PyLong_AsUnsignedLongLong(arguments[1]);
-    const size_t most = PyLong_AsSize_t(arguments[4]);
+// join_frame(kind, number, body, buffers) -> bytes, or None
+PyObject* join_frame(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!expect(count, 4)) return nullptr;
+  return guarded([&] {
+    const long kind = PyLong_AsLong(given[0]);
+    const unsigned long long number = PyLong_AsUnsignedLongLong(given[1]);
     if (PyErr_Occurred()) throw PythonError();
-    if (kind < 0 || kind > UINT8_MAX || (!PyList_Check(arguments[3]) && !PyTuple_Check(arguments[3]))) throw NotMine();
-    PyObject* made = join_frame(static_cast<uint8_t>(kind), number, arguments[2], arguments[3], most);
-    if (!made) throw NotMine();
-    return made;
+    if (kind < 0 || kind > UINT8_MAX || !is_sequence(given[3])) throw NotMine();
+    Object joined = backhaul::join_frame(static_cast<uint8_t>(kind), number, given[2], given[3]);
+    return joined ? std::move(joined) : Object::borrowed(Py_None);
   });
 }
 
-// record_received(tensors, positions, recv, key, message) -> tensors
-PyObject* record(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+// record_received(tensors, positions, recv, key, message) -> tensors, or None
+PyObject* record_received(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!expect(count, 5)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    if (!PyList_CheckExact(arguments[0]) || !PyTuple_CheckExact(arguments[1])) throw NotMine();
-    const char* message = PyUnicode_AsUTF8(arguments[4]);
+  return guarded([&] {
+    if (!PyList_CheckExact(given[0]) || !PyTuple_CheckExact(given[1])) return Object::borrowed(Py_None);
+    const char* message = PyUnicode_AsUTF8(given[4]);
     if (!message) throw PythonError();
-    return record_received(arguments[0], arguments[1], arguments[2], arguments[3], message).release();
+    try {
+      return backhaul::record_received(given[0], given[1], given[2], given[3], message);
+    } catch (const NotMine&) {
+      return Object::borrowed(Py_None);
+    }
   });
-}
-
-template <class Function>
-PyCFunction fast(Function function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
 }
 
 PyMethodDef functions[] = {
-    {"set_callbacks", fast(set_callbacks), METH_FASTCALL, nullptr},
-    {"encode", fast(encode), METH_FASTCALL, nullptr},
-    {"read_payload", fast(read_payload), METH_FASTCALL, nullptr},
-    {"cut_frames", fast(cut), METH_FASTCALL, nullptr},
-    {"join_frame", fast(join), METH_FASTCALL, nullptr},
-    {"record_received", fast(record), METH_FASTCALL, nullptr},
+    {"set_frame", set_frame, METH_O, nullptr},
+    {"connect", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(connect)), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"encode_values", fast(encode_values), METH_FASTCALL, nullptr},
+    {"request_frame", fast(request_frame), METH_FASTCALL, nullptr},
+    {"reply_frame", fast(reply_frame), METH_FASTCALL, nullptr},
+    {"read_request", read_request, METH_O, nullptr},
+    {"read_reply", read_reply, METH_O, nullptr},
+    {"cut_frames", fast(cut_frames), METH_FASTCALL, nullptr},
+    {"join_frame", fast(join_frame), METH_FASTCALL, nullptr},
+    {"record_received", fast(record_received), METH_FASTCALL, nullptr},
     {},
 };
 
@@ -179,7 +134,7 @@ PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit_backhaul_core() {
   using namespace backhaul;
-  if (PyType_Ready(&TensorMemory::type) || PyType_Ready(&IncomingPayload::type)) return nullptr;
-  ordinary_keys();
+  if (PyType_Ready(&TensorMemory::type) || PyType_Ready(&Outgoing::type) || PyType_Ready(&Received::type))
+    return nullptr;
   return PyModule_Create(&definition);
 }

@@ -1,15 +1,15 @@
 // MessagePack, as far as messages of calls need it. Writes the same bytes as msgspec, which is what Python uses.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string>
 #include <string_view>
 
-namespace backhaul {
+#include "python.h"
 
-// Thrown for bytes that this core does not read. Python then reads them, and raises the error if they are malformed.
-struct NotMine {};
+namespace backhaul {
 
 class Writer {
  public:
@@ -38,9 +38,7 @@ class Writer {
   }
 
   void real(double value) {
-    uint64_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    number<uint64_t>(0xcb, bits);
+    number<uint64_t>(0xcb, std::bit_cast<uint64_t>(value));
   }
 
   void text(std::string_view value) {
@@ -67,6 +65,13 @@ class Writer {
     else number<uint32_t>(0xdd, checked(size));
   }
 
+  // Begins a map; its `size` pairs of key and value follow.
+  void map(size_t size) {
+    if (size < 16) byte(static_cast<uint8_t>(0x80 | size));
+    else if (size <= UINT16_MAX) number<uint16_t>(0xde, static_cast<uint16_t>(size));
+    else number<uint32_t>(0xdf, checked(size));
+  }
+
  private:
   void byte(uint8_t value) { bytes.push_back(static_cast<char>(value)); }
 
@@ -82,6 +87,7 @@ class Writer {
   }
 };
 
+// Reads bytes that may be malformed. Throws `NotMine` for bytes that are not what the caller asks for.
 class Reader {
  public:
   explicit Reader(std::string_view data) : at_(data.data()), end_(data.data() + data.size()) {}
@@ -110,11 +116,11 @@ class Reader {
   template <class T>
   T number() {
     T value = 0;
-    for (char each : take(sizeof(T))) value = static_cast<T>((value << 8) | static_cast<uint8_t>(each));
+    for (char each : take(sizeof(T))) value = static_cast<T>((static_cast<uint64_t>(value) << 8) | static_cast<uint8_t>(each));
     return value;
   }
 
-  // The number of items of the array that begins here. Each item takes a byte at least.
+  // The number of items of the array that begins here. Each item takes a byte at least, so a hostile number ends here.
   size_t array() {
     const uint8_t head = byte();
     size_t size;
@@ -128,6 +134,18 @@ class Reader {
 
   void array_of(size_t size) {
     if (array() != size) throw NotMine();
+  }
+
+  // The number of pairs of the map that begins here.
+  size_t map() {
+    const uint8_t head = byte();
+    size_t size;
+    if ((head & 0xf0) == 0x80) size = head & 0x0f;
+    else if (head == 0xde) size = number<uint16_t>();
+    else if (head == 0xdf) size = number<uint32_t>();
+    else throw NotMine();
+    if (size > left() / 2) throw NotMine();
+    return size;
   }
 
   uint64_t natural() {
@@ -148,15 +166,22 @@ class Reader {
     return head == 0xc3;
   }
 
+  double real() {
+    if (byte() != 0xcb) throw NotMine();
+    return std::bit_cast<double>(number<uint64_t>());
+  }
+
+  // A text of ASCII characters only.
   std::string_view text() {
     const uint8_t head = byte();
-    if ((head & 0xe0) == 0xa0) return take(head & 0x1f);
-    switch (head) {
-      case 0xd9: return take(number<uint8_t>());
-      case 0xda: return take(number<uint16_t>());
-      case 0xdb: return take(number<uint32_t>());
-      default: throw NotMine();
-    }
+    std::string_view found;
+    if ((head & 0xe0) == 0xa0) found = take(head & 0x1f);
+    else if (head == 0xd9) found = take(number<uint8_t>());
+    else if (head == 0xda) found = take(number<uint16_t>());
+    else if (head == 0xdb) found = take(number<uint32_t>());
+    else throw NotMine();
+    if (std::any_of(found.begin(), found.end(), [](char each) { return each & 0x80; })) throw NotMine();
+    return found;
   }
 
   std::string_view binary() {

@@ -89,9 +89,7 @@ class RequestEncoder:
             pending.notes = notes
         left = max(pending.deadline - self._now(), 0.001) if pending.cut else pending.timeout
         frame = request_frame(pending.number, name, encoded, keywords, notes, left)
-        body, buffers = frame.body, frame.buffers
-        size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-        if size > peer.unchecked_bytes:
+        if frame.nbytes > peer.unchecked_bytes:
             try:
                 check_size(frame, peer, "call to", pending)
             except (FrameTooLargeError, LimitError):

@@ -272,9 +272,7 @@ class CallServer:
                 if note is not None:
                     notes[carrier.key] = note
             frame = reply_frame(call.number, encoded, notes)
-            body, buffers = frame.body, frame.buffers
-            size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-            if size > peer.unchecked_bytes:
+            if frame.nbytes > peer.unchecked_bytes:
                 check_size(frame, peer, "the result of", call)
         except SerializationError as error:
             name = self._worker.name

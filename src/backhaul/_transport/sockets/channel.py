@@ -32,7 +32,8 @@ from backhaul._transport.sockets.shared_memory_link import Trimmer, link_to_peer
 from backhaul._transport.sockets.socket_writer import TURN_BYTES, SocketWriter, WriterOwner
 from backhaul._transport.sockets.write_queue import MAX_COPIED_BYTES
 from backhaul._transport.spin_wait import SpinLimit, SpinPolicy
-from backhaul._wire.frames import Frame, FrameReader
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import Frame
 from backhaul.errors import ProtocolError
 
 log = logging.getLogger("backhaul")
