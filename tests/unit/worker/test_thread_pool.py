@@ -86,12 +86,15 @@ class StagedEndpoint(Endpoint):
         self.events: collections.deque[Any] = collections.deque()
         self.wakes = 0
         self.woken = 0  # how often somebody was, ever
+        self.polls = 0  # how often a thread began to wait, ever
+        self.parked: set[Any] = set()
 
     def poll(self, timeout: float | None) -> Event | None:
         stage, me = self.stage, threading.get_ident()
         with stage.changed:
             deadline = stage.time + (ETERNITY if timeout is None else timeout)
             stage.deadlines[me] = deadline
+            self.polls += 1
             stage.changed.notify_all()
             stage.wait_for(lambda: bool(self.events) or self.wakes > 0 or stage.time >= deadline)
             del stage.deadlines[me]
@@ -110,6 +113,11 @@ class StagedEndpoint(Endpoint):
     def emit(self, event: Any) -> None:
         with self.stage.changed:
             self.events.append(event)
+            self.stage.changed.notify_all()
+
+    def unpark(self) -> None:
+        with self.stage.changed:
+            self.parked.clear()
             self.stage.changed.notify_all()
 
     def connect(self, address: str, *, timeout: float) -> Channel:
@@ -335,6 +343,93 @@ class TestCompany:
         jobs = [Job(staged) for _ in range(8)]
         staged.submit(*jobs)
         assert all(job.started for job in jobs)
+        finish(staged, *jobs)
+
+
+class TestRow:
+    """Tasks that wait are run by one thread that does nothing else in between."""
+
+    def test_one_thread_runs_them_in_order_and_polls_once(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(8)
+        ran: list[tuple[int, int]] = []
+        polls = staged.endpoint.polls
+        staged.endpoint.emit([functools.partial(lambda n: ran.append((n, threading.get_ident())), n) for n in range(9)])
+        staged.wait_for(lambda: len(ran) == 9)
+        staged.settle()
+        assert [number for number, _ in ran] == list(range(9))
+        assert len({thread for _, thread in ran}) == 1
+        assert (
+            staged.endpoint.polls - polls <= 3
+        )  # its own, and those of the threads in its place
+
+    def test_an_alarm_rings_during_a_row(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(8)
+        rang: list[bool] = []
+        staged.thread_pool.call_at(staged.stage.now() + 0.0004, lambda: rang.append(True))
+        jobs = [Job(staged) for _ in range(3)]
+        staged.submit(*jobs)
+        finish(staged, jobs[0])
+        staged.advance(0.0005)
+        staged.wait_for(lambda: bool(rang))
+        assert not jobs[1].done
+        finish(staged, *jobs[1:])
+
+    def test_a_task_that_waits_leaves_the_rest_to_others(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(1)
+        first, blocker, last = Job(staged), Job(staged, blocks=True), Job(staged)
+        staged.endpoint.emit([first, blocker, last])
+        staged.settle()
+        finish(staged, first)
+        blocker.go_on()
+        staged.settle()
+        assert blocker.blocking
+        assert last.started
+        finish(staged, last, blocker)
+
+    def test_a_task_that_waits_unnoticed_does_so_too(self, pool_for: Callable[[int], StagedPool]) -> None:
+        staged = pool_for(8)
+        first, stuck, last = Job(staged), Job(staged), Job(staged)
+        staged.endpoint.emit([first, stuck, last])
+        staged.settle()
+        finish(staged, first)
+        staged.fill()
+        assert stuck.started
+        assert last.started
+        finish(staged, last, stuck)
+
+
+class TestParking:
+    """Channels are parked only while tasks wait and go on."""
+
+    @pytest.fixture
+    def staged(self, pool_for: Callable[[int], StagedPool]) -> StagedPool:
+        staged = pool_for(8)
+        staged.endpoint.parked.add("a channel")
+        return staged
+
+    def test_they_go_on_when_the_row_is_over(self, staged: StagedPool) -> None:
+        jobs = [Job(staged) for _ in range(2)]
+        staged.endpoint.emit(jobs)
+        staged.settle()
+        assert staged.endpoint.parked
+        finish(staged, *jobs)
+        staged.wait_for(lambda: not staged.endpoint.parked)
+
+    def test_they_go_on_when_a_task_waits(self, staged: StagedPool) -> None:
+        jobs = [Job(staged, blocks=True), Job(staged)]
+        staged.endpoint.emit(jobs)
+        staged.settle()
+        jobs[0].go_on()
+        staged.wait_for(lambda: not staged.endpoint.parked)
+        finish(staged, *jobs)
+
+    def test_they_go_on_after_a_while_in_any_case(self, staged: StagedPool) -> None:
+        jobs = [Job(staged) for _ in range(20)]
+        staged.endpoint.emit(jobs)
+        staged.settle()
+        for _ in range(4):
+            staged.advance(0.001)
+        assert not staged.endpoint.parked
         finish(staged, *jobs)
 
 

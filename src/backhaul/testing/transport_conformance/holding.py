@@ -70,6 +70,53 @@ class HoldingConformance(ConformanceSuite):
             there.wait_for(frames=count)
             assert [frame.number for frame in there.frames()] == list(range(count))
 
+    # ``park``.
+
+    def test_a_parked_channel_goes_on_after_unpark(self, line: Line) -> None:
+        line.near.send(Frame(3, 1))
+        assert isinstance(next_event(line.there), Received)
+        line.near.send(Frame(3, 2))
+        line.far.park()
+        line.near.send(Frame(3, 3))
+        line.there.unpark()
+        assert [frame.number for frame in next_frames(line.there, 2)] == [2, 3]
+
+    def test_a_parked_channel_reports_its_loss_after_unpark(self, line: Line) -> None:
+        line.near.send(Frame(3, 1))
+        assert isinstance(next_event(line.there), Received)
+        line.far.park()
+        line.near.close()
+        line.there.unpark()
+        assert until_lost(line.there, line.far) == []
+
+    def test_whoever_acquires_a_parked_channel_has_it_alone(self, line: Line) -> None:
+        line.near.send(Frame(3, 1))
+        assert isinstance(next_event(line.there), Received)
+        line.far.park()
+        self.hold_or_skip(line.far)
+        assert not line.far.acquire()
+        line.there.unpark()  # it is parked no more
+        line.near.send(Frame(3, 2))
+        assert_nothing(line.there)
+        event = line.far.receive(PATIENCE)
+        assert isinstance(event, Received)
+        assert [frame.number for frame in event.frames] == [2]
+        line.far.release()
+        line.near.send(Frame(3, 3))
+        assert [frame.number for frame in next_frames(line.there, 1)] == [3]
+
+    def test_parking_races_with_unpark_and_arrival(self, line: Line) -> None:
+        count = 1000
+        with Pollers(line.there, threads=2) as there:
+            for number in range(count):
+                line.near.send_soon(Frame(3, number))
+                line.near.flush()
+                if line.far.acquire():
+                    line.far.park()
+                line.there.unpark()
+            there.wait_for(frames=count)
+            assert [frame.number for frame in there.frames()] == list(range(count))
+
     # ``acquire`` and ``receive``, where offered.
 
     def test_hold_is_refused_where_it_is_not_offered(self, line: Line) -> None:
