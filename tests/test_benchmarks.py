@@ -1,10 +1,16 @@
-"""What takes the course of a step apart by wrapping methods still finds them. What it measures is not looked at."""
+"""Benchmarks run, and programs compute the same on both systems. What takes the course of a step apart by wrapping
+methods still finds them. Times are not looked at.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,3 +46,80 @@ def test_hostile() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("800,000 empty lists") == 1, done.stdout
+
+
+PROGRAMS = ("rnn", "ddp", "cartpole", "parameter_server", "pipeline", "transformer")
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=BENCHMARKS, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses_of(system: str, *programs: str) -> dict[str, list[float]]:
+    """The first losses of programs on a system."""
+    lines = run("programs", *programs, "--system", system, "--warm", "4", "--steps", "0").splitlines()
+    return {name: [float(loss) for loss in losses] for name, _, *losses in map(str.split, lines)}
+
+
+def test_programs_compute_the_same_on_both_systems() -> None:
+    ours, theirs = losses_of("backhaul", *PROGRAMS), losses_of("reference", *PROGRAMS)
+    assert tuple(ours) == tuple(theirs) == PROGRAMS
+    assert [len(ours[name]) for name in PROGRAMS] == [4, 4, 1, 4, 4, 4]  # actors learn once an episode
+    for name in PROGRAMS:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6)
+    plain = losses_of("plain", "rnn", "pipeline")
+    for name in ("rnn", "pipeline"):
+        assert plain[name] == pytest.approx(theirs[name], rel=1e-4)
+        assert len(set(theirs[name])) == 4  # each step changes the weights
+
+
+def test_a_run(tmp_path: Path) -> None:
+    options = ("--quick", "--rounds", "1", "--out", str(tmp_path))
+    assert "empty call" in run("bench.py", "--rows", "empty", *options)
+    rows = json.loads((tmp_path / "bench-auto.json").read_text())["rows"]
+    assert list(rows) == ["empty call"]
+    ratios = rows["empty call"].pop("ratios")
+    assert rows["empty call"].keys() == {
+        f"{system}_{cost}_us" for system in ("backhaul", "reference") for cost in ("wall", "processor")
+    }
+    for cost in ("wall", "processor"):
+        ours, theirs = (rows["empty call"][f"{system}_{cost}_us"] for system in ("backhaul", "reference"))
+        assert ratios[cost] == pytest.approx(theirs / ours, rel=0.05)
+
+
+# Imported as the benchmarks import each other.
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_rows_that_got_worse_are_named(modules: Callable[[str], Any]) -> None:
+    kept = {"a": {"wall": 2.0, "processor": 3.0}, "b": {"wall": 1.0}, "large": {"wall": 500.0}, "gone": {"wall": 1.0}}
+    found = {"a": {"wall": 1.8, "processor": 2.5}, "b": {"wall": 0.86}, "large": {"wall": 18.0}, "new": {"wall": 0.1}}
+    worse = modules("report").worse
+    assert worse(found, kept, 0.15) == {"a": ["processor"]}
+    assert worse(found, kept, 0.05) == {"a": ["wall", "processor"], "b": ["wall"], "large": ["wall"]}
+
+
+def test_processor_time_of_a_group(modules: Callable[[str], Any]) -> None:
+    clock = modules("processor_time")
+    code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert clock.group_members(child.pid) == [child.pid]
+    used = clock.processor_seconds([child.pid])
+    assert used >= 0.3
+    assert clock.ticks_of(child.pid) == pytest.approx(used, abs=0.1)
+    child.communicate("\n")
+    assert clock.processor_seconds([child.pid]) == 0
