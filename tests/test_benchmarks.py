@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,46 +18,41 @@ import pytest
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-@pytest.mark.parametrize(
-    ("case", "stages"), [("echo", ["CallClient.call >"]), ("chain", ["Engine.backward >", "Leaves.compute <"])]
-)
-def test_stages(case: str, stages: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "stages.py", case, "--repeat", "3", "--one"],
-        cwd=BENCHMARKS,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for stage in ["START", *stages, "END"]:
-        assert f"worker0/1: {stage}" in done.stdout, done.stdout
-    assert "worker1/" in done.stdout
-
-
-def test_hostile() -> None:
-    done = subprocess.run(
-        [sys.executable, "hostile.py", "--settle", "0.1"],
-        cwd=BENCHMARKS,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("800,000 empty lists") == 1, done.stdout
-
-
-PROGRAMS = ("rnn", "ddp", "cartpole", "parameter_server", "pipeline", "transformer")
-
-
 def run(*command: str) -> str:
     done = subprocess.run(
         [sys.executable, *command], cwd=BENCHMARKS, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_every_stamp() -> None:
+    shown = run("stages.py", "chain", "--repeat", "3", "--one")
+    for stamp in ("START", "CallClient.call >", "Engine.backward >", "Leaves.compute <", "END"):
+        assert f"worker0/1: {stamp}" in shown, shown
+    assert "worker1/" in shown
+
+
+def test_stations_of_a_program() -> None:
+    shown = run("stages.py", "rnn", "--repeat", "2")
+    first, _, in_order = shown.partition("in order")
+    for station in ("request out", "reply in", "graph", "program"):
+        assert re.search(rf"^(trainer| +) +{station} ", first, re.MULTILINE), shown
+    assert "trainer: program" in in_order
+    assert re.search(r"tables: function of the call \w+\(\)", in_order), shown
+
+
+def test_each_station_is_still_there() -> None:
+    code = "import stamps; stamps.watch_all(); print(set(stamps.WATCHED) - set(stamps.station_of.values()))"
+    assert run("-c", code) == "set()\n"
+
+
+def test_hostile() -> None:
+    shown = run("hostile.py", "--settle", "0.1")
+    assert shown.count("800,000 empty lists") == 1, shown
+
+
+PROGRAMS = ("rnn", "ddp", "cartpole", "parameter_server", "pipeline", "transformer")
 
 
 def losses_of(system: str, *programs: str) -> dict[str, list[float]]:
@@ -123,3 +119,29 @@ def test_processor_time_of_a_group(modules: Callable[[str], Any]) -> None:
     assert clock.ticks_of(child.pid) == pytest.approx(used, abs=0.1)
     child.communicate("\n")
     assert clock.processor_seconds([child.pid]) == 0
+
+
+def test_pieces_of_a_run(modules: Callable[[str], Any]) -> None:
+    stamps, timeline = modules("stamps"), modules("timeline")
+    stations = {"call": "request out", "wait": stamps.WAIT, "run": "request in"}
+
+    def stamped(thread: int, *noted: tuple[float, str]) -> list[Any]:
+        return [stamps.Stamp(int(when * 1e3), int(when * 500), what, thread) for when, what in noted]
+
+    run = {
+        "driver": stamped(
+            1, (0, "START"), (10, "call >"), (20, "wait >"), (70, "wait <"), (80, "call <"), (100, "END")
+        ),
+        "other": stamped(7, (30, "run >"), (60, "run <"), (90, "wait >")),
+    }
+    pieces = timeline.pieces_of(run, "driver", stations)
+    shares = timeline.by_station(pieces)
+    assert {key: round(share.wall * 1e6) for key, share in shares.items()} == {
+        ("driver", "program"): 30,
+        ("driver", "request out"): 20,
+        ("other", "request in"): 30,
+    }
+    assert shares["other", "request in"].used == pytest.approx(15e-6)
+    assert timeline.idle_time(pieces, 100e-6) == pytest.approx(20e-6)  # 20 to 30 and 60 to 70
+    lines = timeline.in_order(pieces, 100e-6)
+    assert [line.split()[0] for line in lines[1:]] == ["0", "10", "20", "30", "60", "70", "80", "100"]
