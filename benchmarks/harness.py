@@ -7,6 +7,8 @@ becomes of the numbers is in ``report``.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import logging
 import math
 import multiprocessing
@@ -178,6 +180,7 @@ def lead(suites: Sequence[Suite], system: str, address: str) -> None:
 
     It has no threads, so that it can fork workers that need not import anything.
     """
+    importlib.import_module("torch._dynamo")  # optimizers import it at first use, which takes each worker seconds
     with connection.Client(address, "AF_UNIX", authkey=_KEY) as conductor, tempfile.TemporaryDirectory() as folder:
         conductor.send(None)
         while (number := conductor.recv()) is not None:
@@ -276,8 +279,10 @@ def conduct(
     numbers: Numbers = {}
     with contextlib.ExitStack() as stack:
         sides = []
-        for system in systems if any(chosen) else ():
-            sides.append(stack.enter_context(Side(system)))
+        for system in systems:
+            offered = {row.name for suite in suites for row in suite.rows(system)}
+            if not offered.isdisjoint(itertools.chain(*chosen)):
+                sides.append(stack.enter_context(Side(system)))
         for number, (suite, names) in enumerate(zip(suites, chosen, strict=True)):
             having = {side: {row.name: row for row in suite.rows(side.system)} for side in sides}
             started: list[Side] = []

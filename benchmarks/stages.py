@@ -1,98 +1,37 @@
-"""Shows where the time of a small call goes: timestamps at each stage, on both sides.
+"""Shows where the time of a call, a step or a fan goes: timestamps at each station, on all workers.
 
-    .venv/bin/python benchmarks/stages.py empty
     .venv/bin/python benchmarks/stages.py hop
+    .venv/bin/python benchmarks/stages.py rnn            # a step of the program
+    .venv/bin/python benchmarks/stages.py fan --calls 100
     .venv/bin/python benchmarks/stages.py chain --hops 4 --one
 
-Wraps methods of Backhaul to note when they begin (>) and end (<). That costs one or two microseconds each. The clocks
-of processes on one host agree. Prints the medians of the most frequent sequence of stages. ``--one`` prints a single
-run, the one of median length, with the thread of each stage.
+Prints what each station of each worker takes (medians over all runs), and one run of median length in order. The own
+time of a station is without the stations that it calls. Its processor time is also without the time in which another
+thread had the interpreter or the processor. ``--one`` prints every stamp of that run, with its thread; ``--summary``
+prints only the medians. Stamps cost about a microsecond each. The clocks of processes on one host agree.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
-import statistics
-import threading
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import stamps
+import timeline
 import torch
+from programs import processes
+from stamps import Stamp, mark
 
 import backhaul as bh
-from backhaul._autograd.backward import context_release, engine, leaves, outbox, pass_ledger, ready_groups, receiver
-from backhaul._rpc import futures
-from backhaul._rpc.calls import client, pending_call, request_encoder, server
-from backhaul._transport.sockets import channel, endpoint
-from backhaul._worker import thread_pool
 
-STAGES: list[tuple[type, str]] = [
-    (client.CallClient, "call"),
-    (request_encoder.RequestEncoder, "encode"),
-    (pending_call.Pending, "read"),
-    (pending_call.SyncCall, "settle"),
-    (futures.Future, "wait"),
-    (server.CallServer, "_run"),
-    (server.CallServer, "_decode"),
-    (server.CallServer, "_reply"),
-    (channel.SocketChannel, "send"),
-    (channel.SocketChannel, "flush"),
-    (channel.SocketChannel, "_read"),
-    (endpoint.SocketEndpoint, "wake"),
-    (thread_pool.ThreadPool, "submit"),
-    (engine.Engine, "backward"),
-    (receiver.GradientReceiver, "_take_gradients"),
-    (receiver.GradientReceiver, "local_pass_of"),
-    (outbox.GradientOutbox, "put"),
-    (pass_ledger.PassLedger, "account"),
-    (context_release.ContextRelease, "release"),
-    (ready_groups.ReadyGroups, "arrive"),
-    (leaves.Leaves, "compute"),
-]
-
-Stamp = tuple[int, str, int]
-"""The time of a stage, its name, and its thread."""
-
-_stamps: list[Stamp] = []
+stamps.watch_all()
 weight = torch.full((16,), 0.99, requires_grad=True)
-
-
-def mark(label: str) -> None:
-    """Note that something happens now."""
-    _stamps.append((time.perf_counter_ns(), label, threading.get_native_id()))
-
-
-def watch(owner: type, name: str) -> None:
-    """Note when a method begins and ends. A read that found nothing is left out."""
-    method: Callable[..., Any] = getattr(owner, name)
-    label = f"{owner.__name__}.{name}"
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        mark(label + " >")
-        length = len(_stamps)
-        found = method(*args, **kwargs)
-        if found is None and name == "_read":
-            del _stamps[length - 1]
-        else:
-            mark(label + " <")
-        return found
-
-    setattr(owner, name, staticmethod(wrapped) if isinstance(vars(owner)[name], staticmethod) else wrapped)
-
-
-for _owner, _name in STAGES:
-    watch(_owner, _name)
-
-
-def take() -> list[Stamp]:
-    """The stamps of this worker since the last call."""
-    found = list(_stamps)
-    _stamps.clear()
-    return found
+Run = dict[str, list[Stamp]]
+"""The stamps of each worker in one run; the driver's begin with START and end with END."""
 
 
 def multiply(x: torch.Tensor) -> torch.Tensor:
@@ -135,61 +74,43 @@ def chain(hops: int, backward: bool) -> None:
             bh.backward(ctx, [loss])
 
 
-def measure(case: Callable[[], None], repeat: int) -> list[list[tuple[int, str, str]]]:
-    """The stamps of each run, in the order of time: nanoseconds from its start, what, and where."""
-    others = [info.name for info in bh.get_worker_infos() if info.id]
+def fan(calls: int) -> None:
+    """Many calls at once to both workers, one backward."""
+    x = torch.ones(16, requires_grad=True)
+    with bh.context() as ctx:
+        started = [bh.rpc_async(f"worker{n % 2 + 1}", torch.mul, args=(x, float(n))) for n in range(calls)]
+        found = bh.wait_all(started)
+        mark("forward is over")
+        bh.backward(ctx, [torch.stack(found).sum()])
+
+
+def measure(case: Callable[[], Any], repeat: int) -> list[Run]:
+    """The stamps of each run."""
+    me = bh.get_worker_info().name
+    others = [info.name for info in bh.get_worker_infos() if info.name != me]
     for _ in range(repeat // 2 + 1):
         case()
     for name in others:
-        bh.rpc_sync(name, take)
-    take()
+        bh.rpc_sync(name, stamps.take)
+    stamps.take()
     for _ in range(repeat):
         mark("START")
         case()
         mark("END")
-    noted = {"worker0": take()} | {name: bh.rpc_sync(name, take) for name in others}
-    everything = sorted(
-        (when, what, f"{name}/{threads.setdefault(thread, len(threads) + 1)}")
-        for name, stamps in noted.items()
-        for threads in [dict[int, int]()]
-        for when, what, thread in stamps
-    )
-    found: list[list[tuple[int, str, str]]] = []
-    for when, what, where in everything:
-        if what == "START":
-            found.append([])
-            start = when
-        if found:
-            found[-1].append((when - start, what, where))
+    own = stamps.take()
+    noted = {name: bh.rpc_sync(name, stamps.take) for name in others}
+    starts = [place for place, stamp in enumerate(own) if stamp.what == "START"]
+    found = []
+    for start in starts:
+        end = next(place for place in range(start, len(own)) if own[place].what == "END")
+        begin, over = own[start].when, own[end].when
+        during = {name: [each for each in noted[name] if begin <= each.when <= over] for name in others}
+        found.append({me: own[start : end + 1], **during})
     return found
 
 
-def show(found: list[list[tuple[int, str, str]]], one: bool) -> None:
-    """Print a timeline."""
-    courses: dict[tuple[tuple[str, str], ...], list[list[int]]] = collections.defaultdict(list)
-    for stamps in found:
-        names = tuple((what, where if one else where.partition("/")[0]) for _, what, where in stamps)
-        courses[names].append([when for when, _, _ in stamps])
-    if one:
-        names, times = sorted(((n, t) for n, several in courses.items() for t in several), key=lambda x: x[1][-1])[
-            len(found) // 2
-        ]
-        print(f"one of {len(found)} runs, of median length")
-        runs_shown = [times]
-    else:
-        names, runs_shown = max(courses.items(), key=lambda item: len(item[1]))
-        print(f"medians of {len(runs_shown)} runs of {len(found)} that went the same way")
-    before = [0] * len(runs_shown)
-    for place, (what, where) in enumerate(names):
-        at = statistics.median(times[place] for times in runs_shown) / 1000
-        step = statistics.median(times[place] - b for times, b in zip(runs_shown, before, strict=True)) / 1000
-        before = [times[place] for times in runs_shown]
-        column = 12 * int(where.partition("/")[0].removeprefix("worker"))
-        print(f"{at:9.0f} {step:+7.0f}  {' ' * column}{where}: {what}")
-
-
-def main(case: str, hops: int, repeat: int) -> list[list[tuple[int, str, str]]]:
-    """What every worker runs."""
+def in_cluster(case: str, hops: int, calls: int, repeat: int) -> list[Run]:
+    """What every worker of a case runs."""
     if bh.get_worker_info().id:
         return []
     cases: dict[str, Callable[[], None]] = {
@@ -198,15 +119,67 @@ def main(case: str, hops: int, repeat: int) -> list[list[tuple[int, str, str]]]:
         "hop": one_hop,
         "chain": functools.partial(chain, hops, True),
         "forward": functools.partial(chain, hops, False),
+        "fan": functools.partial(fan, calls),
     }
     return measure(cases[case], repeat)
 
 
-if __name__ == "__main__":
+def of_program(repeat: int, options: argparse.Namespace, driver: Any) -> None:
+    """Runs in the first worker of a program."""
+    show(measure(functools.partial(driver.run, 1), repeat), options)
+
+
+def show(runs: list[Run], options: argparse.Namespace) -> None:
+    """Print where the time went."""
+    driver = next(iter(runs[0]))
+    taken = []
+    for run in runs:
+        duration = (run[driver][-1].when - run[driver][0].when) / 1e9
+        taken.append((duration, timeline.pieces_of(run, driver, stamps.station_of), run))
+    duration, pieces, median = sorted(taken, key=lambda each: each[0])[len(taken) // 2]
+    if stamps.missing:
+        print("not found, so not watched:", *stamps.missing, file=sys.stderr)
+    if options.one:
+        print(f"one of {len(runs)} runs, of median length")
+        print(*every_stamp(median, driver), sep="\n")
+        return
+    print(f"medians of {len(runs)} runs")
+    print(*timeline.summary([(duration, pieces) for duration, pieces, _ in taken]), sep="\n")
+    if not options.summary:
+        print(f"\none of {len(runs)} runs, of median length, in order; microseconds")
+        print(*timeline.in_order(pieces, duration), sep="\n", flush=True)
+
+
+def every_stamp(run: Run, driver: str) -> list[str]:
+    """All stamps of a run, with the time since the one before."""
+    begin = before = run[driver][0].when
+    threads: dict[tuple[str, int], str] = {}
+    lines = []
+    for stamp, name in sorted((stamp, name) for name, stamps_ in run.items() for stamp in stamps_):
+        where = threads.setdefault((name, stamp.thread), f"{name}/{1 + sum(key[0] == name for key in threads)}")
+        at, step, column = (stamp.when - begin) / 1e3, (stamp.when - before) / 1e3, 12 * list(run).index(name)
+        lines.append(f"{at:9.0f} {step:+7.0f}  {' ' * column}{where}: {stamp.what}")
+        before = stamp.when
+    return lines
+
+
+def main() -> None:
+    """Run a case, or a program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("case", choices=("empty", "echo", "hop", "chain", "forward"))
+    parser.add_argument(
+        "case", choices=("empty", "echo", "hop", "chain", "forward", "fan", *processes.NAMES), help="what to run"
+    )
     parser.add_argument("--hops", type=int, default=4, help="of a chain")
-    parser.add_argument("--repeat", type=int, default=400)
-    parser.add_argument("--one", action="store_true", help="show one run, with threads")
+    parser.add_argument("--calls", type=int, default=100, help="of a fan")
+    parser.add_argument("--repeat", type=int, default=100)
+    parser.add_argument("--one", action="store_true", help="every stamp of one run, with threads")
+    parser.add_argument("--summary", action="store_true", help="only what each station takes")
     options = parser.parse_args()
-    show(bh.launch(main, 3, args=(options.case, options.hops, options.repeat))[0], options.one)
+    if options.case in processes.NAMES:
+        processes.run(options.case, functools.partial(of_program, options.repeat, options))
+    else:
+        show(bh.launch(in_cluster, 3, args=(options.case, options.hops, options.calls, options.repeat))[0], options)
+
+
+if __name__ == "__main__":
+    main()

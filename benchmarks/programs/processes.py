@@ -24,6 +24,7 @@ def program(name: str) -> ModuleType:
 def run(name: str, drive: Callable[[Any], None]) -> None:
     """Start the workers of a program, call ``drive(driver)`` in the first, and wait until all have ended."""
     module = program(name)
+    importlib.import_module("torch._dynamo")  # optimizers import it at first use, which takes each worker seconds
     with tempfile.TemporaryDirectory() as folder:
         meet, count = f"file://{folder}/workers", len(module.WORKERS)
         fork = multiprocessing.get_context("fork")
