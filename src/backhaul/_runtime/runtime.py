@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -131,9 +131,10 @@ class OneShotEvent:
     Attributes:
         opened: Whether the event is open. Only ``open`` writes it.
         on_open: Called by ``open``, for a thread that waits for other things as well.
+        signal: A number to which ``open`` adds 1, for threads that do not sleep; see ``_transport.spin_wait``.
     """
 
-    __slots__ = ("_lock", "on_open", "opened")
+    __slots__ = ("_lock", "on_open", "opened", "signal")
 
     def __init__(self) -> None:
         # Held until the event opens. A lock is the cheapest thing that a thread can sleep on.
@@ -141,10 +142,13 @@ class OneShotEvent:
         self._lock.acquire()
         self.opened = False
         self.on_open: Callable[[], None] | None = None
+        self.signal: MutableSequence[int] | None = None
 
     def open(self) -> None:
         """End all present and future waits. Opening an open event does nothing."""
         self.opened = True
+        if self.signal is not None:
+            self.signal[0] += 1
         on_open = self.on_open
         if on_open is not None:
             on_open()

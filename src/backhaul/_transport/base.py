@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 from backhaul._wire.frames import Frame
 
 if TYPE_CHECKING:
+    from backhaul._runtime.runtime import OneShotEvent
+    from backhaul._transport.spin_wait import Signal
     from backhaul._transport.waiter import ChannelWaiter
 
 
@@ -186,6 +188,9 @@ class Endpoint(abc.ABC):
     wakes: int = 0
     """How often ``wake`` was called, for threads that spin."""
 
+    signal: Signal[int]
+    """See ``spin_wait.Busyness``. Only of endpoints whose threads spin."""
+
     spinner: object | None = None
     """Identifies the spin that is under way; see ``spin_wait``."""
 
@@ -238,6 +243,11 @@ class Endpoint(abc.ABC):
 
     def unpark(self) -> None:  # noqa: B027
         """Let all parked channels of this end deliver again, see ``Channel.park``."""
+
+    def spin_for(self, one_shot: OneShotEvent, timeout: float | None) -> None:  # noqa: B027
+        """Wait for an event without sleeping, for as long as that is worthwhile here: other threads of this worker open
+        it. Returns at once where it is not.
+        """
 
     def make_waiter(self) -> ChannelWaiter:
         """Make what a thread needs to wait for several channels of this end that it holds."""

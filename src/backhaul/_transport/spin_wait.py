@@ -10,20 +10,28 @@ another thread of the process wants the interpreter: the system then says that t
 to wait for the interpreter. A long spin also stops when other threads have had the processor. If that happens often,
 the thread does not spin for a number of waits. Only one thread of an endpoint spins at a time.
 
-Knows neither channels nor sockets: the caller passes the function that polls.
+The native core spins without the interpreter. So several threads may spin while others run, if processors are free for
+long spins: one that waits for a reply, one that takes requests meanwhile, those that wait for other threads. They watch
+a *signal* besides their descriptors, see ``Signal``.
+
+Knows neither channels nor sockets: the caller passes the function that polls, and the descriptors.
 """
 
 from __future__ import annotations
 
+import array
 import os
 import resource
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeVar
 
+from backhaul._native import core
 from backhaul._transport.processors import Processors
 
 T = TypeVar("T")
+Signal = array.array
+"""One 64-bit number. A thread adds 1 to it to end the spins of threads that watch it."""
 
 BRIEF_SPINS = 300
 """How often to poll in a brief spin. One poll takes about a microsecond."""
@@ -42,7 +50,14 @@ _CHECK_SPINS = 32  # polls from one look at what others want to the next; a powe
 _SWITCHES = 2  # so many switches to others end a spin; one may be an accident
 _PREEMPTED_SECONDS = 0.001  # time without the processor, during one spin, that means that processors are scarce
 _MIN_PAUSE, _MAX_PAUSE = 4, 128  # waits without spinning after processors were scarce
+_READY, _OVER, _CROWDED = range(3)  # how a spin of the native core ends
+_ANY_NUMBER = 1 << 62  # of polls
 _SOON_SECONDS = 0.0005  # a message that comes within this time would come sooner if the thread did not sleep
+
+
+def new_signal() -> Signal[int]:
+    """A signal that no thread watches."""
+    return array.array("q", (0,))
 
 
 def count_switches() -> tuple[int, int]:
@@ -63,6 +78,9 @@ class Busyness(Protocol):
     spinner: object | None
     """Identifies the spin that is under way; None: no thread spins. A thread that begins to spin replaces it, and the
     other thread stops."""
+
+    signal: Signal[int]
+    """Changes with ``wakes``, and when another thread wants what a thread spins for."""
 
 
 class Spinning(Protocol):
@@ -93,6 +111,11 @@ class SpinLimit:
         self.brief_spins = BRIEF_SPINS if longest and count > 1 else 0
         self.brief_seconds = min(BRIEF_SECONDS, longest)
         self.long_seconds = longest if self.brief_spins and not (self._automatic and count < _MIN_PROCESSORS) else 0.0
+
+    @property
+    def allows_company(self) -> bool:
+        """Whether several threads may spin, and while others run."""
+        return core is not None and self.long_seconds > 0.0
 
     def seconds(self) -> float:
         """How long a spin may take that is under way now. It is the longer the more processors are free: all of
@@ -140,14 +163,29 @@ class SpinPolicy:
         self._long = False  # whether the spin that begins now may be long
         self._start = self._processor = 0.0
 
+    @property
+    def allows_company(self) -> bool:
+        """See ``SpinLimit``."""
+        return self._limit.allows_company
+
     def spin_if_worthwhile(
-        self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning, most: float | None = None
+        self,
+        poll: Callable[[int], list[T]],
+        process: Busyness,
+        purpose: Spinning,
+        most: float | None = None,
+        descriptors: tuple[int, ...] = (),
     ) -> list[T]:
         """``spin`` if ``should_spin``, else return nothing."""
-        return self.spin(poll, process, purpose, most) if self.should_spin() else []
+        return self.spin(poll, process, purpose, most, descriptors) if self.should_spin() else []
 
     def spin(
-        self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning, most: float | None = None
+        self,
+        poll: Callable[[int], list[T]],
+        process: Busyness,
+        purpose: Spinning,
+        most: float | None = None,
+        descriptors: tuple[int, ...] = (),
     ) -> list[T]:
         """Poll until something is ready, others want the interpreter or the processor, or it takes too long. Returns
         what is ready. Call it only after ``should_spin`` has returned True.
@@ -157,7 +195,15 @@ class SpinPolicy:
             process: Whether other threads of this process want the interpreter.
             purpose: Whether another thread wants what this thread spins for.
             most: The longest time that the thread wants to wait; None: any time.
+            descriptors: What ``poll`` polls; empty: the native core cannot do it.
         """
+        if descriptors and self._limit.allows_company:
+            return self._spin_natively(poll, process, most, descriptors)
+        return self._spin_here(poll, process, purpose, most)
+
+    def _spin_here(
+        self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning, most: float | None
+    ) -> list[T]:
         limit, now, me = self._limit, time.perf_counter, object()
         wakes, until, spins = process.wakes, now() + limit.brief_seconds, limit.brief_spins
         slept, lost = count_switches()
@@ -195,6 +241,29 @@ class SpinPolicy:
         self.stop()
         return ready
 
+    def _spin_natively(
+        self, poll: Callable[[int], list[T]], process: Busyness, most: float | None, descriptors: tuple[int, ...]
+    ) -> list[T]:
+        """As ``spin``, without the interpreter. Another thread may want it, or want what this thread spins for: it
+        changes the signal then.
+        """
+        limit, signal = self._limit, process.signal
+        expected = signal[0]
+        if ready := poll(0):
+            self._pause.shorten()
+            return ready
+        end = core.spin(descriptors, signal, expected, limit.brief_spins, limit.brief_seconds)
+        if end == _OVER and self._long:
+            left = self._start + limit.seconds() - time.perf_counter()
+            if left > 0:
+                end = core.spin(descriptors, signal, expected, _ANY_NUMBER, left if most is None else min(left, most))
+            if end == _READY:
+                self._long_pause.shorten()
+            elif end == _CROWDED:
+                self._long_pause.begin(self._waits)
+        self.stop()
+        return poll(0) if end == _READY else []
+
     def should_spin(self) -> bool:
         """Whether to spin in the wait that begins now. One wait of 32 spins briefly in any case, to notice changes: a
         message for which the thread sleeps seems to come later.
@@ -227,6 +296,31 @@ class SpinPolicy:
             self._pause.begin(self._waits)
         else:
             self._pause.shorten()
+
+
+class SignalWait:
+    """Decides whether threads spin that wait for another thread. Threads may race here: a race does no harm."""
+
+    def __init__(self, limit: SpinLimit) -> None:
+        self._limit = limit
+        self._soon_share = 1.0  # share of the recent waits that a long spin would have seen the end of
+
+    def spin(self, signal: Signal[int], most: float | None) -> None:
+        """Spin until ``signal``, which was 0 at first, has changed, or it takes too long. Does nothing where no spin is
+        worthwhile.
+
+        Args:
+            signal: Changed by the thread that is waited for.
+            most: The longest time that the thread wants to wait; None: any time.
+        """
+        limit = self._limit
+        if not limit.allows_company or self._soon_share < 0.25:
+            self._soon_share += 0.01  # tries again after a while
+            return
+        seconds = limit.seconds()
+        if seconds > 0.0:
+            core.spin((), signal, 0, _ANY_NUMBER, seconds if most is None else min(seconds, most))
+            self._soon_share += ((signal[0] != 0) - self._soon_share) / 8
 
 
 class _Pause:

@@ -59,7 +59,7 @@ class ChannelWaiter:
         if channels != self._channels:
             self.register(channels)
         since = time.perf_counter()
-        ready = self._policy.spin_if_worthwhile(self._poller.poll, self._process, self, timeout) if spin else []
+        ready = self._spin(timeout) if spin or self._policy.allows_company else []
         if not ready:
             ready = interrupts.poll(self._poller, timeout)
         self._policy.waited = time.perf_counter() - since
@@ -71,6 +71,10 @@ class ChannelWaiter:
             else:
                 found.append(self._by_fd[fd])
         return found
+
+    def _spin(self, timeout: float | None) -> list[tuple[int, int]]:
+        descriptors = (*self._by_fd, self._wake_fd)
+        return self._policy.spin_if_worthwhile(self._poller.poll, self._process, self, timeout, descriptors)
 
     def register(self, channels: list[Channel]) -> None:
         """Say for which channels the next ``wait`` waits."""

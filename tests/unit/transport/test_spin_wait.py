@@ -20,6 +20,12 @@ from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import Frame
 
 
+@pytest.fixture(autouse=True)
+def without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are of the loop in Python. ``test_native_spin`` tests the other."""
+    monkeypatch.setattr(module, "core", None)
+
+
 class Clocks:
     """Time that passes as a test says, and processor time."""
 

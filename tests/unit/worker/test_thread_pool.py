@@ -358,9 +358,7 @@ class TestRow:
         staged.settle()
         assert [number for number, _ in ran] == list(range(9))
         assert len({thread for _, thread in ran}) == 1
-        assert (
-            staged.endpoint.polls - polls <= 3
-        )  # its own, and those of the threads in its place
+        assert staged.endpoint.polls - polls <= 3  # its own, and those of the threads in its place
 
     def test_an_alarm_rings_during_a_row(self, pool_for: Callable[[int], StagedPool]) -> None:
         staged = pool_for(8)

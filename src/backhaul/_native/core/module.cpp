@@ -2,6 +2,7 @@
 #include "calls.h"
 #include "frames.h"
 #include "graph.h"
+#include "spin.h"
 #include "values.h"
 
 namespace backhaul {
@@ -122,6 +123,7 @@ PyMethodDef functions[] = {
     {"cut_frames", fast(cut_frames), METH_FASTCALL, nullptr},
     {"join_frame", fast(join_frame), METH_FASTCALL, nullptr},
     {"record_received", fast(record_received), METH_FASTCALL, nullptr},
+    {"spin", fast(spin_without_interpreter), METH_FASTCALL, nullptr},
     {},
 };
 

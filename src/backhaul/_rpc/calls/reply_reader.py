@@ -80,6 +80,9 @@ class ReplyReader:
                 receiver.recover_after_interrupt(error, pending, channel)
                 raise
             left = None if deadline == FOREVER else deadline - runtime.now()
+        if pending.outcome is None:
+            self._worker.endpoint.spin_for(one_shot, left)
+            left = None if deadline == FOREVER else deadline - runtime.now()
         if pending.outcome is None and not one_shot.wait(left):
             if self._pending.give_up(pending):
                 return pending.timed_out()

@@ -31,7 +31,7 @@ from backhaul._transport.sockets.epoll_set import ONE_SHOT
 from backhaul._transport.sockets.shared_memory_link import Trimmer, link_to_peer
 from backhaul._transport.sockets.socket_writer import TURN_BYTES, SocketWriter, WriterOwner
 from backhaul._transport.sockets.write_queue import MAX_COPIED_BYTES
-from backhaul._transport.spin_wait import SpinLimit, SpinPolicy
+from backhaul._transport.spin_wait import Signal, SpinLimit, SpinPolicy
 from backhaul._wire.frame_reader import FrameReader
 from backhaul._wire.frames import Frame
 from backhaul.errors import ProtocolError
@@ -55,6 +55,7 @@ class ChannelOwner(WriterOwner, Protocol):
 
     quiet: bool
     wakes: int
+    signal: Signal[int]
     parked: set[SocketChannel]
     spinner: object | None
     spin_limit: SpinLimit
@@ -91,6 +92,8 @@ class SocketChannel(Channel):
         self._idle_poller = select.poll()  # for ``spin_read``: this channel, and all others
         self._idle_poller.register(self._connection.fd, select.POLLIN)
         self._idle_poller.register(endpoint.descriptors.fd, select.POLLIN)
+        self._own = (self._connection.fd,)
+        self._all = (self._connection.fd, endpoint.descriptors.fd)
         self._spin_policy = SpinPolicy(endpoint.spin_limit)  # used by the holder
         self._parked: list[object] = []  # whoever takes the entry out of it holds the channel; see [Note: parking]
         self._since = 0.0  # when the wait for the next message began
@@ -159,6 +162,7 @@ class SocketChannel(Channel):
     def _take_over(self, holder: object) -> bool:
         """Take the channel from a thread that spins: a thread that waits for a reply has priority."""
         self.wanted = True
+        self._endpoint.signal[0] += 1
         taken = False
         try:
             for _ in range(_TAKE_OVER_TRIES):
@@ -175,7 +179,7 @@ class SocketChannel(Channel):
     def receive(self, timeout: float | None) -> Event | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         self._since = time.perf_counter()
-        if self._spin_policy.spin_if_worthwhile(self._poller.poll, self._endpoint, self, timeout):
+        if self._spin_policy.spin_if_worthwhile(self._poller.poll, self._endpoint, self, timeout, self._own):
             event = self._read()
             if event is not None:
                 return event
@@ -191,16 +195,17 @@ class SocketChannel(Channel):
         """
         mine, endpoint = object(), self._endpoint
         self._since = time.perf_counter()
+        alone = not self._spin_policy.allows_company
         if (
-            not endpoint.quiet
-            or endpoint.spinner is not None  # a thread that waits for a reply spins, and would compete with this one
+            (alone and not endpoint.quiet)
+            or (alone and endpoint.spinner is not None)  # a thread that waits for a reply would compete with this one
             or not self._spin_policy.should_spin()
             or self._holder.setdefault(0, mine) is not mine
         ):
             return None
         self._arm(_SILENT)
         self._spinning = True
-        ready = self._spin_policy.spin(self._idle_poller.poll, endpoint, self, timeout)
+        ready = self._spin_policy.spin(self._idle_poller.poll, endpoint, self, timeout, self._all)
         self._spinning = False
         event = self._read() if ready else None
         if event is None:

@@ -13,6 +13,7 @@ import threading
 import time
 from typing import Literal
 
+from backhaul._runtime.runtime import OneShotEvent
 from backhaul._transport.base import Channel, Endpoint, Event
 from backhaul._transport.shm.segments import default_ceiling
 from backhaul._transport.shm.slots import Budget
@@ -23,7 +24,7 @@ from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.pending_connections import PendingConnection
 from backhaul._transport.sockets.shared_memory_link import Trimmer
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket
-from backhaul._transport.spin_wait import SpinLimit, SpinPolicy
+from backhaul._transport.spin_wait import SignalWait, SpinLimit, SpinPolicy, new_signal
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import MAX_BUFFERS
 from backhaul._wire.memory import Recycler
@@ -31,6 +32,13 @@ from backhaul._wire.memory import Recycler
 _MIN_SPIN_TIMEOUT_SECONDS = 0.002  # a thread that polls for no longer than this has other things to do
 _FLUSH_SECONDS = 0.001
 _LONGEST_SECONDS = 1e6  # the system takes no timeouts of more than a few weeks
+
+
+class _Nobody:
+    wanted = False  # see ``spin_wait.Spinning``: no other thread wants what an idle thread spins for
+
+
+_NOBODY = _Nobody()
 
 
 # Over the limit because eight of its attributes are what its channels read of it (``ChannelOwner``).
@@ -61,12 +69,15 @@ class SocketEndpoint(Endpoint):
         self.limit = limit
         self.spin_limit = SpinLimit(spin)
         self._waiting = SpinPolicy(self.spin_limit)  # of the threads that wait for several channels
+        self._signal_wait = SignalWait(self.spin_limit)
+        self._idle: dict[int, int] = {}  # [0]: the thread that spins for whatever comes, without the interpreter
         self.buffers = MAX_BUFFERS
         self.budget = Budget(default_ceiling() if shm_bytes is None else shm_bytes)
         self.recycler = Recycler()
         self.descriptors = EpollSet()
         self.trimmer = Trimmer(self.descriptors)
         self.wakes = 0
+        self.signal = new_signal()
         self.unflushed: set[SocketChannel] = set()
         self.parked: set[SocketChannel] = set()
         self._flush_timer = self.descriptors.add_timer(self._go_on)
@@ -92,15 +103,22 @@ class SocketEndpoint(Endpoint):
             timeout = self._acceptor.resume(timeout)
         here = self._last_read
         last: SocketChannel | None = getattr(here, "channel", None)
-        if last is not None and (timeout is None or timeout > _MIN_SPIN_TIMEOUT_SECONDS):
-            begun = time.monotonic()
-            event = last.spin_read(timeout)
-            if event is not None:
-                return event
+        if self.spin_limit.allows_company:
             here.channel = None
-            if timeout is not None:
-                timeout = max(timeout - (time.monotonic() - begun), 0.0)
-        ready = self.descriptors.poll(timeout if timeout is None else min(timeout, _LONGEST_SECONDS), 1)
+            event, ready = self._spin_and_poll(last, timeout)
+            if event is not None:
+                here.channel = last
+                return event
+        else:
+            if last is not None and (timeout is None or timeout > _MIN_SPIN_TIMEOUT_SECONDS):
+                begun = time.monotonic()
+                event = last.spin_read(timeout)
+                if event is not None:
+                    return event
+                here.channel = None
+                if timeout is not None:
+                    timeout = max(timeout - (time.monotonic() - begun), 0.0)
+            ready = self.descriptors.poll(timeout if timeout is None else min(timeout, _LONGEST_SECONDS), 1)
         if not ready:
             return None
         fd = ready[0][0]
@@ -111,9 +129,52 @@ class SocketEndpoint(Endpoint):
         self.descriptors.run(fd)
         return None
 
+    def _spin_and_poll(
+        self, last: SocketChannel | None, timeout: float | None
+    ) -> tuple[Event | None, list[tuple[int, int]]]:
+        """Wait for an event of the channel that this thread read last, or for a descriptor. The thread spins first,
+        unless another one does. Returns neither after ``wake``.
+        """
+        longest = _LONGEST_SECONDS if timeout is None else min(timeout, _LONGEST_SECONDS)
+        me, since, signal = threading.get_ident(), time.perf_counter(), self.signal[0]
+        policy: SpinPolicy | None = getattr(self._last_read, "policy", None)
+        if policy is None:
+            policy = self._last_read.policy = SpinPolicy(self.spin_limit)
+        ready: list[tuple[int, int]] = []
+        if longest > _MIN_SPIN_TIMEOUT_SECONDS and self._idle.setdefault(0, me) == me:
+            try:
+                if last is not None:
+                    event = last.spin_read(longest)
+                    if event is not None:
+                        return event, []
+                else:
+                    ready = policy.spin_if_worthwhile(self._poll_one, self, _NOBODY, longest, self.descriptors.own)
+            finally:
+                self._idle.clear()
+            if not ready and self.signal[0] != signal:
+                return None, []
+        if not ready:
+            longest = max(longest - (time.perf_counter() - since), 0.0)
+            ready = self.descriptors.poll(longest, 1)
+        policy.waited = time.perf_counter() - since
+        return None, ready
+
+    def _poll_one(self, timeout: int) -> list[tuple[int, int]]:
+        return self.descriptors.poll(timeout, 1)
+
     def wake(self) -> None:
         self.wakes += 1  # for threads that spin; a count that is lost does no harm
-        self.descriptors.wake()
+        self.signal[0] += 1
+        if self._idle:
+            self.wake_soon()  # in case the thread that spins has looked at the signal just now
+        else:
+            self.descriptors.wake()
+
+    def spin_for(self, one_shot: OneShotEvent, timeout: float | None) -> None:
+        if self.spin_limit.allows_company:
+            one_shot.signal = signal = new_signal()
+            if not one_shot.opened:
+                self._signal_wait.spin(signal, timeout)
 
     def wake_soon(self) -> None:
         self._flush_timer.start(_FLUSH_SECONDS)

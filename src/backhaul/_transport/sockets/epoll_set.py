@@ -26,11 +26,13 @@ class EpollSet:
 
     Attributes:
         fd: The descriptor of the set itself. It is readable when ``poll`` would return an event.
+        own: The same as a tuple.
     """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
+        self.own = (self.fd,)
         self.poll: Callable[[float | None, int], list[tuple[int, int]]] = self._epoll.poll
         self.modify: Callable[[int, int], None] = self._epoll.modify
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
