@@ -24,7 +24,8 @@ from backhaul._rpc.node import Node
 from backhaul._rref import owner_calls
 from backhaul._sim import random_steps
 from backhaul._transport.sockets.channel import SocketChannel
-from backhaul._wire.frames import Frame, FrameReader
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
 from backhaul._worker.worker import current_worker
 from backhaul.testing.oracle import State

@@ -34,7 +34,8 @@ from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.node import Node
 from backhaul._transport.shm.host_memory import OFFER
 from backhaul._transport.sockets.endpoint import SocketEndpoint
-from backhaul._wire.frames import Frame, FrameReader, control_frame
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import Frame, control_frame
 from backhaul._wire.messages import TREE, Cancel, Fault, Hello, Join, Kind, Payload, Reply, Request, pack, unpack
 from backhaul._wire.tensors.specs import Ordinary, Part, TensorSpec, TensorTable
 from backhaul.testing.transport_conformance import PATIENCE

@@ -12,7 +12,7 @@ import pytest
 from backhaul._transport.sockets.addresses import parse
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.handshake import ClientHandshake
-from backhaul._wire.frames import FrameReader
+from backhaul._wire.frame_reader import FrameReader
 from backhaul.testing.transport_conformance import Pollers
 from tools.fuzz.mutator import Mutator
 from tools.fuzz.run import corpus_of, main, run, targets

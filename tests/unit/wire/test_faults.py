@@ -15,7 +15,8 @@ import torch
 
 from backhaul._wire.codec import Encoded
 from backhaul._wire.faults import decode_fault, encode_fault
-from backhaul._wire.frames import Frame, FrameReader
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Fault, Kind, pack, unpack
 from backhaul.errors import BackhaulError, CallTimeoutError, RemoteError, RemoteTraceback
 

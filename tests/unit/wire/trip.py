@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from backhaul._wire.codec import Encoded, decode, encode
-from backhaul._wire.frames import Frame, FrameReader
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind, Reply, pack, unpack
 
 LIMIT = 1 << 30

@@ -26,12 +26,14 @@ from backhaul._transport.sockets.shared_memory_link import Trimmer, link_to_peer
 from backhaul._transport.sockets.socket_writer import TURN_BYTES, SocketWriter, WriterOwner
 from backhaul._transport.sockets.write_queue import MAX_COPIED_BYTES
 from backhaul._transport.spin_wait import SpinLimit, SpinPolicy
-from backhaul._wire.frames import Frame, FrameReader
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import Frame
 from backhaul.errors import ProtocolError
 
 log = logging.getLogger("backhaul")
 
 _TAKE_OVER_TRIES = 200  # to take a channel from a thread that spins and checks ``wanted`` every microsecond or two
+_LONG_READ_BYTES = 1 << 18
 _SILENT = ONE_SHOT
 _READABLE = select.EPOLLIN | ONE_SHOT
 
@@ -194,6 +196,8 @@ class SocketChannel(Channel):
                     return Received(self, frames)
                 if self.bytes_received >= end and not self._has_buffered():
                     return None
+                if count >= _LONG_READ_BYTES:
+                    os.sched_yield()  # else threads with little to do wait for the end of this thread's time slice
         except BlockingIOError:
             return None
         except ProtocolError as error:

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from backhaul._transport.shm import host_memory, leases
 from backhaul._transport.shm.host_memory import THRESHOLD, HostBorrower, HostLender
 from backhaul._transport.shm.slots import Budget
-from backhaul._wire.frames import HEADER, MAGIC, VERSION, Frame, FrameReader, control_frame
+from backhaul._wire.frame_reader import FrameReader
+from backhaul._wire.frames import HEADER, MAGIC, VERSION, Frame, control_frame
 from backhaul.errors import ProtocolError
 from tests.unit.wire.trip import feed
 
