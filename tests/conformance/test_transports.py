@@ -50,6 +50,7 @@ class TestInproc(TransportConformance):
 
 class TestUnix(TransportConformance):
     can_hold = True
+    overtakes = True
 
     @pytest.fixture
     def endpoints(self) -> EndpointFactory:
@@ -58,6 +59,7 @@ class TestUnix(TransportConformance):
 
 class TestUnixWithoutSharedMemory(TransportConformance):
     can_hold = True
+    overtakes = True
 
     @pytest.fixture
     def endpoints(self) -> EndpointFactory:
@@ -86,6 +88,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestUnixInShortTurns(TransportConformance):
     can_hold = True
+    overtakes = True
 
     @pytest.fixture
     def endpoints(self, short_turns: None) -> EndpointFactory:
@@ -94,6 +97,7 @@ class TestUnixInShortTurns(TransportConformance):
 
 class TestTcp(TransportConformance):
     can_hold = True
+    overtakes = True
 
     @pytest.fixture
     def endpoints(self) -> EndpointFactory:
@@ -102,6 +106,7 @@ class TestTcp(TransportConformance):
 
 class TestTls(TransportConformance):
     can_hold = True
+    overtakes = True
 
     @pytest.fixture
     def endpoints(self, credentials: Credentials) -> EndpointFactory:
@@ -110,6 +115,7 @@ class TestTls(TransportConformance):
 
 class TestTlsInShortTurns(TransportConformance):
     can_hold = True
+    overtakes = True
 
     @pytest.fixture
     def endpoints(self, credentials: Credentials, short_turns: None) -> EndpointFactory:
@@ -119,6 +125,7 @@ class TestTlsInShortTurns(TransportConformance):
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
 class TestTcpOverIpv6(TransportConformance):
     can_hold = True
+    overtakes = True
 
     @pytest.fixture
     def endpoints(self) -> EndpointFactory:

@@ -8,7 +8,7 @@ from backhaul._transport.shm import host_memory
 from backhaul._transport.shm.slots import Budget
 from backhaul._wire.codec import encode
 from backhaul._wire.frame_reader import FrameReader
-from backhaul._wire.frames import Frame, control_frame
+from backhaul._wire.frames import PIECE_BYTES, Frame, control_frame, fill_gap
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import Hello, Kind, Request, pack
 from backhaul.errors import ProtocolError
@@ -41,7 +41,7 @@ class FrameTarget(Target):
     def take(self, data: bytes) -> object:
         return self._read(FrameReader(LIMIT_BYTES, LimitedRecycler()), data)
 
-    def _read(self, reader: FrameReader, data: bytes) -> int:
+    def _read(self, reader: FrameReader, data: bytes, *, before: int = 0) -> int:
         piece = (len(data), 1 << 16, 33, 7)[(data[-1] if data else 0) & 3] or 1
         count, held = 0, 0
         for start in range(0, len(data), piece):
@@ -56,9 +56,36 @@ class FrameTarget(Target):
                     count += 1
                     held += len(frame.body) + sum(map(len, frame.buffers))
                 rest = rest[fits:]
-        if held > len(data):
-            raise FindingError(f"an input of {len(data)} bytes became frames of {held} bytes")
+        if held > before + len(data):
+            raise FindingError(f"an input of {before + len(data)} bytes became frames of {held} bytes")
         return count
+
+
+class GapTarget(FrameTarget):
+    """The gap between two pieces of a large frame, and what follows."""
+
+    name = "gaps"
+    _LAST_BYTES = 100  # of the large frame, after the gap
+
+    def seeds(self) -> list[bytes]:
+        wires = [b"".join(bytes(part) for part in frame.parts()) for frame in _frames()]
+        fillings = [[], wires[:1], wires[:2], wires[2:3], wires[3:6]]
+        last = bytes(self._LAST_BYTES)
+        return [b"".join([*fill_gap(filling), last, *wires[3:4]]) for filling in fillings]
+
+    def take(self, data: bytes) -> object:
+        recycler = LimitedRecycler()
+        recycler.limit_bytes = 2 * LIMIT_BYTES
+        reader = FrameReader(2 * LIMIT_BYTES, recycler)
+        head, *_ = Frame(Kind.REPLY, 12, b"body", [bytes(PIECE_BYTES + self._LAST_BYTES)]).parts()
+        reader.space[: len(head)] = head
+        reader.fed(len(head))
+        left = PIECE_BYTES
+        while left:  # the content does not matter
+            count = min(len(reader.space), left)
+            reader.fed(count)
+            left -= count
+        return self._read(reader, data, before=len(head) + PIECE_BYTES)
 
 
 class _FakeSlots:

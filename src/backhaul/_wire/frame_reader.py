@@ -1,7 +1,7 @@
-"""Turns a stream of bytes into frames, see ``frames``.
+"""Turns a stream of bytes into frames; see ``frames`` for their form. Pure: no sockets, no threads.
 
-``FrameReader`` checks every size before it allocates memory. Large buffers are received directly into the memory that
-they stay in. Pure: no sockets, no threads.
+The reader checks every size before it allocates memory. Large buffers are received directly into the memory that they
+stay in.
 """
 
 from __future__ import annotations
@@ -9,37 +9,31 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from backhaul._native import core
 from backhaul._wire.frames import (
     CONTROL,
+    GAP_SIZE,
     HEAD_OF_ONE,
     HEADER,
     HEADER_BYTES,
     MAGIC,
     MAX_BUFFERS,
+    MAX_GAP_BYTES,
+    PIECE_BYTES,
+    PIECES,
     SLOTS,
     START,
     VERSION,
     Frame,
+    Slots,
 )
 from backhaul._wire.memory import Buffer, Recycler
 from backhaul.errors import ProtocolError
 
 _TABLE, _BODY, _BUFFERS = range(3)  # pieces of a frame
 _MAX_CONTROL_BYTES = 64
-_MAX_READ_BYTES = 1 << 20  # how much one system call may read, see ``FrameReader.space``
-
-
-class Slots(Protocol):
-    """What a reader needs to read frames with slots."""
-
-    def resolve(self, place: int, size: int) -> Buffer:
-        """The ``size`` bytes at ``place``. Raises ``ProtocolError`` if there is no such place."""
-
-    def control(self, kind: int, number: int, body: bytes) -> None:
-        """Called for each control frame."""
+_MAX_READ_BYTES = 1 << 20  # how much one system call may read, see ``FrameReader._make_space``
 
 
 # Over the limit because all of them are the state of one incremental parser.
@@ -67,8 +61,9 @@ class FrameReader:
         self._max_buffers = buffers
         self._recycler = recycler or Recycler()
         self._slots = slots
-        # The last 8 bytes stay empty: ``fed`` reads the length of a first buffer there even if there is none.
-        self._memory = bytearray(self.SCRATCH + 8)
+        # After the scratch memory follow 4 bytes of the size of a gap, and 8 bytes that stay empty: ``fed`` reads the
+        # length of a first buffer there even if there is none.
+        self._memory = bytearray(self.SCRATCH + 12)
         self._scratch = memoryview(self._memory)[: self.SCRATCH]
         self.space = self._scratch
         self._start = 0
@@ -78,6 +73,9 @@ class FrameReader:
         self._large: memoryview | None = None
         self._filled = 0
         self._partial: _PartialFrame | None = None  # the frame being read, once its header is complete
+        # Of a frame in pieces: how many bytes there are until the next gap; and the size of the gap that is being read,
+        # with the 4 bytes of its size. 0: none is.
+        self._to_gap = self._gap = 0
 
     @property
     def midway(self) -> bool:
@@ -129,8 +127,12 @@ class FrameReader:
         It never covers all of a large buffer. A system call that reads as fast as the peer writes would return only
         when the buffer is full, and until then nothing would show that bytes arrive.
         """
+        if self._gap:
+            self.space = memoryview(self._memory)[self._end : self._gap]
+            return
         if self._large is not None:
-            self.space = self._large[self._filled : self._filled + _MAX_READ_BYTES]
+            most = min(self._to_gap or _MAX_READ_BYTES, _MAX_READ_BYTES)
+            self.space = self._large[self._filled : self._filled + most]
             return
         if self._start and self._end - self._start < self.SCRATCH // 2:
             rest = self._memory[self._start : self._end]
@@ -142,6 +144,8 @@ class FrameReader:
         """Continue a frame whose header was read, after ``count`` more bytes. Returns whether it is complete."""
         partial = self._partial
         assert partial is not None
+        if partial.in_pieces:
+            return self._read_pieces(partial, count, frames)
         if self._large is not None:
             self._filled += count
             if self._filled < len(self._large):
@@ -152,6 +156,9 @@ class FrameReader:
         else:
             self._end += count
         while partial.missing:
+            if partial.in_pieces:
+                self._to_gap = PIECE_BYTES
+                return self._read_pieces(partial, 0, frames)
             need = partial.missing[0]
             have = self._end - self._start
             if have >= need:
@@ -173,6 +180,61 @@ class FrameReader:
         frame = partial.finish()
         if frame is not None:
             frames.append(frame)
+        return True
+
+    def _read_pieces(self, partial: _PartialFrame, count: int, frames: list[Frame]) -> bool:
+        """Like ``_read_on``, for the payload of a frame in pieces. What has come with its head is less than a piece."""
+        if self._gap:
+            self._end += count
+            if self._end < self._gap or not self._read_gap(frames):
+                return False
+        elif self._large is not None:
+            self._advance(partial, count)
+        while partial.missing:
+            if not self._to_gap and partial.left:
+                self._start, self._end, self._gap = 0, 0, GAP_SIZE.size
+                return False
+            if self._large is None:
+                self._block = self._recycler.allocate(partial.missing[0])
+                self._large = memoryview(self._block).cast("B")
+                self._filled = 0
+            if have := min(self._end - self._start, len(self._large) - self._filled):
+                self._large[self._filled : self._filled + have] = self._scratch[self._start : self._start + have]
+                self._start += have
+                self._advance(partial, have)
+            if self._filled < len(self._large):
+                return False
+            block, self._block, self._large = self._block, b"", None
+            partial.add(block)
+        self._to_gap, self._partial, self.space = 0, None, self._scratch[self._end :]
+        frame = partial.finish()
+        if frame is not None:
+            frames.append(frame)
+        return True
+
+    def _advance(self, partial: _PartialFrame, count: int) -> None:
+        self._filled += count
+        self._to_gap -= count
+        partial.left -= count
+
+    def _read_gap(self, frames: list[Frame]) -> bool:
+        """Read the frames in a gap of which all bytes are there that are known to follow. Returns whether the gap is
+        complete.
+        """
+        (size,) = GAP_SIZE.unpack_from(self._memory)
+        if size > MAX_GAP_BYTES:
+            raise ProtocolError(f"malformed frame: a gap of {size} bytes between its pieces")
+        if self._end < GAP_SIZE.size + size:
+            self._gap = GAP_SIZE.size + size
+            return False
+        outer = self._partial, self._block, self._large, self._filled
+        self._partial, self._large, self._gap, self._start = None, None, 0, GAP_SIZE.size
+        frames += self.fed(0)
+        if self._partial is not None or self._start < self._end:
+            raise ProtocolError("malformed frame: there is only a part of a frame between its pieces")
+        self._partial, self._block, self._large, self._filled = outer
+        self._start = self._end = 0
+        self._to_gap = PIECE_BYTES
         return True
 
     def _read_header(self) -> None:
@@ -200,11 +262,11 @@ class FrameReader:
         self._partial = _PartialFrame(kind, number, flags, (count, body, payload), self._slots)
 
     def _check_flags(self, flags: int, count: int, body: int) -> None:
-        if flags not in (SLOTS, CONTROL) or self._slots is None:
+        if flags not in (SLOTS, CONTROL, PIECES, SLOTS | PIECES) or (self._slots is None and flags != PIECES):
             raise ProtocolError(f"unknown frame flags {flags:#06x}")
         if flags == CONTROL and (count or body > _MAX_CONTROL_BYTES):
             raise ProtocolError(f"malformed control frame: {count} buffers, {body} bytes")
-        if flags == SLOTS and not count:
+        if flags & SLOTS and not count:
             raise ProtocolError("malformed frame: it has slots but no buffers")
 
 
@@ -213,6 +275,7 @@ class _PartialFrame:
 
     Attributes:
         missing: The sizes of the pieces still to come: table (if any), body, buffers.
+        left: How much of a payload in pieces is still to come.
     """
 
     __slots__ = (
@@ -226,6 +289,7 @@ class _PartialFrame:
         "_reads",
         "_slots",
         "_slotted",
+        "left",
         "missing",
     )
 
@@ -242,7 +306,13 @@ class _PartialFrame:
         self._body: Buffer = b""
         self._buffers: list[Buffer] = []
         self._places: tuple[int, ...] = ()  # of a frame with slots, whose buffers there are in ``_slotted``
+        self.left = 0
         self._slotted: list[Buffer] = []
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the payload comes in pieces, and is next."""
+        return self._reads == _BUFFERS and self._flags & PIECES != 0
 
     def close(self) -> None:
         """Release the slots."""
@@ -257,16 +327,20 @@ class _PartialFrame:
         elif self._reads == _BODY:
             self._body = piece
             self._reads = _BUFFERS
+            if self._flags & PIECES:
+                self.left = sum(self.missing)
+                if self.left <= PIECE_BYTES:
+                    raise ProtocolError(f"malformed frame: {self.left} bytes need no pieces")
         else:
             self._reads = _BODY
             lengths = struct.unpack(f"<{len(piece) // 8}Q", piece)
-            if self._flags:
+            if self._flags & SLOTS:
                 lengths, self._places = lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :]
             if sum(lengths) != self._payload:
                 raise ProtocolError(
                     f"malformed frame: the buffers have {sum(lengths)} bytes, but the header says {self._payload}"
                 )
-            self.missing.extend(self._resolve(lengths) if self._flags else lengths)
+            self.missing.extend(self._resolve(lengths) if self._flags & SLOTS else lengths)
 
     def _resolve(self, lengths: Sequence[int]) -> list[int]:
         """Look up the buffers that are in slots; return the lengths of the others."""
@@ -285,7 +359,7 @@ class _PartialFrame:
             assert self._slots is not None
             self._slots.control(self._kind, self._number, bytes(self._body))
             return None
-        if self._flags:
+        if self._flags & SLOTS:
             inline, slotted = iter(self._buffers), iter(self._slotted)
             self._buffers = [next(slotted if place else inline) for place in self._places]
         return Frame(self._kind, self._number, self._body, self._buffers)

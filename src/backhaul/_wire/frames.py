@@ -11,13 +11,17 @@ Pure: no sockets, no threads. ``frame_reader`` turns bytes into frames.
 buffer instead of its bytes. All lengths, limits and sizes are those of the same frame without slots. The channel knows
 what a place means (``_transport.shm``). Its two ends agree on places with *control* frames, which the reader hands to
 the channel and to no layer above.
+
+[Note: pieces] A payload of more than ``PIECE_BYTES`` is sent in pieces of this size. Between two pieces there is a
+*gap*: the size of what follows in 4 bytes, usually 0, and then so many bytes of whole frames. So a small frame of
+another thread need not wait for the end of a large frame. Sizes and limits do not count the gaps.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,8 +37,28 @@ _HEAD = struct.Struct("<5sBHIIQQ")  # as HEADER, with magic and version as one f
 HEAD_OF_ONE = struct.Struct("<5sBHIIQQQ")  # as _HEAD, followed by the table of a frame with one buffer
 MAX_BUFFERS = 1 << 20
 MAX_BODY = (1 << 32) - 1
-SLOTS, CONTROL = 1, 2  # flags
+SLOTS, CONTROL, PIECES = 1, 2, 4  # flags
 _MAX_JOINED_BYTES = 8 << 10  # copying a buffer of up to this size is cheaper than writing it as a separate piece
+PIECE_BYTES = 1 << 20
+"""Size of the pieces of a large payload, see [Note: pieces]."""
+
+GAP = bytes(4)
+"""An empty gap, see [Note: pieces]. A writer finds this object among the parts of a frame, and may fill the gap."""
+
+MAX_GAP_BYTES = 1 << 16
+"""The most bytes of frames in one gap."""
+
+GAP_SIZE = struct.Struct("<I")  # the beginning of a gap
+
+
+class Slots(Protocol):
+    """What a reader needs to read frames with slots."""
+
+    def resolve(self, place: int, size: int) -> Buffer:
+        """The ``size`` bytes at ``place``. Raises ``ProtocolError`` if there is no such place."""
+
+    def control(self, kind: int, number: int, body: bytes) -> None:
+        """Called for each control frame."""
 
 
 class Frame(msgspec.Struct, eq=False):
@@ -46,7 +70,7 @@ class Frame(msgspec.Struct, eq=False):
         body: The encoded message.
         buffers: Raw memory, which is sent without a copy.
         keep: The owners of that memory. They live as long as the frame.
-        pieces: The wire form without slots, if there is one already; see ``parts``.
+        pieces: The wire form, if there is one already: of small frames that the native core has made.
     """
 
     kind: int
@@ -74,9 +98,8 @@ class Frame(msgspec.Struct, eq=False):
         body, buffers = self.body, self.buffers
         if not buffers:
             return [_HEAD.pack(START, self.kind, 0, 0, len(body), self.number, 0) + body]
-        if places is None and len(buffers) == 1:
+        if places is None and len(buffers) == 1 and (size := len(buffers[0])) <= PIECE_BYTES:
             (buffer,) = buffers
-            size = len(buffer)
             head = HEAD_OF_ONE.pack(START, self.kind, 0, 1, len(body), self.number, size, size)
             return [b"".join((head, body, buffer))] if size <= _MAX_JOINED_BYTES else [head + body, buffer]
         if places is None and core is not None:
@@ -84,15 +107,18 @@ class Frame(msgspec.Struct, eq=False):
             if joined is not None:
                 return [joined]
         lengths = [len(buffer) for buffer in buffers]
-        count, flags, payload = len(lengths), 0 if places is None else SLOTS, sum(lengths)
-        header = _HEAD.pack(START, self.kind, flags, count, len(body), self.number, payload)
+        count, payload, flags = len(lengths), sum(lengths), 0
+        table = struct.pack(f"<{count}Q", *lengths)
         if places is None:
-            head = header + struct.pack(f"<{count}Q", *lengths) + body
-            if payload <= _MAX_JOINED_BYTES:
-                return [b"".join((head, *buffers))]
-            return [head, *(buffer for buffer in buffers if len(buffer))]
-        head = header + struct.pack(f"<{2 * count}Q", *lengths, *places) + body
-        return [head, *(buffer for buffer, place in zip(buffers, places, strict=True) if len(buffer) and not place)]
+            inline, size = [buffer for buffer in buffers if len(buffer)], payload
+        else:
+            flags, table = SLOTS, table + struct.pack(f"<{count}Q", *places)
+            inline = [buffer for buffer, place in zip(buffers, places, strict=True) if len(buffer) and not place]
+            size = sum(map(len, inline))
+        if size > PIECE_BYTES:
+            flags, inline = flags | PIECES, list(_pieces_of(inline))
+        head = _HEAD.pack(START, self.kind, flags, count, len(body), self.number, payload) + table + body
+        return [b"".join((head, *inline))] if size <= _MAX_JOINED_BYTES else [head, *inline]
 
     def copied(self, recycler: Recycler) -> Frame:
         """The same frame on new memory, as if it had been received."""
@@ -102,6 +128,26 @@ class Frame(msgspec.Struct, eq=False):
             copy_into(copy, buffer)
             buffers.append(copy)
         return Frame(self.kind, self.number, bytes(self.body), buffers)
+
+
+def _pieces_of(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+    """The buffers, cut where a piece ends, with an empty gap between two pieces."""
+    left = PIECE_BYTES
+    for buffer in buffers:
+        start, size = 0, len(buffer)
+        while start < size:
+            if not left:
+                yield GAP
+                left = PIECE_BYTES
+            end = min(start + left, size)
+            yield buffer if not start and end == size else memoryview(buffer).cast("B")[start:end]
+            left -= end - start
+            start = end
+
+
+def fill_gap(frames: Sequence[Buffer]) -> list[Buffer]:
+    """A gap that holds ``frames``, which are whole and have no more than ``MAX_GAP_BYTES`` together."""
+    return [GAP_SIZE.pack(sum(map(len, frames))), *frames] if frames else [GAP]
 
 
 def control_frame(kind: int, number: int, body: bytes = b"") -> bytes:

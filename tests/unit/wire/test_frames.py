@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backhaul._wire.frame_reader import FrameReader
-from backhaul._wire.frames import MAX_BUFFERS, Frame
+from backhaul._wire.frames import GAP, MAX_BUFFERS, Frame, control_frame, fill_gap
 from backhaul._wire.memory import Buffer, Recycler
 from backhaul.errors import ProtocolError
 
@@ -87,6 +87,157 @@ def test_the_wire_form_is_the_documented_one() -> None:
     )
     assert wire_of(frame) == expected
     assert frame.nbytes == len(expected)
+
+
+# Frames in pieces.
+
+MIB = 1 << 20
+
+
+def in_pieces(frame: Frame, fillings: list[list[Frame]]) -> bytes:
+    """The frame as docs/protocol.md describes it, with these frames in its gaps."""
+    lengths = [len(buffer) for buffer in frame.buffers]
+    payload = b"".join(bytes(buffer) for buffer in frame.buffers)
+    wire = header(
+        kind=frame.kind, flags=4, count=len(lengths), body=len(frame.body), number=frame.number, payload=len(payload)
+    )
+    wire += struct.pack(f"<{len(lengths)}Q", *lengths) + bytes(frame.body)
+    for index, start in enumerate(range(0, len(payload), MIB)):
+        if start:
+            gap = wire_of(*(fillings[index - 1] if index <= len(fillings) else ()))
+            wire += struct.pack("<I", len(gap)) + gap
+        wire += payload[start : start + MIB]
+    return wire
+
+
+LARGE = [
+    [noise(3 * MIB + 5)],
+    [noise(MIB), noise(MIB)],
+    [noise(MIB + 1)],
+    [b"", noise(MIB - 1), b"", noise(1), noise(1), b""],
+    [noise(300_000 + size) for size in range(9)],
+    [noise(100), noise(2 * MIB), noise(100)],
+]
+
+
+@pytest.mark.parametrize("buffers", LARGE, ids=lambda buffers: str(sum(map(len, buffers))))
+def test_a_large_payload_is_written_in_pieces(buffers: list[bytes]) -> None:
+    frame = Frame(7, 5, b"body", buffers)
+    assert wire_of(frame) == in_pieces(frame, [])
+    parts = frame.parts()
+    assert sum(part is GAP for part in parts) == (sum(map(len, buffers)) - 1) // MIB
+
+
+def test_a_payload_of_one_piece_has_no_gap() -> None:
+    assert wire_of(Frame(3, 1, b"", [noise(MIB)])) == header(count=1, number=1, payload=MIB) + struct.pack(
+        "<Q", MIB
+    ) + noise(MIB)
+
+
+@given(
+    st.sampled_from(LARGE),
+    st.lists(st.lists(small_frames, max_size=3), max_size=4),
+    blobs,
+    st.lists(st.sampled_from([1, 3, 4, 5, 1000, 65_000, MIB, MIB + 1, 2 * MIB]), min_size=1, max_size=4),
+)
+@settings(max_examples=40)
+@example(LARGE[0], [[Frame(3, 2, noise((1 << 16) - 32))], [Frame(3, 3), Frame(3, 4)]], b"", [2 * MIB])
+def test_frames_in_gaps_come_before_the_large_frame(
+    buffers: list[bytes], fillings: list[list[Frame]], body: bytes, sizes: list[int]
+) -> None:
+    if min(sizes) < 1000:
+        sizes = [*sizes, MIB]
+    large, last = Frame(9, 1 << 40, body, buffers), Frame(3, 77, b"last", [b"of all"])
+    fillings = fillings[: (sum(map(len, buffers)) - 1) // MIB]
+    reader = FrameReader(LIMIT)
+    received = feed(reader, in_pieces(large, fillings) + wire_of(last), sizes)
+    expected = [frame for filling in fillings for frame in filling]
+    assert list(map(content, received)) == list(map(content, [*expected, large, last]))
+    assert not reader.midway
+
+
+@given(st.lists(small_frames, max_size=4))
+@settings(max_examples=20)
+def test_a_writer_fills_gaps(frames: list[Frame]) -> None:
+    gap = b"".join(bytes(part) for part in fill_gap([wire_of(frame) for frame in frames]))
+    assert gap == struct.pack("<I", len(wire_of(*frames))) + wire_of(*frames)
+
+
+def test_frames_in_a_gap_are_there_before_the_rest_of_the_large_frame() -> None:
+    wire = in_pieces(Frame(3, 1, b"", [noise(2 * MIB)]), [[Frame(3, 2, b"small")]])
+    reader = FrameReader(LIMIT)
+    assert [frame.number for frame in feed(reader, wire[:-MIB])] == [2]
+    assert reader.midway
+    assert [frame.number for frame in feed(reader, wire[-MIB:])] == [1]
+
+
+class SlotOfXs:
+    """Slots of a channel: one, which contains as many x as wanted."""
+
+    def __init__(self) -> None:
+        self.controls: list[int] = []
+
+    def resolve(self, place: int, size: int) -> Buffer:
+        assert place == 5
+        return b"x" * size
+
+    def control(self, kind: int, number: int, body: bytes) -> None:
+        self.controls.append(number)
+
+
+def test_a_frame_in_pieces_may_have_slots_and_gaps_may_have_control_frames() -> None:
+    slots = SlotOfXs()
+    large = Frame(3, 1, b"body", [b"x" * 3 * MIB, noise(MIB + 1), b"x" * 10, noise(7)])
+    small = Frame(3, 2, b"", [b"x" * 100])
+    parts = large.parts([5, 0, 5, 0])
+    assert [len(part) for part in parts[1:]] == [MIB, 4, 1, 7]
+    parts[2:3] = fill_gap([control_frame(3, 12), b"".join(small.parts([5]))])
+    wire = b"".join(bytes(part) for part in parts)
+    received = feed(FrameReader(LIMIT, slots=slots), wire)
+    assert list(map(content, received)) == list(map(content, [small, large]))
+    assert slots.controls == [12]
+    assert large.parts([5, 5, 5, 5])[1:] == []
+
+
+@pytest.mark.parametrize(
+    ("gap", "filling"),
+    [
+        ((1 << 16) + 1, b""),
+        ((1 << 32) - 1, b""),
+        (31, wire_of(Frame(3, 2))[:-1]),
+        (33, wire_of(Frame(3, 2)) + b"B"),
+        (40, wire_of(Frame(3, 2)) + b"nonsense"),
+        (100, header(body=1000).ljust(100)),
+        (100, header(count=1, payload=1 << 19).ljust(100)),
+        (32, header(flags=4, count=1, payload=1 << 30)),
+        (48, header(flags=4, count=1, payload=2 * MIB) + struct.pack("<Q", 2 * MIB) + bytes(8)),
+    ],
+)
+def test_a_gap_without_whole_frames_is_refused(gap: int, filling: bytes) -> None:
+    wire = in_pieces(Frame(3, 1, b"", [noise(2 * MIB)]), [])
+    wire = wire[: -MIB - 4] + struct.pack("<I", gap) + filling
+    recycler = CountingRecycler()
+    with pytest.raises(ProtocolError):
+        feed(FrameReader(LIMIT, recycler), wire)
+    assert sum(recycler.sizes) <= 4 * MIB
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        header(flags=4),
+        header(flags=4, count=1, payload=8) + struct.pack("<Q", 8),
+        header(flags=4, count=1, payload=MIB) + struct.pack("<Q", MIB),
+        header(flags=5, count=1, payload=2 * MIB),
+        header(flags=6),
+        header(flags=8),
+    ],
+)
+def test_pieces_that_nobody_needs_are_refused(bad: bytes) -> None:
+    recycler = CountingRecycler()
+    with pytest.raises(ProtocolError):
+        feed(FrameReader(LIMIT, recycler), bad)
+    assert recycler.sizes == []
 
 
 def test_the_wire_form_without_buffers_has_no_table() -> None:

@@ -120,7 +120,7 @@ inline void write_notes(Writer& out, PyObject* notes) {
   }
 }
 
-// The frame of a message with these values. Small tensors are copied, and large ones are sent from their own memory.
+// The frame of a message with these values. With small tensors it has its wire form already.
 inline Object make_frame(Kind kind, PyObject* number, std::string_view message, const EncodedValues& values) {
   const unsigned long long call = PyLong_AsUnsignedLongLong(number);
   if (PyErr_Occurred()) throw PythonError();
@@ -129,13 +129,9 @@ inline Object make_frame(Kind kind, PyObject* number, std::string_view message, 
   const FrameWriter writer(kind, call, message, memory);
   const bool whole = writer.small();
   Object buffers(PyList_New(static_cast<Py_ssize_t>(values.spans.size())));
-  Object pieces(PyTuple_New(whole ? 1 : 1 + static_cast<Py_ssize_t>(values.spans.size())));
-  PyTuple_SET_ITEM(pieces.get(), 0, writer.join(whole).release());
-  for (size_t i = 0; i < values.spans.size(); ++i) {
-    Object buffer = values.memory(i);
-    if (!whole) PyTuple_SET_ITEM(pieces.get(), static_cast<Py_ssize_t>(i) + 1, Py_NewRef(buffer.get()));
-    put(buffers.get(), i, std::move(buffer));
-  }
+  Object pieces(PyTuple_New(whole ? 1 : 0));
+  if (whole) PyTuple_SET_ITEM(pieces.get(), 0, writer.join().release());
+  for (size_t i = 0; i < values.spans.size(); ++i) put(buffers.get(), i, values.memory(i));
   const Object code(PyLong_FromLong(kind)), body = from_bytes(message);
   PyObject* arguments[] = {code.get(), number, body.get(), buffers.get(), Py_None, pieces.get()};
   return Object(PyObject_Vectorcall(frame_type, arguments, 6, nullptr));

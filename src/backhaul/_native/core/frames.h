@@ -98,10 +98,10 @@ class FrameWriter {
   // Whether all of the frame is to be copied into one piece.
   bool small() const { return payload_ <= MAX_JOINED_BYTES; }
 
-  // The header, the table and the message, and the buffers too if `whole`.
-  Object join(bool whole) const {
+  // The wire form of a small frame.
+  Object join() const {
     const size_t head = HEADER_BYTES + 8 * buffers_.size() + message_.size();
-    Object joined(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head + (whole ? payload_ : 0))));
+    Object joined(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head + payload_)));
     char* at = PyBytes_AS_STRING(joined.get());
     header_.write(at);
     at += HEADER_BYTES;
@@ -111,8 +111,7 @@ class FrameWriter {
       at += 8;
     }
     at = std::copy(message_.begin(), message_.end(), at);
-    if (whole)
-      for (const std::string_view& buffer : buffers_) at = std::copy(buffer.begin(), buffer.end(), at);
+    for (const std::string_view& buffer : buffers_) at = std::copy(buffer.begin(), buffer.end(), at);
     return joined;
   }
 
@@ -135,7 +134,7 @@ inline Object join_frame(uint8_t kind, uint64_t number, PyObject* body, PyObject
     payload += bytes.back().size();
     if (payload > MAX_JOINED_BYTES) return {};
   }
-  return FrameWriter(kind, number, message.bytes(), bytes).join(true);
+  return FrameWriter(kind, number, message.bytes(), bytes).join();
 }
 
 }  // namespace backhaul

@@ -46,6 +46,7 @@ log = logging.getLogger("backhaul")
 
 _RESULT = ("result",)
 _NO_KEYWORDS: dict[str, Any] = {}
+_LARGE_REPLY_BYTES = 1 << 18  # to send more takes longer than to let another task run meanwhile
 NO_NOTES: dict[str, bytes] = {}
 
 
@@ -311,7 +312,10 @@ class CallServer:
         if call.at_end is not None:
             call.at_end()  # before the caller has the reply
         try:
-            if self._worker.thread_pool.waiting():  # more replies follow
+            if frame.nbytes > _LARGE_REPLY_BYTES:
+                with self._worker.thread_pool.blocking():  # this thread will not need the interpreter for a while
+                    call.channel.send(frame, timeout=self._send_timeout)
+            elif self._worker.thread_pool.waiting():  # more replies follow
                 call.channel.send_soon(frame, timeout=self._send_timeout)
             else:
                 call.channel.send(frame, timeout=self._send_timeout)

@@ -46,10 +46,10 @@ def join(parts: Sequence[Buffer], recycler: Recycler) -> Buffer:
 
 def move(target: int, source: int, size: int) -> None:
     """Copy without the interpreter's lock. Once this returns or raises, no thread uses the memory any more."""
-    helpers = min(_MAX_HELPERS, len(os.sched_getaffinity(0)) - 1) if size >= _PARALLEL_BYTES else 0
-    if helpers < 1:
+    if size < _PARALLEL_BYTES:
         ctypes.memmove(target, source, size)
         return
+    helpers = min(_MAX_HELPERS, len(os.sched_getaffinity(0)) - 1)
     # On a busy machine a helper thread may take longer to start than the whole copy takes. So nobody waits for a helper
     # to start: helpers take pieces while there are any, and a helper that starts too late finds none.
     pieces = list(range(0, size, _PIECE_BYTES))
@@ -59,6 +59,7 @@ def move(target: int, source: int, size: int) -> None:
             while True:
                 first = pieces.pop()
                 ctypes.memmove(target + first, source + first, min(_PIECE_BYTES, size - first))
+                os.sched_yield()  # else threads with little to do wait for the end of this thread's time slice
 
     def help_copy(working: _thread.LockType) -> None:
         with working:

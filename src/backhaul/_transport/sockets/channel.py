@@ -40,6 +40,7 @@ log = logging.getLogger("backhaul")
 
 _TAKE_OVER_TRIES = 200  # to take a channel from a thread that spins and checks ``wanted`` every microsecond or two
 _MAX_QUEUED_FRAMES = 32  # small frames that wait for each other
+_LONG_READ_BYTES = 1 << 18
 _SILENT = ONE_SHOT
 _READABLE = select.EPOLLIN | ONE_SHOT
 
@@ -232,6 +233,8 @@ class SocketChannel(Channel):
                     return Received(self, frames)
                 if self.bytes_received >= end and not self._has_buffered():
                     return None
+                if count >= _LONG_READ_BYTES:
+                    os.sched_yield()  # else threads with little to do wait for the end of this thread's time slice
         except BlockingIOError:
             return None
         except ProtocolError as error:

@@ -2,6 +2,11 @@
 
 The thread that writes is an entry in a table under its own name, not a lock: after an interrupt the entry tells
 whether the interrupted thread was the writer. See [Note: interrupts] and [Note: turns].
+
+[Note: overtaking] Between two pieces of a large frame (``frames`` [Note: pieces]), its thread writes the small frames
+that other threads have queued meanwhile. These frames overtake the large one. For every other thread this looks as if
+the thread of the large frame had called ``send`` later. A frame of that thread itself overtakes nothing, since ``send``
+returns only when the large frame is written or queued.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from backhaul._transport.shm.copies import join
 from backhaul._transport.sockets.connection import Connection
 from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.write_queue import MAX_PARTS, WriteQueue
+from backhaul._wire.frames import GAP, MAX_GAP_BYTES, fill_gap
 from backhaul._wire.memory import Buffer, Recycler
 
 TURN_BYTES = 4 << 20
@@ -76,14 +82,14 @@ class SocketWriter:
                 self.flush()
                 return
             if not queue.parts and not self._stalled:
-                self._write(parts, timeout)
+                self._write_frame(parts, timeout)
             else:  # earlier bytes wait: write them first, if the socket takes them
                 if not (self._stalled and queue.accepts(parts)):
                     self._write_queue(timeout)
                 if self._stalled:
                     queue.append(join(parts, self._endpoint.recycler))
                 else:
-                    self._write(parts, timeout)
+                    self._write_frame(parts, timeout)
             self._writer.clear()
             if queue.parts or self.closing or self._waiters:
                 self._stop_writing(parts)
@@ -156,12 +162,34 @@ class SocketWriter:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             self._write(self.queue.take(TURN_BYTES), left, own=True)
 
-    def _write(self, parts: Sequence[Buffer], timeout: float | None, *, own: bool = False) -> None:
-        """Write all parts. If the socket stays full for longer than ``timeout``, leave the rest to a thread that polls.
+    def _write_frame(self, parts: list[Buffer], timeout: float | None) -> None:
+        """Write a frame. If it comes in pieces, fill the gaps with what other threads have queued; see
+        [Note: overtaking].
+        """
+        gaps = [index for index, part in enumerate(parts) if part is GAP] if len(parts) > 2 else ()
+        deadline = None if timeout is None or not gaps else time.monotonic() + timeout
+        start = 0
+        for end in (*gaps, len(parts)):
+            piece = parts[start:end]
+            if start:
+                os.sched_yield()  # else a thread with a small frame waits for the end of this thread's time slice
+                piece[:1] = fill_gap(self.queue.take_whole(MAX_GAP_BYTES))
+                if deadline is not None:
+                    timeout = max(deadline - time.monotonic(), 0.0)
+            if not self._write(piece, timeout, rest=parts[end:]):
+                return
+            start = end
+
+    def _write(
+        self, parts: Sequence[Buffer], timeout: float | None, *, rest: Sequence[Buffer] = (), own: bool = False
+    ) -> bool:
+        """Write all parts. If the socket stays full for longer than ``timeout``, leave the rest to a thread that polls,
+        and return False.
 
         Args:
             parts: What to write.
             timeout: How many seconds to wait; None: any time.
+            rest: What follows these parts, to be left to that thread as well.
             own: The memory is the queue's own, and need not be copied to stay there.
         """
         left = sum(map(len, parts))
@@ -178,14 +206,15 @@ class SocketWriter:
                 except OSError:
                     raise
                 except BaseException:  # an interrupt: the peer expects the rest of a frame that has begun
-                    self._leave(parts, own)
+                    self._leave([*parts, *rest], own)
                     raise
-                self._leave(parts, own)
-                return
+                self._leave([*parts, *rest], own)
+                return False
             self.written += count
             left -= count
             if left:
                 parts = _without(parts, count)
+        return True
 
     def _wait_writable(self, deadline: float | None) -> bool:
         """Wait until the socket takes more; False if it does not before ``deadline``."""

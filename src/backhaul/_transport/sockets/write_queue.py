@@ -50,6 +50,20 @@ class WriteQueue:
             self.parts.extendleft(reversed(parts))
             self.nbytes += sum(map(len, parts))
 
+    def take_whole(self, most: int) -> list[Buffer]:
+        """Remove and return the next parts that fit into ``most`` bytes. Parts are whole frames, unless the queue is
+        stalled.
+        """
+        batch: list[Buffer] = []
+        if self.parts:
+            with self._lock:
+                while self.parts and len(batch) < MAX_PARTS and len(self.parts[0]) <= most:
+                    part = self.parts.popleft()
+                    batch.append(part)
+                    most -= len(part)
+                    self.nbytes -= len(part)
+        return batch
+
     def take(self, most: int) -> list[Buffer]:
         """Remove and return the next parts, ``most`` bytes at most."""
         batch: list[Buffer] = []

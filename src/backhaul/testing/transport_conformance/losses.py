@@ -112,8 +112,8 @@ class LossConformance(ConformanceSuite):
         some, closed = threading.Event(), threading.Event()
 
         def send_until_refused() -> None:
-            frame = Frame(3, 1, b"", [pattern(MIB)])
-            for _ in range(48):  # no thread reads; a transport without back-pressure takes everything
+            frame = Frame(3, 1, b"", [pattern(100 * KIB)])
+            for _ in range(480):  # no thread reads; a transport without back-pressure takes everything
                 line.near.send(frame)
                 some.set()
             closed.wait(PATIENCE)

@@ -59,6 +59,54 @@ class SendingConformance(ConformanceSuite):
                 came = [frame for frame in there.frames() if frame.kind == stream[0].kind]
                 assert_same(came, stream)
 
+    def test_small_frames_do_not_wait_for_the_end_of_a_large_one(self, line: Line) -> None:
+        """They arrive before it, and in order. What the thread of the large frame sends next arrives after it."""
+        if not self.overtakes:
+            pytest.skip("frames of this transport do not overtake each other")
+        large = Frame(3, 0, b"", [pattern(MIB, number) for number in range(24)])
+        small = [Frame(4, number, b"", [pattern(number * KIB, number)]) for number in range(1, 20)]
+        before = line.near.bytes_sent
+        sending = Aside(functools.partial(send_all, line.near, [large, Frame(3, 20, b"next")]))
+        while line.near.bytes_sent == before:  # the peer does not read, so the thread waits in the middle of the frame
+            pass
+        Aside(lambda: send_all(line.near, small)).result()
+        with Pollers(line.here), Pollers(line.there) as there:
+            there.wait_for(frames=len(small) + 2)
+            sending.result()
+            assert_same(there.frames(), [*small, large, Frame(3, 20, b"next")])
+
+    def test_a_frame_that_gave_up_waiting_is_not_overtaken(self, line: Line) -> None:
+        """``send`` has returned, so what is sent then comes later."""
+        large = Frame(3, 0, b"", [pattern(24 * MIB)])
+        small = [Frame(4, number) for number in range(1, 9)]
+        send_all(line.near, [large, *small], timeout=0)
+        with Pollers(line.here), Pollers(line.there) as there:
+            there.wait_for(frames=len(small) + 1)
+            assert_same(there.frames(), [large, *small])
+
+    def test_small_frames_between_many_large_ones(self, line: Line) -> None:
+        """Nothing gets lost or mixed, with threads that wait and threads that do not."""
+
+        def sequence(thread: int) -> list[Frame]:
+            draw = random.Random(thread)
+            sizes = (0, 100, 3 * KIB, 60 * KIB) if thread % 2 else (MIB - 1, MIB + 1, 3 * MIB)
+            return [
+                Frame(thread, number, b"body", [pattern(draw.choice(sizes), number)])
+                for number in range(100 if thread % 2 else 8)
+            ]
+
+        sequences = [sequence(thread) for thread in range(6)]
+        with Pollers(line.here), Pollers(line.there, threads=2) as there:
+            senders = [
+                Aside(functools.partial(send_all, line.near, frames, (None, None, 0, 0)[thread % 4]))
+                for thread, frames in enumerate(sequences)
+            ]
+            for sender in senders:
+                sender.result()
+            there.wait_for(frames=sum(map(len, sequences)))
+            for thread, frames in enumerate(sequences):
+                assert_same([frame for frame in there.frames() if frame.kind == thread], frames)
+
     def test_threads_that_share_a_channel_do_not_mix_their_frames(self, line: Line) -> None:
         threads, count = 8, 60
         sizes = (0, 10, 3000, 40 * KIB, 90 * KIB, 400 * KIB)

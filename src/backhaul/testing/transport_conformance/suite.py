@@ -17,9 +17,11 @@ class ConformanceSuite:
 
     Attributes:
         can_hold: Whether channels of this transport offer ``acquire`` and ``receive``.
+        overtakes: Whether small frames may arrive before a large frame that another thread is sending.
     """
 
     can_hold: ClassVar[bool] = False
+    overtakes: ClassVar[bool] = False
 
     @pytest.fixture
     def endpoints(self) -> EndpointFactory:
