@@ -15,12 +15,16 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak oracle format clean
+.PHONY: help env native run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak oracle format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
 
-env: $(STAMP) ## Create or update .venv
+env: $(STAMP) native ## Create or update .venv, and compile the native core
+
+# This takes 50 ms if the core is there. Without a compiler it prints one line, and Backhaul runs without the core.
+native: $(STAMP) ## Compile the native core, if there is a C++ compiler
+	@$(BIN)/python src/backhaul/_native/build.py --quiet
 
 # torch goes first and alone, by its exact version: unpinned, pip takes the newest build there is, which
 # may bring gigabytes of CUDA libraries.

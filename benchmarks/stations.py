@@ -137,9 +137,8 @@ def main() -> None:
                 took = []
                 for twin, each in zip(twins, stations, strict=True):
                     frame_reader.cut_frames = twin.cut
-                    took.append(
-                        _hot(each[station], 10 * rounds) if work is None else _cold(each[station], work, rounds)
-                    )
+                    run = each[station]
+                    took.append(_hot(run, 10 * rounds) if work is None else _cold(run, work, rounds))
                 print(f"{case:<18} {after:<16} {station:<15}", *(f"{each:7.1f}" for each in took), flush=True)
 
 

@@ -243,14 +243,25 @@ def test_tensors_of_any_size(count: int) -> None:
 def test_values_of_a_shared_main(monkeypatch: pytest.MonkeyPatch) -> None:
     import __main__
 
-    for value in (function, Record):
-        monkeypatch.setattr(__main__, value.__name__, value, raising=False)
-        monkeypatch.setattr(value, "__module__", "__main__")
-    values: list[Any] = [function, Record("name", [1]), Record, Record("other").method]
+    source = """
+import dataclasses
+
+def own_function(): pass
+
+@dataclasses.dataclass
+class OwnRecord:
+    name: str
+    def method(self): return self.name
+"""
+    monkeypatch.setattr(__main__, "own_function", None, raising=False)
+    monkeypatch.setattr(__main__, "OwnRecord", None, raising=False)
+    exec(source, vars(__main__))
+    own_function, record = __main__.own_function, __main__.OwnRecord
+    values: list[Any] = [own_function, record("name"), record, record("other").method]
     compare(values, main_shared=True)
     assert by_core(CORE.encode(values, main_shared=True))
-    assert not by_core(CORE.encode(values[:1], main_shared=False))
-    assert not by_core(CORE.encode(values[1:2], main_shared=False))
+    for value in values:
+        assert not by_core(CORE.encode([value], main_shared=False))
 
 
 def test_the_core_handles_what_programs_send() -> None:

@@ -1,7 +1,7 @@
-"""The native core: the straight line of a message in C++, with the same bytes as its Python twins in ``_wire``.
+"""The native core: the straight line of a message in C++, with the same bytes as its twins in Python.
 
-``core`` is the compiled module, or None: then Python does all of the work. Every function of the core returns None for
-what it does not handle, and Python goes on. The core knows no threads, sockets, locks or policy. ``build`` compiles it.
+``core`` is the compiled module, or None: then Python does all of the work. The functions of the core call their twins
+in Python for what they do not handle. The core knows no threads, sockets, locks or policy. ``build`` compiles it.
 """
 
 from __future__ import annotations
@@ -10,34 +10,60 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import threading
 from typing import Any
 
-from backhaul._native.build import library_path
+import torch  # noqa: F401 (the core is linked to its libraries, which this loads)
+
+from backhaul._native import build
 
 log = logging.getLogger("backhaul")
 
-SWITCH = "BACKHAUL_NATIVE"
-"""The environment variable that turns the core off if it is ``0``."""
-
 NAME = "backhaul_core"
+
+_said = threading.Lock()  # held for good once ``compile_later`` was called
 
 
 def _load() -> Any:
-    if os.environ.get(SWITCH) == "0":
-        return None
-    path = library_path()
-    if not path.exists():
+    if os.environ.get(build.SWITCH) == "0":
         return None
     try:
+        path = build.library_path()
+        if not path.exists():
+            return None
+        if not build.is_own(path):
+            raise PermissionError("other users can write to the file or its folder")
         loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
         spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except Exception as error:
-        log.warning("the native core %s cannot be loaded, so Backhaul runs without it: %s", path, error)
+        log.warning("the native core of Backhaul cannot be loaded, so Backhaul runs without it: %s", error)
         return None
     return module
+
+
+def compile_later() -> None:
+    """Start to compile the core in the background, for the next start of a program, if it is neither there nor turned
+    off. Logs one line for each process. Called when a worker starts.
+    """
+    if core is not None or os.environ.get(build.SWITCH) == "0" or not _said.acquire(blocking=False):
+        return
+    try:
+        path = build.library_path()
+        if path.exists():
+            return  # it cannot be loaded, or was compiled meanwhile
+        failed = path.with_suffix(".failed")
+        if build.command(path) is None:
+            log.info(build.NO_COMPILER)
+        elif failed.exists():
+            log.info(failed.read_text())
+        else:
+            log.info("Backhaul compiles its native core in the background, for the next start: %s", path)
+            build.build_later()
+    except Exception as error:
+        log.info("Backhaul runs without its native core: %s", error)
 
 
 core: Any = _load()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from backhaul import _native
 from backhaul._devices.placement import check
 from backhaul._options import Options
 from backhaul._rpc.calls.retry import Attempts, Retry
@@ -90,6 +91,7 @@ def init(
             "Options(security=Security(tls=Tls(certificate=..., key=..., authority=...))), or "
             "Options(security=Security(allow_plain=True)) if nobody else can read or change the traffic"
         )
+    _native.compile_later()
     if join and join is not True:
         return _join(name, -1 if rank is None else rank, [join] if isinstance(join, str) else join, secret, options)
     if store is None:

@@ -292,6 +292,10 @@ def record_recv(
         context.know(sender)
         return tensors
     recv = context.receive(message, sender, note.order, replied)
+    made = recv.boundary.put_all(tensors, note.positions, recv)
+    if made is not None:
+        recv.count = len(note.positions)
+        return made
     if len(tensors) == 1 and note.positions == _FIRST and type(tensors) is list:
         recv.count = 1
         return [recv.boundary.put(tensors[0].requires_grad_(), (recv, 0))]

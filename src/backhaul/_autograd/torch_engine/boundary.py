@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from backhaul._autograd.torch_engine.run import Node
+from backhaul._native import core
 
 BoundaryNodeClass: Any = torch._C._functions.Error  # type: ignore[attr-defined]
 """The class of boundary nodes. Torch uses it for nodes that always raise an error."""
@@ -24,6 +25,7 @@ class BoundaryNode:
     """
 
     def __init__(self, message: str) -> None:
+        self._message = message
         self._put: Callable[[torch.Tensor], torch.Tensor] = torch._C._functions.DelayedError(message, 1)
 
     def put(self, tensor: torch.Tensor, mark: object) -> torch.Tensor:
@@ -32,6 +34,15 @@ class BoundaryNode:
         node: Node = output.grad_fn
         node.metadata[MARK] = mark
         return output
+
+    def put_all(
+        self, tensors: list[torch.Tensor], positions: tuple[int, ...], owner: object
+    ) -> list[torch.Tensor] | None:
+        """``tensors``, with those at ``positions`` put as by ``put`` with the marks ``(owner, 0)``, ``(owner, 1)``, ...
+
+        The native core does this. Returns None if there is none, if tensors are not ordinary, or if they share memory.
+        """
+        return None if core is None else core.record_received(tensors, positions, owner, MARK, self._message)
 
     @staticmethod
     def mark_of(node: Node) -> Any:
