@@ -13,6 +13,7 @@ Shown are medians of the wall time, the processor time of all processes of the s
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Container
 
@@ -50,6 +51,8 @@ def main() -> int:
     if options.side is not None:
         lead(suites, options.side, options.at)
         return 0
+    if importlib.util.find_spec("numpy") is None:
+        sys.exit("workers of the reference cannot start without numpy: install it")
     effort, wanted = effort_of(options), wanted_by(options)
     lives: Numbers = {}
     sentences: list[str] = []
