@@ -269,6 +269,52 @@ def test_a_reply_that_comes_too_late_leaves_nothing_behind(workers: Any) -> None
     assert rref.rpc_sync().add() == 1
 
 
+def test_a_lent_reference_that_the_callee_keeps(workers: Any) -> None:
+    """It counts as soon as the call is over."""
+    value = Counter(1)
+    there = bh.rpc_sync(2, keep_here, args=(bh.RRef(value),))
+    assert workers[0].counters["num_forks"]() == 1
+    alive = weakref.ref(value)
+    del value
+    assert alive() is not None
+    assert bh.rpc_sync(2, add_to_kept) == 2
+    there.rpc_sync().clear()
+    eventually(lambda: alive() is None)
+
+
+def test_references_to_one_value_in_one_call(workers: Any) -> None:
+    mine, theirs = bh.RRef(Counter(1)), bh.remote(1, Counter, args=(2,))
+    references = [mine, theirs, mine]
+    assert bh.rpc_sync(1, add_all, args=(references,)) == [2, 3, 3]
+    assert bh.rpc_sync(2, add_all, args=(references,)) == [4, 4, 5]
+    assert bh.rpc_sync(0, add_all, args=(references,)) == [6, 5, 7]
+
+
+def add_all(references: list[bh.RRef[Counter]]) -> list[int]:
+    return [reference.rpc_sync().add() for reference in references]
+
+
+here: list[bh.RRef[Counter]] = []
+
+
+def keep_here(rref: bh.RRef[Counter]) -> bh.RRef[list[bh.RRef[Counter]]]:
+    here.append(rref)
+    return bh.RRef(here)
+
+
+def add_to_kept() -> int:
+    return here[0].rpc_sync().add()  # type: ignore[no-any-return]
+
+
+def test_a_lent_reference_in_a_message_that_cannot_be_read(workers: Any) -> None:
+    rref = bh.RRef(Counter())
+    with pytest.raises(bh.errors.SerializationError):
+        bh.rpc_sync(2, give_back, args=([rref, Unreadable()],))
+    assert rref.rpc_sync().add() == 1
+    for worker in workers:
+        assert not worker.part(RRefRegistry).owned._table._released_early
+
+
 def wait_and_make(gate: str) -> int:
     assert gates[gate].wait(DEADLINE_SECONDS)
     return 5

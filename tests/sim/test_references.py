@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -194,4 +195,91 @@ def test_a_value_that_is_made_by_the_one_who_took_the_place_of_its_owner(caplog:
         cluster.sleep(0.5)
         node = cluster.start("worker1")
         assert found.result() == ({}, 0, node.worker.incarnation)
+        assert not settle(cluster)
+
+
+# References to values of the caller: their forks are lent.
+
+
+class Value:
+    """A value that shows whether it is there."""
+
+    def says(self) -> str:
+        return "here"
+
+
+def lend(function: Callable[..., Any], **options: Any) -> weakref.ref[Value]:
+    """Call worker1 with a reference to a value of this worker, and expect the call to fail."""
+    value = Value()
+    with pytest.raises(bh.BackhaulError):
+        bh.rpc_sync("worker1", function, args=(bh.RRef(value),), **options)
+    return weakref.ref(value)
+
+
+def keep_and_wait(rref: Any) -> None:
+    keep(rref)
+    bh.current_worker().runtime.one_shot().wait(2.0)
+
+
+def use_kept() -> str:
+    return str(kept[0].rpc_sync().says())
+
+
+@pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.REPLY])
+def test_a_lent_reference_whose_channel_is_lost(kind: Kind) -> None:
+    """The value stays if the callee has the reference, and only then."""
+
+    def meant(channel: SimChannel, frame: Frame) -> bool:
+        if kind == Kind.REQUEST:
+            return frame.kind == Kind.REQUEST and b":keep" in bytes(frame.body)
+        return frame.kind == Kind.REPLY and channel.source == "worker1"
+
+    with SimCluster(2, seed=1, options=OPTIONS) as cluster, losing(cluster, meant) as lost:
+        value = cluster.run("worker0", functools.partial(lend, keep)).result()
+        assert lost
+        cluster.collect()
+        cluster.sleep(SETTLED)
+        assert (value() is not None) == bool(kept) == (kind == Kind.REPLY)
+        if kept:
+            assert cluster.run("worker1", use_kept).result() == "here"
+        kept.clear()
+        assert not settle(cluster)
+        assert value() is None
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_lent_reference_in_a_call_that_takes_too_long(keeps: bool) -> None:
+    with SimCluster(2, seed=1, options=OPTIONS) as cluster:
+        value = cluster.run("worker0", functools.partial(lend, keep_and_wait, timeout=1.0)).result()
+        if not keeps:
+            kept.clear()
+        cluster.sleep(SETTLED)
+        if keeps:
+            assert cluster.run("worker1", use_kept).result() == "here"
+        kept.clear()
+        assert not settle(cluster)
+        assert value() is None
+
+
+def test_a_lent_reference_of_a_callee_that_is_restarted() -> None:
+    with SimCluster(2, seed=1, options=OPTIONS) as cluster:
+        call = cluster.run("worker0", functools.partial(lend, keep_and_wait))
+        cluster.sleep(0.5)
+        cluster.crash("worker1")
+        cluster.start("worker1")
+        kept.clear()
+        assert not settle(cluster)
+        assert call.result()() is None
+
+
+def test_a_lent_reference_of_a_caller_that_is_restarted() -> None:
+    with SimCluster(2, seed=1, options=OPTIONS) as cluster:
+        cluster.run("worker0", functools.partial(lend, keep_and_wait))
+        cluster.sleep(0.5)
+        cluster.crash("worker0")
+        cluster.start("worker0")
+        cluster.sleep(5.0)
+        with pytest.raises(bh.PeerLostError, match="value is gone"):
+            cluster.run("worker1", use_kept).result()
+        kept.clear()
         assert not settle(cluster)

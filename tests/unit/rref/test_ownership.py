@@ -5,6 +5,7 @@ draws it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,15 @@ class UnderWay:
     cut: bool = False  # its channel is lost, but it may have arrived and be read later
 
 
+@dataclass(eq=False)
+class Loan:
+    """A call of the owner with a fork that is lent. It keeps a reference of the owner until it is over."""
+
+    fork: ForkId
+    receiver: Identity
+    kept: OwnerEntry[object]
+
+
 class World:
     """The owner of one value, and workers that refer to it. Forks are held by a worker, or on their way to one."""
 
@@ -50,6 +60,9 @@ class World:
         self.refused: set[ForkId] = set()
         self.under_way: list[UnderWay] = []
         self.handles: list[OwnerEntry[object]] = []  # references of the owner itself
+        self.loans: list[Loan] = []  # calls that have not failed and have no reply
+        self.serving: list[Loan] = []  # calls that have arrived and are not answered, also if they have failed
+        self.lent: dict[ForkId, Identity] = {}  # forks that a call has brought, and that were not announced
         self.created: OwnerEntry[object] | None = None
         self.certain = True  # no worker that had something to tell has died or was given up
         asker = self.identities[ASKER]
@@ -102,6 +115,8 @@ class World:
 
             def arrive(holder: Identity = holder, forks: tuple[ForkId, ...] = tuple(forks)) -> None:
                 for fork in forks:
+                    if self.lent.get(fork) == holder:
+                        self.held[fork] = self.lent.pop(fork)
                     if self.held.get(fork) != holder:
                         self.refused.add(fork)
                         self.tell(holder, ("absent", self.value, fork, holder))
@@ -134,13 +149,69 @@ class World:
 
         self.post("fork", sender, receiver, arrive)
 
+    def lend(self, receiver: Identity, *, unread: bool) -> None:
+        """The owner calls a worker. ``unread``: the worker cannot read the request."""
+        loan = Loan(ForkId(self.new_id(OWN)), receiver, self.owned.hold(self.value))
+        self.loans.append(loan)
+
+        def arrive() -> None:
+            self.serving.append(loan)
+            if not (unread or loan.fork in self.refused):
+                self.lent[loan.fork] = receiver
+
+        self.post("lend", OWN, receiver, arrive)
+
+    def reply(self, loan: Loan) -> None:
+        """A worker replies to a call. It announces a lent fork that it still has, in the same channel."""
+        self.serving.remove(loan)
+        notice: tuple[int, list[Update]] | None = None
+        if loan.fork in self.lent:
+            self.held[loan.fork] = self.lent.pop(loan.fork)
+            told = notice = self.outboxes[loan.receiver].add([("forked", self.value, loan.fork, loan.receiver)])
+            self.post("notice", loan.receiver, OWN, lambda: self.take(loan.receiver, *told))
+
+        def arrive() -> None:
+            if notice is not None:
+                self.take(loan.receiver, *notice)
+            self.end(loan)
+
+        self.post("reply", loan.receiver, OWN, arrive)
+
+    def fail(self, loan: Loan) -> None:
+        """The owner does not know what the worker that it called has."""
+        if loan in self.loans and loan.receiver not in self.over:
+            self.owned.ask_for([(self.value, loan.fork)], loan.receiver)
+            self.ask_suspects()
+        self.end(loan)
+
+    def end(self, loan: Loan) -> None:
+        if loan in self.loans:
+            self.loans.remove(loan)
+            self.owned.release(loan.kept)
+
+    def visit(self, fork: ForkId) -> None:
+        """Call the owner with the reference itself."""
+        holder = self.holder(fork)
+
+        def arrive() -> None:
+            if holder not in self.over and self.owned.use(self.value, fork, holder) is not None:
+                self.handles.append(self.owned.hold(self.value))
+
+        self.post("use", holder, OWN, arrive)
+
+    def holder(self, fork: ForkId) -> Identity:
+        return self.held[fork] if fork in self.held else self.lent[fork]
+
     def drop(self, fork: ForkId) -> None:
+        if fork in self.lent:
+            del self.lent[fork]
+            return
         holder = self.held.pop(fork)
         self.tell(holder, ("released", self.value, fork, holder))
 
     def use(self, fork: ForkId) -> None:
         """Call the value. The call may arrive after the handle is deleted."""
-        holder = self.held[fork]
+        holder = self.holder(fork)
 
         def arrive() -> None:
             if holder not in self.over:
@@ -159,9 +230,12 @@ class World:
             found = [message for message in self.under_way if (message.sender, message.receiver) == (sender, receiver)]
             for message in found:
                 message.cut = message.kind == "fork"
-                if message.kind in ("fork", "asking", "use") and not arrives():
+                if message.kind in ("fork", "asking", "use", "lend", "reply") and not arrives():
                     self.under_way.remove(message)
             self.tell(sender, ("lost", RRefId(-1), ForkId(-1), receiver))
+        for loan in self.loans:
+            if OWN in (one, other) and loan.receiver in (one, other):
+                self.post("failure", OWN, OWN, functools.partial(self.fail, loan))
 
     def restart(self, worker: int, arrives: Callable[[], bool]) -> None:
         """A worker dies, and another takes its place. The owner learns of it later."""
@@ -169,6 +243,11 @@ class World:
         self.identities[worker] = new
         self.outboxes[new], self.ids[new] = NoticeOutbox(), itertools.count(first_number(new[1]))
         self.held = {fork: holder for fork, holder in self.held.items() if holder != old}
+        self.lent = {fork: holder for fork, holder in self.lent.items() if holder != old}
+        for loan in self.loans:
+            if loan.receiver == old:
+                self.post("failure", OWN, OWN, functools.partial(self.fail, loan))
+        self.serving = [loan for loan in self.serving if loan.receiver != old]
         for message in [message for message in self.under_way if message.sender == old]:
             message.cut = True
             if message.kind == "notice" or worker == ASKER:
@@ -196,7 +275,7 @@ class World:
         """Once the value was made, it stays the same as long as somebody refers to it."""
         there = self.identities.values()  # messages to an identity that is over do not arrive
         travelling = any(one.kind == "fork" and not one.cut and one.receiver in there for one in self.under_way)
-        if self.created is not None and self.certain and (self.held or self.handles or travelling):
+        if self.created is not None and self.certain and (self.held or self.lent or self.handles or travelling):
             assert self.owned.entries.get(self.value) is self.created
 
 
@@ -214,7 +293,9 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
     for _ in range(data.draw(st.integers(0, 50))):
         acts = ["cut", "restart", "give up"]
         acts += ["deliver"] * 3 * bool(world.under_way) + ["repeat"] * bool(world.under_way)
-        acts += ["pass", "drop", "use"] * bool(world.held) + ["pass on", "let go"] * bool(world.handles)
+        acts += ["pass", "drop", "use", "visit"] * bool(world.held or world.lent)
+        acts += ["pass on", "lend", "let go"] * bool(world.handles)
+        acts += ["reply"] * bool(world.serving) + ["give up a call"] * bool(world.loans)
         acts += ["ask again"] * (world.held.get(world.creation[0]) == world.identities[ASKER])
         act = choose(acts)
         if act == "deliver":
@@ -224,12 +305,20 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
             if again.kind == "notice":  # the sender repeats it, since it does not know whether it arrived
                 again.arrive()
         elif act == "pass":
-            holder = world.held[choose(world.held)]
+            holder = world.holder(choose([*world.held, *world.lent]))
             world.send(holder, choose(world.identities.values()), unread=toss())
         elif act == "drop":
-            world.drop(choose(world.held))
+            world.drop(choose([*world.held, *world.lent]))
         elif act == "use":
-            world.use(choose(world.held))
+            world.use(choose([*world.held, *world.lent]))
+        elif act == "visit":
+            world.visit(choose([*world.held, *world.lent]))
+        elif act == "lend":
+            world.lend(choose([world.identities[worker] for worker in WORKERS]), unread=toss())
+        elif act == "reply":
+            world.reply(choose(world.serving))
+        elif act == "give up a call":
+            world.fail(choose(world.loans))
         elif act == "ask again":
             world.ask_for_it()
         elif act == "pass on":
@@ -244,11 +333,15 @@ def test_a_value_lives_as_long_as_it_is_referred_to(data: st.DataObject) -> None
         else:
             world.give_up(world.known[choose(WORKERS)])  # it may be dead by now
         world.check()
-    while world.held or world.handles or world.under_way:
+    while world.held or world.lent or world.handles or world.under_way or world.loans or world.serving:
         if world.under_way:
             world.deliver(choose(world.under_way))
-        elif world.held:
-            world.drop(choose(world.held))
+        elif world.serving:
+            world.reply(choose(world.serving))
+        elif world.loans:
+            world.fail(world.loans[0])
+        elif world.held or world.lent:
+            world.drop(choose([*world.held, *world.lent]))
         else:
             world.owned.release(world.handles.pop())
         world.check()
@@ -338,3 +431,13 @@ def test_a_value_is_expected_until_it_was_asked_for() -> None:
     owned.apply(ALICE, [("released", VALUE, mine, ALICE)])
     assert owned.use(VALUE, fork_of(ALICE, 2), BOB) is None
     assert owned.use(RRefId(VALUE + 8), fork_of(ALICE, 2), BOB) is not None
+
+
+def test_a_lent_fork_of_a_call_that_has_failed_is_asked_for() -> None:
+    owned: Owned[object] = Owned(object, OWN)
+    value, lent = RRefId(first_number(OWN[1])), ForkId(first_number(OWN[1]) + 1)
+    entry = owned.hold(value)
+    owned.ask_for([(value, lent)], BOB)
+    assert owned.suspects == {BOB: {lent: value}}
+    assert owned.release(entry) == []
+    assert owned.apply(BOB, [("absent", value, lent, BOB)]) == [entry]
