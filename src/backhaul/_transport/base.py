@@ -191,6 +191,12 @@ class Endpoint(abc.ABC):
     signal: Signal[int]
     """See ``spin_wait.Busyness``. Only of endpoints whose threads spin."""
 
+    spinners: dict[int, int]
+    """See ``spin_wait.Busyness``. Only of endpoints whose threads spin."""
+
+    blocked: int = 0
+    """How many tasks wait for something. Set by the threads that poll; see ``spin_wait``."""
+
     spinner: object | None = None
     """Identifies the spin that is under way; see ``spin_wait``."""
 

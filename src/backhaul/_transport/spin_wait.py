@@ -10,9 +10,9 @@ another thread of the process wants the interpreter: the system then says that t
 to wait for the interpreter. A long spin also stops when other threads have had the processor. If that happens often,
 the thread does not spin for a number of waits. Only one thread of an endpoint spins at a time.
 
-The native core spins without the interpreter. So several threads may spin while others run, if processors are free for
-long spins: one that waits for a reply, one that takes requests meanwhile, those that wait for other threads. They watch
-a *signal* besides their descriptors, see ``Signal``.
+The native core spins without the interpreter. So a few threads may spin while others run, if processors are free for
+long spins: those that wait for a reply; one that takes requests while handlers wait; one that waits for another thread.
+They watch a *signal* besides their descriptors, see ``Signal``.
 
 Knows neither channels nor sockets: the caller passes the function that polls, and the descriptors.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 import array
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeVar
@@ -52,6 +53,7 @@ _PREEMPTED_SECONDS = 0.001  # time without the processor, during one spin, that 
 _MIN_PAUSE, _MAX_PAUSE = 4, 128  # waits without spinning after processors were scarce
 _READY, _OVER, _CROWDED = range(3)  # how a spin of the native core ends
 _ANY_NUMBER = 1 << 62  # of polls
+_MAX_SPINNERS = 3  # threads of an endpoint that spin without the interpreter
 _SOON_SECONDS = 0.0005  # a message that comes within this time would come sooner if the thread did not sleep
 
 
@@ -81,6 +83,12 @@ class Busyness(Protocol):
 
     signal: Signal[int]
     """Changes with ``wakes``, and when another thread wants what a thread spins for."""
+
+    spinners: dict[int, int]
+    """The ids of the threads that spin without the interpreter."""
+
+    blocked: int
+    """How many handlers wait for something."""
 
 
 class Spinning(Protocol):
@@ -149,6 +157,7 @@ class SpinPolicy:
         "_soon_share",
         "_start",
         "_waits",
+        "_was_soon",
         "waited",
     )
 
@@ -160,6 +169,7 @@ class SpinPolicy:
         self._waits = 0
         self._pause = _Pause()
         self._long_pause = _Pause()
+        self._was_soon = True  # whether a long spin would have seen the last message
         self._long = False  # whether the spin that begins now may be long
         self._start = self._processor = 0.0
 
@@ -252,15 +262,21 @@ class SpinPolicy:
         if ready := poll(0):
             self._pause.shorten()
             return ready
-        end = core.spin(descriptors, signal, expected, limit.brief_spins, limit.brief_seconds)
-        if end == _OVER and self._long:
-            left = self._start + limit.seconds() - time.perf_counter()
-            if left > 0:
-                end = core.spin(descriptors, signal, expected, _ANY_NUMBER, left if most is None else min(left, most))
-            if end == _READY:
-                self._long_pause.shorten()
-            elif end == _CROWDED:
-                self._long_pause.begin(self._waits)
+        me = threading.get_ident()
+        process.spinners[me] = me
+        try:
+            end = core.spin(descriptors, signal, expected, limit.brief_spins, limit.brief_seconds)
+            if end == _OVER and self._long:
+                left = self._start + limit.seconds() - time.perf_counter()
+                if left > 0:
+                    most = left if most is None else min(left, most)
+                    end = core.spin(descriptors, signal, expected, _ANY_NUMBER, most)
+                if end == _READY:
+                    self._long_pause.shorten()
+                elif end == _CROWDED:
+                    self._long_pause.begin(self._waits)
+        finally:
+            del process.spinners[me]
         self.stop()
         return poll(0) if end == _READY else []
 
@@ -275,12 +291,18 @@ class SpinPolicy:
                 self._soon_share += (1.0 - self._soon_share) / 4
             else:
                 self._soon_share -= self._soon_share / 8
-            self._long_share += ((waited < limit.long_seconds) - self._long_share) / 8
+            self._was_soon = waited < limit.long_seconds
+            self._long_share += (self._was_soon - self._long_share) / 8
         self._waits += 1
         if not limit.brief_spins or not self._pause.is_over(self._waits):
             return False
         probe = not self._waits & 31
-        self._long = self._long_share > 0.5 and limit.long_seconds > 0.0 and self._long_pause.is_over(self._waits)
+        self._long = (
+            self._was_soon  # an idle worker does not spin for long when a heartbeat comes
+            and self._long_share > 0.5
+            and limit.long_seconds > 0.0
+            and self._long_pause.is_over(self._waits)
+        )
         if self._long or probe or self._soon_share > 0.25:
             self._processor = time.thread_time()
             self._start = time.perf_counter()
@@ -305,22 +327,34 @@ class SignalWait:
         self._limit = limit
         self._soon_share = 1.0  # share of the recent waits that a long spin would have seen the end of
 
-    def spin(self, signal: Signal[int], most: float | None) -> None:
+    def spin(self, process: Busyness, signal: Signal[int], most: float | None) -> None:
         """Spin until ``signal``, which was 0 at first, has changed, or it takes too long. Does nothing where no spin is
         worthwhile.
 
         Args:
+            process: The endpoint.
             signal: Changed by the thread that is waited for.
             most: The longest time that the thread wants to wait; None: any time.
         """
         limit = self._limit
-        if not limit.allows_company or self._soon_share < 0.25:
+        if not limit.allows_company or len(process.spinners) >= _MAX_SPINNERS:
+            return
+        if self._soon_share < 0.25:
             self._soon_share += 0.01  # tries again after a while
             return
-        seconds = limit.seconds()
+        seconds, me = limit.seconds(), threading.get_ident()
         if seconds > 0.0:
-            core.spin((), signal, 0, _ANY_NUMBER, seconds if most is None else min(seconds, most))
+            process.spinners[me] = me
+            try:
+                core.spin((), signal, 0, _ANY_NUMBER, seconds if most is None else min(seconds, most))
+            finally:
+                del process.spinners[me]
             self._soon_share += ((signal[0] != 0) - self._soon_share) / 8
+
+
+def may_spin_idly(process: Busyness) -> bool:
+    """Whether a thread may spin that waits for whatever comes. Where handlers wait, it takes the next request."""
+    return not process.spinners or (process.blocked > 0 and len(process.spinners) < _MAX_SPINNERS)
 
 
 class _Pause:

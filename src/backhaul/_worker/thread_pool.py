@@ -138,6 +138,7 @@ class ThreadPool:
         with self._lock:
             self._running -= 1
             self._endpoint.quiet = not self._running
+            self._endpoint.blocked += 1
             waiting = bool(self._tasks)
         if self._endpoint.parked:
             self._endpoint.unpark()
@@ -149,6 +150,7 @@ class ThreadPool:
         with self._lock:
             self._running += 1
             self._endpoint.quiet = False
+            self._endpoint.blocked -= 1
 
     def close(self, timeout: float) -> list[str]:
         """Stop after the tasks that run now; return the names of threads that did not end in time.

@@ -31,7 +31,7 @@ from backhaul._transport.sockets.epoll_set import ONE_SHOT
 from backhaul._transport.sockets.shared_memory_link import Trimmer, link_to_peer
 from backhaul._transport.sockets.socket_writer import TURN_BYTES, SocketWriter, WriterOwner
 from backhaul._transport.sockets.write_queue import MAX_COPIED_BYTES
-from backhaul._transport.spin_wait import Signal, SpinLimit, SpinPolicy
+from backhaul._transport.spin_wait import Busyness, SpinLimit, SpinPolicy
 from backhaul._wire.frame_reader import FrameReader
 from backhaul._wire.frames import Frame
 from backhaul.errors import ProtocolError
@@ -45,7 +45,7 @@ _SILENT = ONE_SHOT
 _READABLE = select.EPOLLIN | ONE_SHOT
 
 
-class ChannelOwner(WriterOwner, Protocol):
+class ChannelOwner(WriterOwner, Busyness, Protocol):
     """What a channel needs from its endpoint."""
 
     limit: int
@@ -54,11 +54,7 @@ class ChannelOwner(WriterOwner, Protocol):
     buffers: int
     """How many buffers a frame may have."""
 
-    quiet: bool
-    wakes: int
-    signal: Signal[int]
     parked: set[SocketChannel]
-    spinner: object | None
     spin_limit: SpinLimit
     budget: Budget
     trimmer: Trimmer

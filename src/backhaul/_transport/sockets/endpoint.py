@@ -24,7 +24,7 @@ from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.pending_connections import PendingConnection
 from backhaul._transport.sockets.shared_memory_link import Trimmer
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket
-from backhaul._transport.spin_wait import SignalWait, SpinLimit, SpinPolicy, new_signal
+from backhaul._transport.spin_wait import SignalWait, SpinLimit, SpinPolicy, may_spin_idly, new_signal
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import MAX_BUFFERS
 from backhaul._wire.memory import Recycler
@@ -78,6 +78,7 @@ class SocketEndpoint(Endpoint):
         self.trimmer = Trimmer(self.descriptors)
         self.wakes = 0
         self.signal = new_signal()
+        self.spinners: dict[int, int] = {}
         self.unflushed: set[SocketChannel] = set()
         self.parked: set[SocketChannel] = set()
         self._flush_timer = self.descriptors.add_timer(self._go_on)
@@ -141,7 +142,7 @@ class SocketEndpoint(Endpoint):
         if policy is None:
             policy = self._last_read.policy = SpinPolicy(self.spin_limit)
         ready: list[tuple[int, int]] = []
-        if longest > _MIN_SPIN_TIMEOUT_SECONDS and self._idle.setdefault(0, me) == me:
+        if longest > _MIN_SPIN_TIMEOUT_SECONDS and may_spin_idly(self) and self._idle.setdefault(0, me) == me:
             try:
                 if last is not None:
                     event = last.spin_read(longest)
@@ -174,7 +175,7 @@ class SocketEndpoint(Endpoint):
         if self.spin_limit.allows_company:
             one_shot.signal = signal = new_signal()
             if not one_shot.opened:
-                self._signal_wait.spin(signal, timeout)
+                self._signal_wait.spin(self, signal, timeout)
 
     def wake_soon(self) -> None:
         self._flush_timer.start(_FLUSH_SECONDS)
