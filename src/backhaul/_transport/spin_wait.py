@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeVar
 
-from backhaul._transport.processors import Processors
+from backhaul._transport.processors import PROCESSORS, Processors
 
 T = TypeVar("T")
 
@@ -86,8 +86,8 @@ class SpinLimit:
         long_seconds: How long a long spin may take if enough processors are free; 0: no spin is long.
     """
 
-    def __init__(self, spin: float | Literal["auto"] = "auto", processors: Processors | None = None) -> None:
-        self._processors = _PROCESSORS if processors is None else processors
+    def __init__(self, spin: float | Literal["auto"] = "auto", processors: Processors = PROCESSORS) -> None:
+        self._processors = processors
         self._automatic = spin == "auto"
         count = self._processors.count
         longest = LONG_SECONDS if spin == "auto" else float(spin)
@@ -105,7 +105,6 @@ class SpinLimit:
         return self.long_seconds * min(max(share, 0.0), 1.0)
 
 
-_PROCESSORS = Processors()
 _DEFAULT = SpinLimit()
 
 
