@@ -163,3 +163,7 @@ class Processors:
 def _quota_of(group: ControlGroup) -> float:
     assert group.processors is not None
     return group.processors
+
+
+PROCESSORS = Processors()
+"""The processors of this machine, for all parts of this process."""

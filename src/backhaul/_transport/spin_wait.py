@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol, TypeVar
 
 from backhaul._native import core
-from backhaul._transport.processors import Processors
+from backhaul._transport.processors import PROCESSORS, Processors
 
 T = TypeVar("T")
 Signal = array.array
@@ -47,7 +47,8 @@ offer = os.sched_yield
 """Called between two polls."""
 
 _MIN_PROCESSORS = 4  # on fewer processors, no spin is long
-_CHECK_SPINS = 32  # polls from one look at what others want to the next; a power of two
+_FREE_SPINS = 4  # polls before the first look at what others want
+_CHECK_SPINS = 32  # polls from one look to the next; a power of two
 _SWITCHES = 2  # so many switches to others end a spin; one may be an accident
 _PREEMPTED_SECONDS = 0.001  # time without the processor, during one spin, that means that processors are scarce
 _MIN_PAUSE, _MAX_PAUSE = 4, 128  # waits without spinning after processors were scarce
@@ -111,8 +112,8 @@ class SpinLimit:
         long_seconds: How long a long spin may take if enough processors are free; 0: no spin is long.
     """
 
-    def __init__(self, spin: float | Literal["auto"] = "auto", processors: Processors | None = None) -> None:
-        self._processors = _PROCESSORS if processors is None else processors
+    def __init__(self, spin: float | Literal["auto"] = "auto", processors: Processors = PROCESSORS) -> None:
+        self._processors = processors
         self._automatic = spin == "auto"
         count = self._processors.count
         longest = LONG_SECONDS if spin == "auto" else float(spin)
@@ -135,7 +136,6 @@ class SpinLimit:
         return self.long_seconds * min(max(share, 0.0), 1.0)
 
 
-_PROCESSORS = Processors()
 _DEFAULT = SpinLimit()
 
 
@@ -153,9 +153,7 @@ class SpinPolicy:
         "_long_pause",
         "_long_share",
         "_pause",
-        "_processor",
         "_soon_share",
-        "_start",
         "_waits",
         "_was_soon",
         "waited",
@@ -171,7 +169,6 @@ class SpinPolicy:
         self._long_pause = _Pause()
         self._was_soon = True  # whether a long spin would have seen the last message
         self._long = False  # whether the spin that begins now may be long
-        self._start = self._processor = 0.0
 
     @property
     def allows_company(self) -> bool:
@@ -215,40 +212,40 @@ class SpinPolicy:
         self, poll: Callable[[int], list[T]], process: Busyness, purpose: Spinning, most: float | None
     ) -> list[T]:
         limit, now, me = self._limit, time.perf_counter, object()
-        wakes, until, spins = process.wakes, now() + limit.brief_seconds, limit.brief_spins
-        slept, lost = count_switches()
-        long, left = False, spins  # left: polls until the spin becomes a long one, or ends
-        ready: list[T] = []
+        wakes, watch = process.wakes, _Watch()
+        until = watch.start + limit.brief_seconds
+        left = limit.brief_spins  # polls until the spin becomes a long one, or ends
+        first, long = left - _FREE_SPINS, False
         process.spinner = me
         try:
             while True:
                 if not process.quiet or process.wakes != wakes or purpose.wanted or process.spinner is not me:
-                    return ready  # another thread wanted the interpreter: that says nothing about processors
+                    return []  # another thread wanted the interpreter: that says nothing about processors
                 if ready := poll(0):
                     break
                 offer()
                 left -= 1
-                if now() > until:
-                    break
-                if not left & (_CHECK_SPINS - 1):
-                    slept_now, lost_now = count_switches()
-                    if slept_now >= slept + _SWITCHES:
-                        return ready
-                    if long and lost_now >= lost + _SWITCHES:
+                if left == first:
+                    watch.begin()
+                elif not left & (_CHECK_SPINS - 1):
+                    watch.look()
+                    if watch.slept:
+                        return []
+                    if long and watch.lost:
                         self._long_pause.begin(self._waits)
                         break
                     if not left and not long:
-                        lost, seconds = lost_now, limit.seconds() if self._long else 0.0
-                        until = self._start + (seconds if most is None else min(seconds, most))
-                        if until <= now():
-                            break
-                        long = True
-            if long and ready:
-                self._long_pause.shorten()
+                        until = watch.start + self._long_seconds(most)
+                        long = now() < until
+                        watch.begin()  # what a brief spin has lost does not count
+                if now() > until:
+                    break
         finally:
             if process.spinner is me:
                 process.spinner = None
-        self.stop()
+        if long and ready:
+            self._long_pause.shorten()
+        self._note_loss(watch.lost_seconds())
         return ready
 
     def _spin_natively(
@@ -262,23 +259,25 @@ class SpinPolicy:
         if ready := poll(0):
             self._pause.shorten()
             return ready
-        me = threading.get_ident()
+        me, pause = threading.get_ident(), self._pause
         process.spinners[me] = me
         try:
             end = core.spin(descriptors, signal, expected, limit.brief_spins, limit.brief_seconds)
-            if end == _OVER and self._long:
-                left = self._start + limit.seconds() - time.perf_counter()
-                if left > 0:
-                    most = left if most is None else min(left, most)
-                    end = core.spin(descriptors, signal, expected, _ANY_NUMBER, most)
-                if end == _READY:
-                    self._long_pause.shorten()
-                elif end == _CROWDED:
-                    self._long_pause.begin(self._waits)
+            if end == _OVER and (seconds := self._long_seconds(most)) > 0.0:
+                pause = self._long_pause
+                end = core.spin(descriptors, signal, expected, _ANY_NUMBER, seconds)
         finally:
             del process.spinners[me]
-        self.stop()
+        if end == _CROWDED:
+            pause.begin(self._waits)
+        elif end == _READY:
+            pause.shorten()
         return poll(0) if end == _READY else []
+
+    def _long_seconds(self, most: float | None) -> float:
+        """How long the spin that is under way may take altogether."""
+        seconds = self._limit.seconds() if self._long else 0.0
+        return seconds if most is None else min(seconds, most)
 
     def should_spin(self) -> bool:
         """Whether to spin in the wait that begins now. One wait of 32 spins briefly in any case, to notice changes: a
@@ -303,18 +302,13 @@ class SpinPolicy:
             and limit.long_seconds > 0.0
             and self._long_pause.is_over(self._waits)
         )
-        if self._long or probe or self._soon_share > 0.25:
-            self._processor = time.thread_time()
-            self._start = time.perf_counter()
-            return True
-        return False
+        return self._long or probe or self._soon_share > 0.25
 
-    def stop(self) -> None:
-        """The thread has stopped spinning. If others had the processor meanwhile, processors are scarce: pause, and
-        the longer the more often that happens.
+    def _note_loss(self, seconds: float) -> None:
+        """Others had the processor for so long during a spin. If that is long, processors are scarce: pause, and the
+        longer the more often that happens.
         """
-        wall = time.perf_counter() - self._start
-        if wall - (time.thread_time() - self._processor) > _PREEMPTED_SECONDS:
+        if seconds > _PREEMPTED_SECONDS:
             self._pause.begin(self._waits)
         else:
             self._pause.shorten()
@@ -355,6 +349,43 @@ class SignalWait:
 def may_spin_idly(process: Busyness) -> bool:
     """Whether a thread may spin that waits for whatever comes. Where handlers wait, it takes the next request."""
     return not process.spinners or (process.blocked > 0 and len(process.spinners) < _MAX_SPINNERS)
+
+
+class _Watch:
+    """What happens to a thread while it spins.
+
+    Attributes:
+        start: When the spin began.
+        slept: Whether the thread has slept since ``begin``.
+        lost: Whether the thread has lost the processor to others since ``begin``.
+    """
+
+    __slots__ = ("_processor", "_switches", "lost", "slept", "start")
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.slept = self.lost = False
+        self._processor: float | None = None  # the processor time of the thread after the first polls
+        self._switches = (0, 0)
+
+    def begin(self) -> None:
+        """Count from here on. Not called before the first polls: most messages have come by then."""
+        if self._processor is None:
+            self._processor = time.thread_time()
+        self._switches = count_switches()
+
+    def look(self) -> None:
+        """Set ``slept`` and ``lost``."""
+        slept, lost = count_switches()
+        self.slept = slept >= self._switches[0] + _SWITCHES
+        self.lost = lost >= self._switches[1] + _SWITCHES
+
+    def lost_seconds(self) -> float:
+        """How long the thread has been without the processor; exact only if that is long."""
+        seconds = time.perf_counter() - self.start
+        if self._processor is None or seconds <= _PREEMPTED_SECONDS:
+            return seconds
+        return seconds - (time.thread_time() - self._processor)
 
 
 class _Pause:

@@ -78,16 +78,24 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return made
 
 
-def wait(policy: SpinPolicy, clocks: Clocks, seconds: float, *, taken: float = 0.0) -> bool:
-    """One wait that took so long, ``taken`` of it without the processor; whether the thread spun."""
-    start = clocks.wall
-    spins = policy.should_spin()
-    clocks.wall += seconds
-    clocks.processor += seconds - taken
-    if spins:
-        policy.stop()
-    policy.waited = clocks.wall - start
-    return spins
+def wait(policy: SpinPolicy, clocks: Clocks, seconds: float, *, taken: float = 0.0, taken_at: int = 10) -> bool:
+    """One wait that took so long, ``taken`` of it without the processor from one poll on; whether the thread spun."""
+    polls: list[int] = []
+
+    def poll(_: int) -> list[str]:
+        polls.append(1)
+        if len(polls) == taken_at:
+            clocks.wall += taken
+        if len(polls) == 20:
+            clocks.wall += seconds - taken
+            clocks.processor += seconds - taken
+        return ["a message"] if len(polls) == 20 else []
+
+    found = policy.spin_if_worthwhile(poll, Process(), Purpose())
+    if not found:
+        clocks.wall += seconds
+    policy.waited = seconds
+    return bool(polls)
 
 
 def test_spins_while_messages_come_soon(clocks: Clocks) -> None:
@@ -106,11 +114,12 @@ def test_stops_when_messages_are_rare_and_begins_again(clocks: Clocks) -> None:
     assert all(wait(policy, clocks, 0.0001) for _ in range(50))
 
 
-def test_pauses_after_others_had_the_processor(clocks: Clocks) -> None:
+@pytest.mark.parametrize("at", [1, 4, 10])
+def test_pauses_after_others_had_the_processor(clocks: Clocks, at: int) -> None:
     policy = SpinPolicy(BRIEF)
     pauses = []
     for _ in range(8):
-        assert wait(policy, clocks, 0.002, taken=0.0015)
+        assert wait(policy, clocks, 0.002, taken=0.0015, taken_at=at)
         pauses.append(next(n for n in range(1000) if policy._pause.is_over(policy._waits + n + 1)))
         for _ in range(pauses[-1]):
             assert not wait(policy, clocks, 0.0001)
@@ -118,7 +127,7 @@ def test_pauses_after_others_had_the_processor(clocks: Clocks) -> None:
     assert pauses[0] < 10 < 100 < pauses[-1] == pauses[-2]
     spun = sum(wait(policy, clocks, 0.0001) for _ in range(200))
     assert spun == 200
-    assert wait(policy, clocks, 0.002, taken=0.0015)
+    assert wait(policy, clocks, 0.002, taken=0.0015, taken_at=at)
     shorter = 0
     while not wait(policy, clocks, 0.0001):
         shorter += 1
@@ -148,7 +157,8 @@ class Spin:
 
     Attributes:
         polls: How many polls it took.
-        lost, slept: From which poll on the thread has lost the processor, or has slept, twice.
+        lost: At which poll the thread loses the processor twice.
+        slept: From which poll on the thread sleeps in each.
     """
 
     def __init__(self, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +168,7 @@ class Spin:
         self._clocks = clocks
         monkeypatch.setattr(module, "offer", self._tick)
         monkeypatch.setattr(
-            module, "count_switches", lambda: (2 * (self.polls >= self.slept), 2 * (self.polls >= self.lost))
+            module, "count_switches", lambda: (max(self.polls - self.slept, 0), 2 * (self.polls >= self.lost))
         )
 
     def _tick(self) -> None:

@@ -9,10 +9,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from backhaul._transport.processors import PROCESSORS
 from backhaul._wire.memory import Buffer, Recycler, address_of
 
 _LOCKED_BYTES = 256 << 10  # a copy up to this size ends before another thread could take the interpreter's lock
-_PARALLEL_BYTES = 32 << 20  # from this size on helper threads copy too, see docs/design/transport.md
+# From these sizes on helper threads copy too; see docs/design/transport.md.
+_PARALLEL_BYTES = 32 << 20
+_FREE_PARALLEL_BYTES = 8 << 20  # if there is a free processor for each
 _PIECE_BYTES = 4 << 20  # what a thread copies at a time
 _MAX_HELPERS = 3
 
@@ -46,10 +49,10 @@ def join(parts: Sequence[Buffer], recycler: Recycler) -> Buffer:
 
 def move(target: int, source: int, size: int) -> None:
     """Copy without the interpreter's lock. Once this returns or raises, no thread uses the memory any more."""
-    if size < _PARALLEL_BYTES:
+    helpers = _count_helpers(size)
+    if not helpers and size < _PARALLEL_BYTES:
         ctypes.memmove(target, source, size)
         return
-    helpers = min(_MAX_HELPERS, len(os.sched_getaffinity(0)) - 1)
     # On a busy machine a helper thread may take longer to start than the whole copy takes. So nobody waits for a helper
     # to start: helpers take pieces while there are any, and a helper that starts too late finds none.
     pieces = list(range(0, size, _PIECE_BYTES))
@@ -76,3 +79,12 @@ def move(target: int, source: int, size: int) -> None:
         for working in helping:
             with working:
                 pass
+
+
+def _count_helpers(size: int) -> int:
+    """How many threads are to help with a copy."""
+    if size >= _PARALLEL_BYTES:
+        return min(_MAX_HELPERS, len(os.sched_getaffinity(0)) - 1)
+    if size >= _FREE_PARALLEL_BYTES and PROCESSORS.free() > _MAX_HELPERS:
+        return min(_MAX_HELPERS, size // _PIECE_BYTES - 1)
+    return 0

@@ -51,6 +51,29 @@ def test_parts_are_joined(sizes: list[int]) -> None:
     assert bytes(copies.join(parts, Recycler())) == b"".join(parts)
 
 
+@pytest.mark.parametrize(("free", "expected"), [(4, 3), (3.5, 3), (3, 0), (0, 0), (-2, 0)])
+def test_smaller_copies_have_helpers_where_processors_are_free(
+    monkeypatch: pytest.MonkeyPatch, free: float, expected: int
+) -> None:
+    monkeypatch.setattr(copies, "_FREE_PARALLEL_BYTES", 256 * KIB)
+    monkeypatch.setattr(copies, "_PARALLEL_BYTES", 1 << 40)
+    monkeypatch.setattr(copies.PROCESSORS, "free", lambda: free)
+    helped: list[Callable[..., None]] = []
+
+    def start(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        helped.append(function)
+        function(*args)
+
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    for size in SIZES:
+        helped.clear()
+        copied(size)
+        assert len(helped) == expected
+    helped.clear()
+    copied(200 * KIB)
+    assert helped == []
+
+
 def test_nobody_waits_for_a_helper_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
     monkeypatch.setattr(_thread, "start_new_thread", lambda function, args: late.append((function, args)))
