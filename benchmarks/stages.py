@@ -144,7 +144,10 @@ def show(runs: list[Run], options: argparse.Namespace) -> None:
         print(*every_stamp(median, driver), sep="\n")
         return
     print(f"medians of {len(runs)} runs")
-    print(*timeline.summary([(duration, pieces) for duration, pieces, _ in taken]), sep="\n")
+    short = [(duration, pieces) for duration, pieces, _ in taken]
+    if options.markdown:
+        print(*timeline.markdown(short, [stamps.PROGRAM, *stamps.WATCHED, stamps.FUNCTION]), sep="\n")
+    print(*timeline.summary(short), sep="\n")
     if not options.summary:
         print(f"\none of {len(runs)} runs, of median length, in order; microseconds")
         print(*timeline.in_order(pieces, duration), sep="\n", flush=True)
@@ -174,6 +177,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=100)
     parser.add_argument("--one", action="store_true", help="every stamp of one run, with threads")
     parser.add_argument("--summary", action="store_true", help="only what each station takes")
+    parser.add_argument("--markdown", action="store_true", help="also a table for the documentation")
     options = parser.parse_args()
     if options.case in processes.NAMES:
         processes.run(options.case, functools.partial(of_program, options.repeat, options))

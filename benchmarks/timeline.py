@@ -27,6 +27,10 @@ class Piece:
     what: str
 
 
+Runs = Sequence[tuple[float, Sequence[Piece]]]
+"""How many seconds each run took, and its pieces."""
+
+
 @dataclass(frozen=True)
 class Share:
     """What a station took in one run."""
@@ -93,22 +97,45 @@ def idle_time(pieces: Sequence[Piece], duration: float) -> float:
     return duration - covered
 
 
-def summary(runs: Sequence[tuple[float, Sequence[Piece]]]) -> list[str]:
-    """A table of medians over runs: for each station of each worker, own time and processor time."""
+def medians(runs: Runs) -> dict[tuple[str, str], Share]:
+    """What each station of each worker took."""
     shares = [by_station(pieces) for _, pieces in runs]
     none = Share(0, 0.0, 0.0)
-    rows = []
+    found = {}
     for key in {key for each in shares for key in each}:
-        found = [each.get(key, none) for each in shares]
-        rows.append(
-            (*key, *(statistics.median(getattr(each, what) for each in found) for what in ("times", "wall", "used")))
+        of_runs = [each.get(key, none) for each in shares]
+        times, wall, used = (
+            statistics.median(getattr(each, what) for each in of_runs) for what in ("times", "wall", "used")
         )
+        found[key] = Share(round(times), wall, used)
+    return found
+
+
+def markdown(runs: Runs, order: Sequence[str]) -> list[str]:
+    """A table for the documentation: how often a station is entered, and its processor time."""
+    found = medians(runs)
+    workers = list(dict.fromkeys(piece.where for _, pieces in runs for piece in pieces))
+    lines = ["| station |" + "".join(f" {worker}: times | {worker}: processor |" for worker in workers)]
+    lines.append("|" + "---|" * (1 + 2 * len(workers)))
+    for station in order:
+        shares = [found.get((worker, station)) for worker in workers]
+        if any(shares):
+            cells = (f" {each.times} | {each.used * 1e6:,.0f} us |" if each else " | |" for each in shares)
+            lines.append(f"| {station} |{''.join(cells)}")
+    sums = (sum(share.used for (where, _), share in found.items() if where == worker) for worker in workers)
+    lines.append("| **together** |" + "".join(f" | **{used * 1e6:,.0f} us** |" for used in sums))
+    return lines
+
+
+def summary(runs: Runs) -> list[str]:
+    """A table of medians over runs: for each station of each worker, own time and processor time."""
+    rows = [(*key, share.times, share.wall, share.used) for key, share in medians(runs).items()]
     lines = [f"{'worker':<12}{'station':<24}{'times':>6}{'own time':>12}{'processor':>12}"]
     previous = ""
     for where, station, times, wall, used in sorted(rows, key=lambda row: (row[0], -row[4])):
         shown = where if where != previous else ""
         previous = where
-        lines.append(f"{shown:<12}{station:<24}{times:>6.0f}{wall * 1e6:>9.0f} us{used * 1e6:>9.0f} us")
+        lines.append(f"{shown:<12}{station:<24}{times:>6}{wall * 1e6:>9.0f} us{used * 1e6:>9.0f} us")
     whole = statistics.median(duration for duration, _ in runs)
     idle = statistics.median(idle_time(pieces, duration) for duration, pieces in runs)
     lines += [

@@ -34,10 +34,11 @@ def test_every_stamp() -> None:
 
 
 def test_stations_of_a_program() -> None:
-    shown = run("stages.py", "rnn", "--repeat", "2")
+    shown = run("stages.py", "rnn", "--repeat", "2", "--markdown")
     first, _, in_order = shown.partition("in order")
     for station in ("request out", "reply in", "graph", "program"):
         assert re.search(rf"^(trainer| +) +{station} ", first, re.MULTILINE), shown
+        assert re.search(rf"^\| {station} \| \d+ \| [\d,]+ us \|", first, re.MULTILINE), shown
     assert "trainer: program" in in_order
     assert re.search(r"tables: function of the call \w+\(\)", in_order), shown
 
