@@ -14,6 +14,7 @@ from torch import nn, optim
 
 import backhaul as bh
 from backhaul.nn import RemoteModule
+from backhaul.optim import remote_step
 
 from .modules import batch
 from .test_remote_optimizers import assert_same, bag, pair
@@ -178,3 +179,29 @@ def test_an_optimizer_that_is_copied_alone(how: Any) -> None:
         values = [parameter.detach().clone().sum() for parameter in copied.param_groups[0]["params"]]
         results.append([model.state_dict(), values])
     assert_same(*results)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.SGD])
+def test_a_step_whose_answer_is_lost(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner has stepped. It tells again what it told with the lost answer."""
+    there, here = pair()
+    for model in (there, here):
+        optimizer = kind(model.parameters(), lr=0.1)
+        with monkeypatch.context() as patched:
+            if model is there:
+
+                def lose(*_: Any) -> None:
+                    raise bh.PeerLostError("the answer is lost", worker="worker1", reason="on purpose")
+
+                patched.setattr(remote_step._OwnerShare, "finish", lose)
+                with pytest.raises(bh.PeerLostError):
+                    train(model, optimizer, range(1))
+            else:
+                train(model, optimizer, range(1))
+        optimizer.param_groups[0]["lr"] = 0.2
+        train(model, optimizer, range(1, 3))
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        for parameter in model.parameters():
+            state = optimizer.state[parameter] if optimizer.state else {}
+            assert bool(state) == (kind is optim.Adam)
+    assert_same(there.state_dict(), here.state_dict())

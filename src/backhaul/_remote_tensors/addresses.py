@@ -144,3 +144,10 @@ class Message:
         for container in self._containers:
             keep_until(container, future)
         return future
+
+    def send_and_wait(self, via: RRef[Any], function: Callable[..., Any], *args: Any, label: str) -> Any:
+        """As ``send``, but waits for the result."""
+        named: Sequence[Named] = [container._named() for container in self._containers]
+        with torch.no_grad(), own_call():
+            client = via._rrefs.client
+            return client.call(self.owner, function, (named, *map(compact, args)), None, None, label=label)

@@ -243,9 +243,30 @@ def describe(module: nn.Module) -> Description:
     )
 
 
-def gradients_of(module: nn.Module) -> Gradients:
-    """The forms of the gradients of a module's parameters."""
-    grads = [parameter.grad for parameter in module.parameters()]
+def are_gradients(known: Gradients, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the gradients of parameters have the forms that are known. Unlike ``gradients_of``, it makes nothing."""
+    if len(known) != len(parameters):
+        return False
+    for form, parameter in zip(known, parameters, strict=True):
+        grad = parameter.grad
+        if grad is None:
+            if form is not None:
+                return False
+        elif (
+            form is None
+            or grad.shape != form.shape
+            or grad.dtype is not form.dtype
+            or grad.layout is not form.layout
+            or grad.requires_grad is not form.has_graph
+            or (form.stride is not None and grad.stride() != form.stride)
+        ):
+            return False
+    return True
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> Gradients:
+    """The forms of the gradients of parameters."""
+    grads = [parameter.grad for parameter in parameters]
     return [
         None
         if grad is None
@@ -258,7 +279,7 @@ def gradients_of(module: nn.Module) -> Gradients:
 
 def describe_gradients(named: Sequence[Named]) -> list[Gradients]:
     """The forms of the gradients of the named modules."""
-    return [gradients_of(module) for module in Containers(named).values]
+    return [gradients_of(module.parameters()) for module in Containers(named).values]
 
 
 @torch.no_grad()

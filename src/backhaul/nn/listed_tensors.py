@@ -58,7 +58,7 @@ class ListedTensors(ModuleOnOwner):
 
     def _list_tensors(self, name: str) -> dict[str, Any]:
         if self._lists_tensors and self._tensors is None and "module_rref" in self.__dict__:
-            self._describe(self._start(on_owner.describe).wait())
+            self._describe(self._ask_owner(on_owner.describe))
         found: dict[str, Any] = self.__dict__[name]
         return found
 
@@ -79,7 +79,7 @@ class ListedTensors(ModuleOnOwner):
     def _note_layers(self, description: Description) -> None:
         known, reference = self._norms, ModuleReference(self.on, self.module_rref)
         norms = {
-            name: known.get(name) or RemoteBatchNorm(name, momentum, reference.start_and_wait)
+            name: known.get(name) or RemoteBatchNorm(name, momentum, reference.ask_owner)
             for name, momentum in description.norms
         }
         self.__dict__.update(_norms=norms, _non_persistent_buffers_set=set(description.not_persistent))
@@ -91,7 +91,7 @@ class ListedTensors(ModuleOnOwner):
         memo = set() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         if self._lists_tensors and self._tensors is None:
-            self._describe_new(self._start(on_owner.describe).wait())
+            self._describe_new(self._ask_owner(on_owner.describe))
         for name, layer in self._norms.items():
             if layer not in memo:
                 if remove_duplicate:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from backhaul._remote_tensors.module_gradients import send_changes
-from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 
@@ -26,14 +25,10 @@ class ModuleReference:
         self._module_rref = module_rref
 
     @graph_break
-    def start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a function with the module, on the worker that has it."""
+    def ask_owner(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function with the module, on the worker that has it. Returns the result."""
         send_changes(self._module_rref._rrefs.worker)
-        return self._module_rref._call(function, args, kwargs, None)
-
-    def start_and_wait(self, function: Callable[..., Any], /, *args: Any) -> Any:
-        """As ``start``; returns the result."""
-        return self.start(function, *args).wait()
+        return self._module_rref._call_and_wait(function, args, kwargs, None)
 
 
 class ModuleOnOwner(nn.Module):
@@ -50,10 +45,10 @@ class ModuleOnOwner(nn.Module):
     module_rref: RRef[nn.Module]
 
     @graph_break
-    def _start(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a function of ``owner`` with the module, on the worker that has it."""
+    def _ask_owner(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of ``owner`` with the module, on the worker that has it. Returns the result."""
         self._send_changes()
-        return self.module_rref._call(function, args, kwargs, None)
+        return self.module_rref._call_and_wait(function, args, kwargs, None)
 
     def _send_changes(self) -> None:
         """Send changes of parameters that the owner does not know yet."""

@@ -19,7 +19,7 @@ class RemoteChanges(ListedTensors):
         """Set the mode of the module. ``training`` tells the mode that this side has last set or seen."""
         if not isinstance(mode, bool):
             raise ValueError(f"mode must be a bool, not a {type(mode).__name__}")
-        self._start(owner.train, mode).wait()
+        self._ask_owner(owner.train, mode)
         self.__dict__["training"] = mode
         return self
 
@@ -35,7 +35,7 @@ class RemoteChanges(ListedTensors):
     def training(self, mode: bool) -> None:
         known = self.__dict__.get("training")
         if "module_rref" in self.__dict__ and mode != known:
-            self._note_modes(self._start(owner.restore_mode, mode).wait())
+            self._note_modes(self._ask_owner(owner.restore_mode, mode))
         self.__dict__["training"] = mode
 
     def _note_modes(self, modes: list[bool]) -> None:
@@ -55,7 +55,7 @@ class RemoteChanges(ListedTensors):
 
     def _change(self, method: str, *args: Any) -> Self:
         self._keep_replaced()
-        self._describe_again(self._start(owner.change, method, args, {}).wait())
+        self._describe_again(self._ask_owner(owner.change, method, args, {}))
         return self
 
     def _keep_replaced(self) -> None:
@@ -104,7 +104,7 @@ class RemoteChanges(ListedTensors):
     def _convert(self, method: str, *args: Any, known: torch.device | None = None, **kwargs: Any) -> Self:
         self._keep_replaced()
         device = known or torch.device(self.device)
-        place, description = self._start(owner.convert, device, method, args, kwargs).wait()
+        place, description = self._ask_owner(owner.convert, device, method, args, kwargs)
         self.device = str(place)
         self._describe_again(description)
         return self

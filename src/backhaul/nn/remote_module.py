@@ -211,7 +211,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         Args:
             recurse: Whether to include the parameters of submodules.
         """
-        found: list[RRef[nn.Parameter]] = self._start(owner.parameters, recurse).wait()
+        found: list[RRef[nn.Parameter]] = self._ask_owner(owner.parameters, recurse)
         return found
 
     def register_remote_forward_hook(self, hook: Callable[..., Any], **options: Any) -> RemoteHandle:
@@ -224,11 +224,11 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         Returns:
             A handle. Its ``remove()`` removes the hook.
         """
-        return RemoteHandle(self._start(owner.add_hook, "register_forward_hook", hook, options).wait())
+        return RemoteHandle(self._ask_owner(owner.add_hook, "register_forward_hook", hook, options))
 
     def register_remote_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemoteHandle:
         """As ``register_remote_forward_hook``, for ``torch.nn.Module.register_forward_pre_hook``."""
-        return RemoteHandle(self._start(owner.add_hook, "register_forward_pre_hook", hook, options).wait())
+        return RemoteHandle(self._ask_owner(owner.add_hook, "register_forward_pre_hook", hook, options))
 
     # How it is shown, and how it travels.
 
@@ -245,7 +245,7 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
                 f"'{copied[0]}' of the module on worker '{self.on}' was copied before the module, and would be another "
                 "parameter than that of the copy; copy the module first: copy.deepcopy((model, optimizer))"
             )
-        rref, training, description = self._start(owner.copy_of).wait()
+        rref, training, description = self._ask_owner(owner.copy_of)
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made._set(rref, torch.device(self.device), self._methods, training)

@@ -24,7 +24,7 @@ class RemoteState(ListedTensors):
                 f"state_dict(keep_vars=True) is not possible: the module is on worker '{self.on}', and its state is a "
                 "copy; use remote_parameters() for references to its parameters"
             )
-        state, versions = self._start(owner.save).wait()
+        state, versions = self._ask_owner(owner.save)
         destination.update({prefix + name: value for name, value in state.items()})
         if hasattr(destination, "_metadata"):
             destination._metadata.update({(prefix + name).rstrip("."): value for name, value in versions.items()})
@@ -49,7 +49,7 @@ class RemoteState(ListedTensors):
             if f"{name}.".startswith(prefix)
         }
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, errors, description = self._start(owner.load, state, versions, assign).wait()
+        missing, unexpected, errors, description = self._ask_owner(owner.load, state, versions, assign)
         self._describe_again(description)
         missing_keys.extend(prefix + name for name in missing)
         if strict:

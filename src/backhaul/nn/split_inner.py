@@ -9,14 +9,13 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from backhaul._rpc.futures import Future
 from backhaul.errors import BackhaulError, SerializationError
 from backhaul.nn import split_owner
 from backhaul.nn.listed_tensors import set_buffer
 from backhaul.nn.module_on_owner import ModuleOnOwner, ModuleReference
 
-Ask = Callable[..., Future[Any]]
-"""Calls a function of ``split_owner`` with a module, a path in it, and the arguments."""
+Ask = Callable[..., Any]
+"""Calls a function of ``split_owner`` with a module, a path in it, and the arguments. Returns the result."""
 
 OF_EVERY_MODULE = frozenset((*dir(nn.Module()), *nn.Module().__dict__))
 
@@ -46,7 +45,7 @@ def attributes_of(module: nn.Module) -> frozenset[str]:
 def read_attribute(ask: Ask, shown: str, on: str, path: str, name: str) -> Any:
     """The value of an attribute of a module on worker ``on``; ``shown`` is its full name in the model."""
     try:
-        what, value = ask(split_owner.read, path, name).wait()
+        what, value = ask(split_owner.read, path, name)
     except SerializationError as error:
         raise AttributeError(f"'{shown}' is on worker '{on}'; it cannot be sent here: {error}", name=name) from error
     except BackhaulError as error:
@@ -57,7 +56,7 @@ def read_attribute(ask: Ask, shown: str, on: str, path: str, name: str) -> Any:
 
 
 def _call(ask: Ask, path: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    return ask(split_owner.call, path, torch.is_grad_enabled(), method, *args, **kwargs).wait()
+    return ask(split_owner.call, path, torch.is_grad_enabled(), method, *args, **kwargs)
 
 
 class Impersonates:
@@ -97,7 +96,7 @@ class SplitInner(Impersonates, nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         if "_path" in self.__dict__ and mode != self.training:
-            self._ask(split_owner.write, self._path, "training", mode).wait()
+            self._ask(split_owner.write, self._path, "training", mode)
         self.__dict__["training"] = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -106,8 +105,8 @@ class SplitInner(Impersonates, nn.Module):
             f"'{self._shown}' itself in place of the module that contains it"
         )
 
-    def _ask(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._part.start(function, *args, **kwargs)
+    def _ask(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return self._part.ask_owner(function, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -127,18 +126,18 @@ class SplitInner(Impersonates, nn.Module):
             return
         if name in self.__dict__.get("_attributes", ()):
             with torch.no_grad():
-                self._ask(split_owner.write, self._path, name, value).wait()
+                self._ask(split_owner.write, self._path, name, value)
         else:
             super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Self:
-        self._ask(split_owner.train, self._path, mode).wait()
+        self._ask(split_owner.train, self._path, mode)
         for each in self.modules():
             each.__dict__["training"] = mode
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        self._ask(split_owner.apply, self._path, fn).wait()
+        self._ask(split_owner.apply, self._path, fn)
         return self
 
     # The part saves, loads and converts all that is inside it.

@@ -74,7 +74,7 @@ class SplitPart(Impersonates, RemoteModule):
         except AttributeError:
             if name.startswith("__") or "_attributes" not in self.__dict__:
                 raise
-        return read_attribute(self._start, self._path(name), self.on, "", name)
+        return read_attribute(self._ask_owner, self._path(name), self.on, "", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
@@ -84,7 +84,7 @@ class SplitPart(Impersonates, RemoteModule):
             )
         if name in self.__dict__.get("_attributes", ()):
             with torch.no_grad():
-                self._start(split_owner.write, "", name, value).wait()
+                self._ask_owner(split_owner.write, "", name, value)
         else:
             super().__setattr__(name, value)
 

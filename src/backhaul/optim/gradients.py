@@ -5,9 +5,9 @@ Each function returns None if this worker never took part in the context. Its pa
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import torch
 
@@ -28,25 +28,30 @@ class StepLock:
 
 
 def _step_lock_of(worker: Worker) -> StepLock:
-    with _attaching:
-        try:
-            return worker.part(StepLock)
-        except KeyError:  # the first step here
-            worker.attach(StepLock())
-            return worker.part(StepLock)
+    found: StepLock | None = worker.parts.get(StepLock)
+    if found is None:
+        with _attaching:
+            found = worker.parts.get(StepLock) or StepLock()
+            worker.attach(found)
+    return found
 
 
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
+class one_at_a_time:
     """Run the block alone: optimizer steps on one worker run one after the other, whoever requested them."""
-    worker = current_worker()
-    lock = _step_lock_of(worker).lock
-    with worker.blocking():
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+
+    __slots__ = ("_lock",)
+
+    def __enter__(self) -> None:
+        worker = current_worker()
+        self._lock = _step_lock_of(worker).lock
+        if not self._lock.acquire(blocking=False):
+            with worker.blocking():
+                self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
 
 
 def read(parameters: Parameters, context: int | None) -> Gradients | None:

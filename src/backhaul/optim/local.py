@@ -50,7 +50,8 @@ class Local:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """All parameters of this share, in the order of the groups."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        groups = self.optimizer.param_groups
+        return groups[0]["params"] if len(groups) == 1 else [each for group in groups for each in group["params"]]
 
     def options(self) -> list[Options]:
         """Return the options of each group."""
@@ -69,7 +70,7 @@ class Local:
         for group, change in zip(self.optimizer.param_groups, changes, strict=False):
             group.update(change)
 
-    def step(self, changes: Sequence[Options], context: int | None) -> bool | None:
+    def step(self, context: int | None, changes: Sequence[Options] = ()) -> bool | None:
         """Step with the gradients of a context, or with ``.grad``. None if this worker is not part of the context."""
         with one_at_a_time():
             self._set_options(changes)
@@ -93,7 +94,7 @@ class Local:
         with one_at_a_time():
             self.optimizer.zero_grad(set_to_none)
 
-    def state_dict(self, changes: Sequence[Options]) -> dict[str, Any]:
+    def state_dict(self, changes: Sequence[Options] = ()) -> dict[str, Any]:
         """Return the optimizer's state, copied to the CPU because the caller may lack this worker's devices."""
         with one_at_a_time():
             self._set_options(changes)

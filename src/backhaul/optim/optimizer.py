@@ -12,13 +12,20 @@ from typing import Any
 import torch
 
 from backhaul._autograd.api import find_gradients
-from backhaul._rpc.api import rpc_async
-from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
-from backhaul.optim.local import Group, Local, Made, Options, add, make
-from backhaul.optim.owners import Answers, ask_all, by_owner, check_context, check_rrefs
+from backhaul.optim.local import Group, Local, Options, add, make
+from backhaul.optim.owners import (
+    Answers,
+    OwnerCall,
+    ask_all,
+    by_owner,
+    check_context,
+    check_rrefs,
+    function_call,
+    method_call,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,7 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             answers = ask_all({owner: self._hand_over(owner, part) for owner, part in parts.items()}, "the optimizer")
         except Exception:
             with contextlib.suppress(Exception):  # a lost owner has nothing to undo
-                self._on_all("undoing", lambda share: share.local.rpc_async().keep_groups(len(share.numbers)))
+                self._on_all("undoing", lambda share: method_call(share.local, "keep_groups", len(share.numbers)))
             raise
         for owner, (local, _, completed) in answers.items():
             part, share = parts[owner], self._shares.setdefault(owner, _Share(local, [], [], []))
@@ -130,10 +137,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             count += len(rrefs)
         return parts
 
-    def _hand_over(self, owner: WorkerInfo, part: _Part) -> Callable[[], Future[Made]]:
+    def _hand_over(self, owner: WorkerInfo, part: _Part) -> OwnerCall:
         if owner in self._shares:
-            return lambda: rpc_async(owner, add, args=(self._shares[owner].local, part.groups))
-        return lambda: rpc_async(owner, make, args=(*self._make, part.groups))
+            return function_call(owner, add, self._shares[owner].local, part.groups)
+        return function_call(owner, make, *self._make, part.groups)
 
     @graph_break
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -149,17 +156,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def ask(self, what: str, function: Callable[..., Any], *args: Any) -> Answers:
         """Run ``function(parameters, *args)`` on each owner. Errors mention ``what``."""
-        answers = self._on_all(what, lambda share: share.local.rpc_async().apply(function, *args))
+        answers = self._on_all(what, lambda share: method_call(share.local, "apply", function, *args))
         return [(self._shares[owner].places, answer) for owner, answer in answers.items()]
 
-    def _on_all(self, what: str, call: Callable[[_Share], Future[Any]]) -> dict[WorkerInfo, Any]:
-        def start(share: _Share) -> Callable[[], Future[Any]]:
-            return lambda: call(share)
+    def _on_all(self, what: str, call: Callable[[_Share], OwnerCall]) -> dict[WorkerInfo, Any]:
+        return ask_all({owner: call(share) for owner, share in self._shares.items()}, what)
 
-        return ask_all({owner: start(share) for owner, share in self._shares.items()}, what)
-
-    def _with_changes(self, what: str, call: Callable[[_Share, list[Options]], Future[Any]]) -> dict[WorkerInfo, Any]:
-        """Call all owners, and pass each the changed options of its groups."""
+    def _with_changes(self, what: str, method: str, *args: Any) -> dict[WorkerInfo, Any]:
+        """Call a method of all shares, and pass each the changed options of its groups, if there are any."""
+        if all(map(_is_known, self._known, self.param_groups)):
+            return self._on_all(what, lambda share: method_call(share.local, method, *args))
         now = [_copy(_options(group)) for group in self.param_groups]
         with self._lock:
             changes = [_difference(known, options) for known, options in zip(self._known, now, strict=True)]
@@ -168,7 +174,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     known.pop(
                         name, None
                     )  # unknown until all owners have it: if one call fails, only some owners have the change
-        answers = self._on_all(what, lambda share: call(share, [changes[number] for number in share.numbers]))
+        answers = self._on_all(
+            what, lambda share: method_call(share.local, method, *args, [changes[number] for number in share.numbers])
+        )
         with self._lock:
             self._known = now
         return answers
@@ -203,14 +211,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if context_id is not None:
             find_gradients(context_id)  # raises if it was released
             context_id = int(context_id)
-        answers = self._with_changes("the step", lambda share, new: share.local.rpc_async().step(new, context_id))
+        answers = self._with_changes("the step", "step", context_id)
         check_context(context_id, list(answers.values()))
         return result
 
     @graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the ``.grad`` of all parameters. The gradients of a context end with the context."""
-        self._on_all("zero_grad", lambda share: share.local.rpc_async().zero_grad(set_to_none))
+        self._on_all("zero_grad", lambda share: method_call(share.local, "zero_grad", set_to_none))
 
     # State.
 
@@ -221,7 +229,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         The state holds plain data and copies of tensors on the CPU. Save it with ``torch.save`` or
         ``torch.distributed.checkpoint.save``; to load the latter, see ``read_checkpoint``.
         """
-        answers = self._with_changes("state_dict", lambda share, new: share.local.rpc_async().state_dict(new))
+        answers = self._with_changes("state_dict", "state_dict")
         state: dict[int, Any] = {}
         options = [_options(group) for group in self.param_groups]
         for owner, answer in answers.items():
@@ -257,14 +265,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = {str(name): value for name, value in state_dict.get("state", {}).items()}
         options = [_options(group) for group in saved]
 
-        def load(share: _Share) -> Future[Any]:
+        def load(share: _Share) -> OwnerCall:
             part = {place: state[names[whole]] for place, whole in enumerate(share.places) if names[whole] in state}
             groups, used = [], 0
             for number, size in zip(share.numbers, share.sizes, strict=True):
                 groups.append({**options[number], "params": list(range(used, used + size))})
                 used += size
-            loading: Future[Any] = share.local.rpc_async().load_state_dict({"state": part, "param_groups": groups})
-            return loading
+            return method_call(share.local, "load_state_dict", {"state": part, "param_groups": groups})
 
         self._on_all("load_state_dict", load)
         for number, group in enumerate(self.param_groups):
@@ -302,6 +309,13 @@ def _split(params: Any) -> list[Group]:
         rrefs = group["params"]
         groups.append((_options(group), check_rrefs([rrefs] if isinstance(rrefs, RRef) else rrefs)))
     return groups
+
+
+def _is_known(known: Options, group: Mapping[str, Any]) -> bool:
+    """Whether an owner that knows these options knows those of a group. False is right in any case."""
+    if len(known) != len(group) - 1:  # the parameters
+        return False
+    return all([known.get(name, group) is value for name, value in group.items() if name != "params"])
 
 
 def _options(group: Mapping[str, Any]) -> Options:

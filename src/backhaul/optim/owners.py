@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from backhaul._autograd.api import find_gradients
-from backhaul._rpc.api import rpc_async
+from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._types import WorkerInfo
 from backhaul.errors import UnknownContextError
 
 T = TypeVar("T")
+
+OwnerCall = Callable[[bool], Any | Future[Any]]
+"""Makes a call to an owner. It waits for the result if its argument is true, and returns a future if not."""
 
 Answers = list[tuple[list[int], Any]]
 """For each owner: the indices of its parameters among all parameters, and its reply."""
@@ -35,9 +40,9 @@ class Listed:
         """Run ``function(parameters, *args)`` on each owner."""
         places = by_owner(self._rrefs)
 
-        def call(owner: WorkerInfo) -> Callable[[], Future[Any]]:
+        def call(owner: WorkerInfo) -> OwnerCall:
             own = [self._rrefs[place] for place in places[owner]]
-            return lambda: rpc_async(owner, apply, args=(function, own, *args))
+            return function_call(owner, apply, function, own, *args)
 
         answers = ask_all({owner: call(owner) for owner in places}, what)
         return [(places[owner], answer) for owner, answer in answers.items()]
@@ -67,38 +72,61 @@ def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[int]]:
     return places
 
 
+def function_call(owner: WorkerInfo, function: Callable[..., Any], *args: Any) -> OwnerCall:
+    """A call of a function on an owner."""
+    return lambda wait: (rpc_sync if wait else rpc_async)(owner, function, args)
+
+
+def method_call(value: RRef[Any], method: str, *args: Any) -> OwnerCall:
+    """A call of a method of a value on its owner."""
+    return lambda wait: (value._call_and_wait if wait else value._call)(method, args, None, None)
+
+
 def ask_all(
-    calls: Mapping[WorkerInfo, Callable[[], Future[T]]],
+    calls: Mapping[WorkerInfo, OwnerCall],
     what: str,
-    finish: Mapping[WorkerInfo, Callable[[T], None]] | None = None,
-) -> dict[WorkerInfo, T]:
-    """Start all calls, wait until each has ended, and return the results by owner.
+    finish: Mapping[WorkerInfo, Callable[[Any], None]] | None = None,
+) -> dict[WorkerInfo, Any]:
+    """Make all calls at once, wait until each has ended, and return the results by owner. No call is part of a graph.
 
     Args:
-        calls: The function that starts the call, by owner.
+        calls: The function that makes the call, by owner.
         what: What the calls do, for errors.
         finish: Functions that take the results, also if other owners fail.
 
     Raises:
         Exception: The error of the first owner that failed. Its notes name that owner and all others that failed.
     """
-    started: dict[WorkerInfo, Future[T]] = {}
+    started: dict[WorkerInfo, Future[Any]] = {}
     errors: dict[WorkerInfo, Exception] = {}
-    results: dict[WorkerInfo, T] = {}
-    for owner, call in calls.items():
-        try:
-            started[owner] = call()
-        except Exception as error:
-            errors[owner] = error
+    results: dict[WorkerInfo, Any] = {}
+    last = list(calls)[-1] if calls else None
+    graph = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    try:
+        for owner, call in calls.items():
+            try:
+                if owner is last:  # this thread waits for one of them itself: that takes half the time
+                    results[owner] = call(True)
+                else:
+                    started[owner] = call(False)
+            except Exception as error:
+                errors[owner] = error
+    finally:
+        torch.set_grad_enabled(graph)
     for owner, future in started.items():
         try:
             results[owner] = future.wait()
-            if finish is not None:
-                finish[owner](results[owner])
         except Exception as error:
             errors[owner] = error
+    if finish is not None:
+        for owner, result in results.items():
+            try:
+                finish[owner](result)
+            except Exception as error:
+                errors[owner] = error
     if errors:
-        raise _one_of(errors, what, len(calls))
+        raise _one_of({owner: errors[owner] for owner in calls if owner in errors}, what, len(calls))
     return results
 
 

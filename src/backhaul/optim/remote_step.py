@@ -10,10 +10,12 @@ and each of its operations on a remote parameter runs on the owner.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +24,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import remote_parameter
-from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.module_gradients import Asked, send_changes
-from backhaul._remote_tensors.on_owner import TensorForm
+from backhaul._remote_tensors.addresses import Address, Message, own_call
+from backhaul._remote_tensors.module_gradients import Asked, ModuleGradients, send_changes
+from backhaul._remote_tensors.on_owner import Gradients, TensorForm
 from backhaul._remote_tensors.remote_parameter import RemoteParameter, hidden
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
-from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.worker_patches import while_workers_run
 from backhaul._types import WorkerInfo
+from backhaul._wire.callables import name_of
+from backhaul._worker.worker import Worker
 from backhaul.optim.nested_state import is_same, map_leaves, snapshot
 from backhaul.optim.owners import ask_all
 from backhaul.optim.step_on_owner import (
@@ -39,7 +42,6 @@ from backhaul.optim.step_on_owner import (
     Maker,
     Options,
     OwnedOptimizer,
-    OwnerStep,
     Setup,
     Stepped,
     set_up_owned,
@@ -50,22 +52,7 @@ from backhaul.optim.whole_steps import is_whole, torch_class
 _SCALING = ("grad_scale", "found_inf")
 """What ``torch.amp.GradScaler`` gives to optimizers that unscale gradients themselves."""
 
-
-class _OwnerShare:
-    """What one owner steps for an optimizer.
-
-    Attributes:
-        optimizer: A reference to the optimizer there; None before the first step.
-        groups: The groups with parameters there, by index, that it has.
-        mirror: The state that it has, as the driver's optimizer shows it, by the number of the parameter.
-        attributes: The attributes of the optimizer there that came from here.
-    """
-
-    def __init__(self) -> None:
-        self.optimizer: RRef[OwnedOptimizer] | None = None
-        self.groups: dict[int, list[RemoteParameter]] = {}
-        self.mirror: dict[int, Any] = {}
-        self.attributes: dict[str, Any] = {}
+STEP = name_of(step_owned) or ""
 
 
 class RemoteSteps:
@@ -76,53 +63,61 @@ class RemoteSteps:
         self._shares: dict[WorkerInfo, _OwnerShare] = {}
         self._numbers: dict[RemoteParameter, int] = {}
         self._unused = itertools.count()
+        self._listed: list[list[Any]] = []  # the parameters of each group
         self._options: list[Options] = []
-        self.attributes: dict[str, Any] = {}
+        self._has_plain_options = True
+        self._attributes: dict[str, Any] = {}
 
     def note_options(self) -> None:
         """Keep options and attributes as they are now: owners step with these, and torch's own step may change them."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        self.attributes = {
+        self._attributes = {
             name: value
             for name, value in optimizer.__dict__.items()
-            if name.startswith("_") and isinstance(value, bool | int | float | None)
+            if name[0] == "_" and (value is None or isinstance(value, (bool, int, float)))
         }
-        self._options = [
-            {name: _copied(value) for name, value in group.items() if name not in ("params", "param_names")}
-            for group in optimizer.param_groups
-        ]
+        self._options, self._has_plain_options = [], True
+        for group in optimizer.param_groups:
+            options = dict(group)
+            del options["params"]
+            options.pop("param_names", None)
+            for name, value in options.items():
+                if type(value) not in _PLAIN:
+                    self._has_plain_options &= type(value) is tuple and _PLAIN.issuperset(map(type, value))
+                    options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self._options.append(options)
 
     def step(self) -> None:
         """Step on all owners at once."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        by_owner: dict[WorkerInfo, dict[int, list[RemoteParameter]]] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if isinstance(parameter, RemoteParameter):
-                    owner = parameter._address.container.owner()
-                    by_owner.setdefault(owner, {}).setdefault(number, []).append(parameter)
-        self._forget_all_except(by_owner)
-        for worker in {each._gradients.worker for groups in by_owner.values() for each in _all(groups)}:
+        self._share_out(optimizer)
+        shares = self._shares
+        for worker in {share.worker for share in shares.values()}:
             send_changes(worker)
-        steps = {owner: _OwnerStep(self, optimizer, owner, groups) for owner, groups in by_owner.items()}
-        new = {owner: each for owner, each in steps.items() if each.needs_setup()}
         failed: Exception | None = None
+        new = {owner: share for owner, share in shares.items() if not share.is_ready(optimizer)}
+        if new:
+            try:
+                ask_all(
+                    {owner: functools.partial(share.set_up, optimizer, self._options) for owner, share in new.items()},
+                    "the step",
+                    {owner: share.is_set_up for owner, share in new.items()},
+                )
+            except Exception as error:
+                failed = error  # the other owners step
+        ready = {owner: share for owner, share in shares.items() if share.ready}
         try:
             ask_all(
-                {owner: each.set_up for owner, each in new.items()},
+                {
+                    owner: functools.partial(
+                        share.start, optimizer, self._options, self._attributes, self._has_plain_options
+                    )
+                    for owner, share in ready.items()
+                },
                 "the step",
-                {owner: each.is_set_up for owner, each in new.items()},
-            )
-        except Exception as error:
-            failed = error  # the other owners step
-        ready = {owner: each for owner, each in steps.items() if each.ready}
-        try:
-            ask_all(
-                {owner: each.start for owner, each in ready.items()},
-                "the step",
-                {owner: each.finish for owner, each in ready.items()},
+                {owner: functools.partial(share.finish, optimizer) for owner, share in ready.items()},
             )
         except Exception as error:
             if failed is None:
@@ -132,132 +127,176 @@ class RemoteSteps:
         if failed is not None:
             raise failed
 
-    def _forget_all_except(self, owners: Container[WorkerInfo]) -> None:
-        """Forget owners none of whose parameters is left, so that they can free their share."""
-        if all(owner in owners for owner in self._shares):
+    def _share_out(self, optimizer: Optimizer) -> None:
+        """Give each owner its parameters, unless they are those of the last step."""
+        listed = [group["params"] for group in optimizer.param_groups]
+        if len(listed) == len(self._listed) and all(map(_are_same, listed, self._listed)):
             return
-        self._shares = {owner: share for owner, share in self._shares.items() if owner in owners}
-        self._numbers = {
-            parameter: number
-            for parameter, number in self._numbers.items()
-            if parameter._address.container.owner() in owners
-        }
+        self._listed = [list(each) for each in listed]
+        by_owner: dict[WorkerInfo, dict[int, list[RemoteParameter]]] = {}
+        for number, group in enumerate(listed):
+            for parameter in group:
+                if isinstance(parameter, RemoteParameter):
+                    owner = parameter._address.container.owner()
+                    by_owner.setdefault(owner, {}).setdefault(number, []).append(parameter)
+        if any(owner not in by_owner for owner in self._shares):  # they can free their shares
+            self._shares = {owner: share for owner, share in self._shares.items() if owner in by_owner}
+            self._numbers = {
+                parameter: number
+                for parameter, number in self._numbers.items()
+                if parameter._address.container.owner() in by_owner
+            }
+        for owner, groups in by_owner.items():
+            share = self._shares.get(owner)
+            if share is None:
+                share = self._shares[owner] = _OwnerShare(owner.id)
+            parameters = {self._number(each): each for group in groups.values() for each in group}
+            share.take(groups, parameters)
 
-    def share(self, owner: WorkerInfo) -> _OwnerShare:
-        """What an owner steps."""
-        return self._shares.setdefault(owner, _OwnerShare())
-
-    def options(self, group: int) -> Options:
-        """The options of a group for the present step."""
-        return self._options[group]
-
-    def number(self, parameter: RemoteParameter) -> int:
+    def _number(self, parameter: RemoteParameter) -> int:
         """The number by which owners know a parameter."""
         if parameter not in self._numbers:
             self._numbers[parameter] = next(self._unused)
         return self._numbers[parameter]
 
 
-def _all(groups: dict[int, list[RemoteParameter]]) -> list[RemoteParameter]:
-    return [parameter for group in groups.values() for parameter in group]
+def _are_same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+"""The types of options that cannot change in place."""
 
 
-class _OwnerStep:
-    """One step on one owner."""
+def _label(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__name__}.step"
 
-    def __init__(
-        self, steps: RemoteSteps, optimizer: Optimizer, owner: WorkerInfo, groups: dict[int, list[RemoteParameter]]
-    ) -> None:
-        self._share = steps.share(owner)
-        self._optimizer = optimizer
-        self._owner = owner.id
-        self._groups = groups
-        self._parameters = {steps.number(parameter): parameter for parameter in _all(groups)}
-        self._options = [steps.options(number) for number in groups]
-        self._attributes = steps.attributes
-        self._modules = list(dict.fromkeys(parameter._gradients for parameter in self._parameters.values()))
-        self._changed: dict[int, Any] = {}
+
+class _OwnerShare:
+    """What one owner steps for an optimizer.
+
+    Attributes:
+        ready: Whether the owner has taken over the parameters and the state.
+        worker: The driver.
+    """
+
+    worker: Worker
+
+    def __init__(self, owner: int) -> None:
         self.ready = False
+        self._owner = owner
+        self._reference: RRef[OwnedOptimizer] | None = None  # to the optimizer there; None before the first step
+        self._groups: dict[int, list[RemoteParameter]] = {}  # the groups with parameters there, by index
+        self._laid_out = False  # whether the owner has these groups
+        self._parameters: dict[int, RemoteParameter] = {}  # by number
+        self._modules: list[ModuleGradients] = []
+        self._mirror: dict[int, Any] = {}  # the state that it has, as it is shown here, by the number of the parameter
+        self._changed: dict[int, Any] = {}  # state that it does not have
+        self._options: list[Options] | None = None  # those that it has; None: nobody knows
+        self._sent: list[Options] = []
+        self._attributes: dict[str, Any] = {}  # those of the optimizer there that came from here
+        self._new_attributes: dict[str, Any] = {}
+        self._told: list[Gradients] = []  # the gradients that it has told of
+        self._again = False  # whether it has to tell again all that it has told
         self._asked: list[Asked] = []
 
-    def needs_setup(self) -> bool:
-        """Whether parameters, groups or state have changed here since the last step."""
-        self._changed = self._changed_state()
-        self.ready = not self._changed and self._has_groups()
-        return not self.ready
-
-    def _has_groups(self) -> bool:
-        groups = self._share.groups
-        return list(groups) == list(self._groups) and all(
-            len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
-            for old, new in zip(groups.values(), self._groups.values(), strict=True)
+    def take(self, groups: dict[int, list[RemoteParameter]], parameters: dict[int, RemoteParameter]) -> None:
+        """Set the parameters there, by group and by number."""
+        self._laid_out = (
+            self._laid_out
+            and list(groups) == list(self._groups)
+            and all(map(_are_same, groups.values(), self._groups.values()))
         )
+        self._groups, self._parameters = groups, parameters
+        self._modules = list(dict.fromkeys(parameter._gradients for parameter in parameters.values()))
+        self.worker = self._modules[0].worker
 
-    def set_up(self) -> Future[RRef[OwnedOptimizer] | None]:
-        """Send what has changed."""
-        message, share = self._message(), self._share
+    def is_ready(self, optimizer: Optimizer) -> bool:
+        """Whether parameters, groups and state are the same as after the last step."""
+        self._changed = self._changed_state(optimizer)
+        self.ready = self._laid_out and not self._changed
+        return self.ready
+
+    def set_up(self, optimizer: Optimizer, options: Sequence[Options], wait: bool) -> Any:
+        """Send what has changed; see ``OwnerCall``."""
+        message = Message(self._owner)
+        for module in self._modules:  # first, so that places name them by these numbers
+            message.number(module.container)
         layout: Layout | None = None
-        if not self._has_groups():
+        if not self._laid_out:
             numbers = {id(parameter): number for number, parameter in self._parameters.items()}
             layout = [
                 [(numbers[id(each)], message.place(each._address)) for each in group] for group in self._groups.values()
             ]
-        setup = Setup(layout, self._options, self._in_message(self._changed, message))
-        if share.optimizer is None:
-            kind = torch_class(type(self._optimizer))
+        self._sent = [options[number] for number in self._groups]
+        setup = Setup(layout, self._sent, self._in_message(self._changed, message), len(self._modules))
+        if self._reference is None:
+            kind = torch_class(type(optimizer))
             assert kind is not None
-            which: int | Maker = Maker(kind, self._optimizer.defaults)
+            which: int | Maker = Maker(kind, optimizer.defaults)
         else:
-            which = message.number(share.optimizer)
-        return message.send(self._modules[0].container, set_up_owned, which, setup, label=self._label())
+            which = message.number(self._reference)
+        send = message.send_and_wait if wait else message.send
+        return send(self._modules[0].container, set_up_owned, which, setup, label=_label(optimizer))
 
     def is_set_up(self, made: RRef[OwnedOptimizer] | None) -> None:
         """The owner has taken it over."""
-        self.ready = True
-        share = self._share
-        share.optimizer = share.optimizer or made
-        share.groups = {number: list(group) for number, group in self._groups.items()}
+        self.ready = self._laid_out = True
+        self._reference = self._reference or made
+        self._options = self._sent
+        self._told = []
         for number, state in self._changed.items():
             if state is None:
-                share.mirror.pop(number, None)
+                self._mirror.pop(number, None)
             else:
-                share.mirror[number] = snapshot(state)
+                self._mirror[number] = snapshot(state)
 
-    def start(self) -> Future[Stepped]:
-        """Let the owner step."""
-        message, share = self._message(), self._share
-        assert share.optimizer is not None
-        scaling = {name: self._optimizer.__dict__[name] for name in _SCALING if name in self._optimizer.__dict__}
-        attributes = {
-            name: value
-            for name, value in self._attributes.items()
-            if name not in share.attributes or share.attributes[name] != value
-        }
-        step = OwnerStep(self._options, attributes, scaling, len(self._modules))
+    def start(
+        self, optimizer: Optimizer, options: Sequence[Options], attributes: dict[str, Any], plain: bool, wait: bool
+    ) -> Any:
+        """Let the owner step; see ``OwnerCall``. ``plain``: options are equal only if they are the same."""
+        reference, again = self._reference, self._again
+        assert reference is not None
+        self._sent = sent = [options[number] for number in self._groups]
+        known, self._options, self._again = self._options, None, True  # until the owner has stepped
+        new = None if plain and sent == known else sent
+        own = self._attributes
+        self._new_attributes = (
+            {}
+            if own == attributes
+            else {name: value for name, value in attributes.items() if name not in own or own[name] != value}
+        )
         self._asked = [module.asked_now() for module in self._modules]
-        via, which = self._modules[0].container, message.number(share.optimizer)
-        return message.send(via, step_owned, which, step, label=self._label())
+        scaling = {name: optimizer.__dict__[name] for name in _SCALING if name in optimizer.__dict__}
+        arguments = again, new, self._new_attributes or None, scaling or None
+        with own_call():
+            ask = reference._call_and_wait if wait else reference._call
+            return ask(STEP, arguments, None, None, label=_label(optimizer))
 
-    def _message(self) -> Message:
-        """A message that names the modules first, always in the same order."""
-        message = Message(self._owner)
-        for module in self._modules:
-            message.number(module.container)
-        return message
+    def finish(self, optimizer: Optimizer, stepped: Stepped) -> None:
+        """The owner has stepped."""
+        described, gradients = stepped
+        self._again, self._options = False, self._sent
+        self._attributes.update(self._new_attributes)
+        for number, found in (described or {}).items():
+            parameter = self._parameters.get(number)
+            if parameter is not None:
+                state = self._shown(number, found)
+                optimizer.state[parameter] = state
+                self._mirror[number] = snapshot(state)
+        if gradients is not None:
+            self._told = gradients
+        for module, each, asked in zip(self._modules, self._told, self._asked, strict=True):
+            module.learn(list(each), asked)
 
-    def _label(self) -> str:
-        return f"{type(self._optimizer).__name__}.step"
-
-    def _changed_state(self) -> dict[int, Any]:
+    def _changed_state(self, optimizer: Optimizer) -> dict[int, Any]:
         """State that is not what the owner has: it was loaded or changed here. None: it was deleted."""
         changed: dict[int, Any] = {}
+        if not (optimizer.state or self._mirror):
+            return changed
         for number, parameter in self._parameters.items():
-            mirror = self._share.mirror.get(number)
-            state = self._optimizer.state.get(parameter) or None
+            mirror = self._mirror.get(number)
+            state = optimizer.state.get(parameter) or None
             if state is None and mirror is None:
                 continue
             if state is None or mirror is None or not is_same(mirror, state):
@@ -280,21 +319,8 @@ class _OwnerStep:
 
         return {number: tree_map(send, state) for number, state in changed.items()}
 
-    def finish(self, stepped: Stepped) -> None:
-        """The owner has stepped."""
-        described, gradients = stepped
-        share = self._share
-        share.attributes.update(self._attributes)
-        for number, parameter in self._parameters.items():
-            if number in described:
-                state = self._shown(number, described[number])
-                self._optimizer.state[parameter] = state
-                share.mirror[number] = snapshot(state)
-        for module, found, asked in zip(self._modules, gradients, self._asked, strict=True):
-            module.learn(found, asked)
-
     def _shown(self, number: int, described: Any) -> Any:
-        container = self._share.optimizer
+        container = self._reference
         assert container is not None
 
         def show(path: tuple[Any, ...], value: Any) -> Any:
@@ -323,7 +349,7 @@ def _arrange(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @graph_break
 def _arrange_owners(optimizer: Optimizer) -> None:
-    if not any(isinstance(each, RemoteParameter) for group in optimizer.param_groups for each in group["params"]):
+    if not any(RemoteParameter in map(type, group["params"]) for group in optimizer.param_groups):
         return
     if optimizer not in _shows_values:
         _shows_values.add(optimizer)
@@ -338,8 +364,10 @@ def _arrange_owners(optimizer: Optimizer) -> None:
         count_own_handle()
         optimizer.register_step_post_hook(_after)
     # Hooks of the user see gradients before the step, and new values after it.
-    _move(optimizer._optimizer_step_pre_hooks, _before, last=True)
-    _move(optimizer._optimizer_step_post_hooks, _after, last=False)
+    if len(optimizer._optimizer_step_pre_hooks) > 1:
+        _move(optimizer._optimizer_step_pre_hooks, _before, last=True)
+    if len(optimizer._optimizer_step_post_hooks) > 1:
+        _move(optimizer._optimizer_step_post_hooks, _after, last=False)
 
 
 def _move(hooks: Any, hook: Callable[..., Any], *, last: bool) -> None:

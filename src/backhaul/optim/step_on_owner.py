@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from backhaul._remote_tensors.addresses import Place
-from backhaul._remote_tensors.on_owner import Containers, Gradients, TensorForm, gradients_of
+from backhaul._remote_tensors.on_owner import Containers, Gradients, TensorForm, are_gradients, gradients_of
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul.optim.gradients import one_at_a_time
@@ -43,32 +46,17 @@ class Setup:
         layout: The parameters of each group that has some here; None: as before.
         options: The options of these groups.
         state: State that the driver has set, by the number of the parameter; None: it has deleted the state.
+        modules: How many of the first containers of the message are modules.
     """
 
     layout: Layout | None
     options: list[Options]
     state: Mapping[int, Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OwnerStep:
-    """What a step needs from the driver.
-
-    Attributes:
-        options: The options of the groups that have parameters here.
-        attributes: Attributes of the optimizer that are new or have changed.
-        scaling: Tensors of a ``GradScaler``, for optimizers that unscale gradients themselves.
-        modules: How many of the first containers are modules.
-    """
-
-    options: list[Options]
-    attributes: Mapping[str, Any]
-    scaling: Mapping[str, torch.Tensor]
     modules: int
 
 
-Stepped = tuple[dict[int, Any], list[Gradients]]
-"""New descriptions of state by the number of the parameter, and the modules' gradients."""
+Stepped = tuple[dict[int, Any] | None, list[Gradients] | None]
+"""New descriptions of state by the number of the parameter, and the modules' gradients; None: as the driver knows."""
 
 
 class OwnedOptimizer:
@@ -79,7 +67,10 @@ class OwnedOptimizer:
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: dict[int, torch.Tensor] = {}
         self._places: dict[int, Place] = {}
+        self._modules: list[weakref.ref[nn.Module]] = []  # weak: the driver's references keep them
         self._described: dict[int, Any] = {}
+        self._seen: dict[int, tuple[Any, ...]] = {}  # the state that was described; torch changes tensors in place
+        self._told: list[Gradients] | None = None  # the gradients that the driver knows of
 
     def find(self, key: tuple[int, tuple[Any, ...]]) -> torch.Tensor:
         """A tensor of the state."""
@@ -94,23 +85,51 @@ class OwnedOptimizer:
         """Take over parameters, options and state."""
         if setup.layout is not None:
             self._lay_out(setup.layout, setup.options, containers)
-        optimizer = self._current(containers)
-        _set_options(optimizer, setup.options)
+            self._modules = [weakref.ref(module) for module in containers.values[: setup.modules]]
+        self._told = None
+        assert self._optimizer is not None
+        self._follow(self._list_parameters())
+        _set_options(self._optimizer, setup.options)
         for number, state in setup.state.items():
-            self._set_state(optimizer, number, None if state is None else containers.find_all(state))
+            self._set_state(self._optimizer, number, None if state is None else containers.find_all(state))
 
-    def step(self, step: OwnerStep, containers: Containers) -> dict[int, Any]:
-        """Step. Returns what has changed in the form of the state."""
-        optimizer = self._current(containers)
-        _set_options(optimizer, step.options)
-        optimizer.__dict__.update(step.attributes)
-        optimizer.__dict__.update(step.scaling)
+    def step(
+        self, options: list[Options] | None, attributes: Mapping[str, Any] | None, scaling: Mapping[str, Any] | None
+    ) -> Stepped:
+        """Step. Returns what has changed in the form of the state, and of the gradients."""
+        optimizer, parameters = self._optimizer, self._list_parameters()
+        assert optimizer is not None
+        self._follow(parameters)
+        if options is not None:
+            _set_options(optimizer, options)
+        if attributes is not None:
+            optimizer.__dict__.update(attributes)
+        if scaling is not None:
+            optimizer.__dict__.update(scaling)
         try:
             optimizer.step()
         finally:
-            for name in step.scaling:
+            for name in scaling or ():
                 del optimizer.__dict__[name]
-        return self._new_descriptions(optimizer)
+        return self._new_descriptions(optimizer) or None, self._new_gradients(parameters)
+
+    def forget_told(self) -> None:
+        """The driver does not know what the last steps have returned."""
+        self._described.clear()
+        self._seen.clear()
+        self._told = None
+
+    def _list_parameters(self) -> list[list[torch.Tensor]]:
+        """The parameters of each module, as they are now."""
+        modules = [each() for each in self._modules]
+        return [[] if module is None else list(module.parameters()) for module in modules]
+
+    def _new_gradients(self, parameters: Sequence[Sequence[torch.Tensor]]) -> list[Gradients] | None:
+        told = self._told
+        if told is not None and all(map(are_gradients, told, parameters)):
+            return None
+        self._told = [gradients_of(each) for each in parameters]
+        return self._told
 
     def _lay_out(self, layout: Layout, options: list[Options], containers: Containers) -> None:
         groups = [[(number, containers.parameter(place)) for number, place in group] for group in layout]
@@ -125,16 +144,14 @@ class OwnedOptimizer:
         else:
             self._optimizer.param_groups[:] = param_groups
 
-    def _current(self, containers: Containers) -> torch.optim.Optimizer:
-        assert self._optimizer is not None
-        self._follow(self._optimizer, containers)
-        return self._optimizer
-
-    def _follow(self, optimizer: torch.optim.Optimizer, containers: Containers) -> None:
+    def _follow(self, listed: Sequence[Sequence[torch.Tensor]]) -> None:
         """Take over parameters that have replaced others, as ``load_state_dict(assign=True)`` does."""
+        optimizer = self._optimizer
+        assert optimizer is not None
         for number, place in self._places.items():
-            old, new = self._parameters[number], containers.parameter(place)
-            if new is not old:
+            parameters = listed[place.container]
+            old, new = self._parameters[number], parameters[place.key] if parameters else None
+            if new is not old and new is not None:
                 self._parameters[number] = new
                 for group in optimizer.param_groups:
                     group["params"] = [new if each is old else each for each in group["params"]]
@@ -149,6 +166,7 @@ class OwnedOptimizer:
     def _set_state(self, optimizer: torch.optim.Optimizer, number: int, state: Any) -> None:
         parameter = self._parameters[number]
         self._described.pop(number, None)
+        self._seen.pop(number, None)
         if state is None:
             optimizer.state.pop(parameter, None)
             return
@@ -166,16 +184,21 @@ class OwnedOptimizer:
         optimizer.state[parameter] = map_leaves(lambda _, value: move(value), state)
 
     def _new_descriptions(self, optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-        found = {}
+        found: dict[int, Any] = {}
+        if not optimizer.state:
+            return found
         for number, parameter in self._parameters.items():
-            if parameter not in optimizer.state:
+            state = optimizer.state.get(parameter)
+            if state is None:
                 continue
-            now = map_leaves(
-                lambda _, value: TensorForm.of(value) if isinstance(value, torch.Tensor) else value,
-                optimizer.state[parameter],
-            )
+            values, seen = tuple(state.values()), self._seen.get(number, ())
+            if values and len(values) == len(seen) and all(map(operator.is_, values, seen)):
+                continue
+            now = map_leaves(lambda _, value: TensorForm.of(value) if isinstance(value, torch.Tensor) else value, state)
             if number not in self._described or self._described[number] != now:
                 self._described[number] = found[number] = now
+            if not any(isinstance(value, (dict, list, tuple)) for value in values):
+                self._seen[number] = values
         return found
 
 
@@ -196,9 +219,23 @@ def set_up_owned(named: Sequence[Named], share: int | Maker, setup: Setup) -> RR
     return RRef(owned) if isinstance(share, Maker) else None
 
 
-def step_owned(named: Sequence[Named], share: int, step: OwnerStep) -> Stepped:
-    """Step. ``share``: the container that is the share."""
-    containers = Containers(named)
+def step_owned(
+    owned: OwnedOptimizer,
+    again: bool,
+    options: list[Options] | None,
+    attributes: Mapping[str, Any] | None,
+    scaling: Mapping[str, torch.Tensor] | None,
+) -> Stepped:
+    """Step.
+
+    Args:
+        owned: The share.
+        again: Whether the driver does not know what the last steps have returned.
+        options: The options of the groups that have parameters here; None: as before.
+        attributes: Attributes of the optimizer that are new or have changed, if any.
+        scaling: Tensors of a ``GradScaler``, for optimizers that unscale gradients themselves.
+    """
     with one_at_a_time():
-        described = containers.values[share].step(step, containers)
-        return described, [gradients_of(module) for module in containers.values[: step.modules]]
+        if again:
+            owned.forget_told()
+        return owned.step(options, attributes, scaling)

@@ -17,14 +17,21 @@ from torch.optim.optimizer import Optimizer
 def is_whole(optimizer: Optimizer) -> bool:
     """Whether owners make the steps of an optimizer as a whole. If not, its operations run on owners one by one."""
     found = torch_class(type(optimizer))
-    return found is not None and not any(
-        name.startswith("_") and callable(getattr(found, name, None)) for name in optimizer.__dict__
-    )
+    return found is not None and _private_methods(found).isdisjoint(optimizer.__dict__)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _private_methods(kind: type[Optimizer]) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if name.startswith("_") and callable(getattr(kind, name, None)))
 
 
 def torch_class(kind: type[Optimizer]) -> type[Optimizer] | None:
     """The class of torch whose ``step`` an optimizer of class ``kind`` makes; None if the step is not only torch's."""
-    step = kind.step
+    return _find_torch_class(kind, kind.step)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(256)
+def _find_torch_class(kind: type[Optimizer], step: Callable[..., Any]) -> type[Optimizer] | None:
     if not _is_torchs(step) or _needs_closure(step):
         return None
     found = next(each for each in kind.__mro__ if each.__module__.startswith("torch.optim."))
