@@ -1,32 +1,12 @@
 // The functions that Python calls. Each does what its twin in Python does, or returns None: "not mine".
+#include "autograd.h"
 #include "frames.h"
 #include "graph.h"
+#include "guarded.h"
 #include "values.h"
 
 namespace backhaul {
 namespace {
-
-// Calls `work`, which returns a new reference, with C++ exceptions turned into what Python expects.
-template <class Work>
-PyObject* guarded(Work work) {
-  try {
-    return work();
-  } catch (const NotMine&) {
-    Py_RETURN_NONE;
-  } catch (const PythonError&) {
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-bool expect(Py_ssize_t given, Py_ssize_t expected) {
-  if (given == expected) return true;
-  PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, given);
-  return false;
-}
 
 // A payload that has arrived, as an object of Python's.
 struct IncomingPayload {
@@ -83,15 +63,15 @@ PyObject* set_callbacks(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   Py_RETURN_NONE;
 }
 
-// encode(values, main_shared) -> (payload, buffers, tensors, parcels)
+// encode(values, main_shared, apart) -> (payload, buffers, tensors, parcels)
 PyObject* encode(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 2)) return nullptr;
+  if (!expect(count, 3)) return nullptr;
   return guarded([&]() -> PyObject* {
     PyObject* values = arguments[0];
     if (!PyTuple_CheckExact(values) && !PyList_CheckExact(values)) throw NotMine();
     const auto size = static_cast<size_t>(PySequence_Fast_GET_SIZE(values));
     const Object parcels(PyList_New(0));
-    ValueWriter writer(arguments[1] == Py_True, parcels.get());
+    ValueWriter writer(arguments[1] == Py_True, arguments[2] == Py_True, parcels.get());
     const std::string payload = writer.write(PySequence_Fast_ITEMS(values), size);
     const Object bytes(PyBytes_FromStringAndSize(payload.data(), static_cast<Py_ssize_t>(payload.size())));
     const Object buffers = writer.buffers(), tensors = writer.tensors();
@@ -155,11 +135,6 @@ PyObject* record(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
-template <class Function>
-PyCFunction fast(Function function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
-}
-
 PyMethodDef functions[] = {
     {"set_callbacks", fast(set_callbacks), METH_FASTCALL, nullptr},
     {"encode", fast(encode), METH_FASTCALL, nullptr},
@@ -181,5 +156,6 @@ PyMODINIT_FUNC PyInit_backhaul_core() {
   using namespace backhaul;
   if (PyType_Ready(&TensorMemory::type) || PyType_Ready(&IncomingPayload::type)) return nullptr;
   ordinary_keys();
-  return PyModule_Create(&definition);
+  Object module(PyModule_Create(&definition));
+  return add_autograd(module.get()) ? module.release() : nullptr;
 }

@@ -51,7 +51,9 @@ inline bool write_scalar(Writer& out, PyObject* value) {
 // Encodes the values of one message.
 class ValueWriter {
  public:
-  ValueWriter(bool main_shared, PyObject* parcels) : main_shared_(main_shared), parcels_(parcels) {}
+  // `apart`: whether each tensor arrives as one of its own, also if it comes twice or shares memory with another.
+  ValueWriter(bool main_shared, bool apart, PyObject* parcels)
+      : main_shared_(main_shared), apart_(apart), parcels_(parcels) {}
 
   // The payload. Throws `NotMine` for values that Python has to encode.
   std::string write(PyObject* const* values, size_t count) {
@@ -108,7 +110,7 @@ class ValueWriter {
   size_t index_of(PyObject* tensor) {
     PyObject** attributes = _PyObject_GetDictPtr(tensor);
     if (attributes && *attributes && PyDict_GET_SIZE(*attributes)) throw NotMine();
-    const auto found = std::find(tensors_.begin(), tensors_.end(), tensor);
+    const auto found = apart_ ? tensors_.end() : std::find(tensors_.begin(), tensors_.end(), tensor);
     const size_t index = static_cast<size_t>(found - tensors_.begin());
     if (found == tensors_.end()) tensors_.push_back(tensor);
     return index;
@@ -117,7 +119,7 @@ class ValueWriter {
   void write_table(Writer& out) {
     Writer records;
     for (PyObject* tensor : tensors_) spans_.push_back(write_tensor(records, THPVariable_Unpack(tensor)));
-    if (overlap(spans_)) throw NotMine();
+    if (!apart_ && overlap(spans_)) throw NotMine();
     out.array(4);
     out.array(0);
     out.array(0);
@@ -176,7 +178,7 @@ class ValueWriter {
     if (!seen_.insert(value).second) throw NotMine();
   }
 
-  const bool main_shared_;
+  const bool main_shared_, apart_;
   PyObject* const parcels_;
   std::vector<PyObject*> tensors_;  // borrowed: the values, or `kept_`, keep them
   std::vector<Outgoing> spans_;
