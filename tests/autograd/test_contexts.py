@@ -23,7 +23,7 @@ from backhaul._autograd.backward.engine import Engine
 from backhaul._autograd.container import Container
 from backhaul._autograd.forward.recording import ForwardRecorder, current_scope
 from backhaul._autograd.ids import ContextId, MessageId, split
-from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, Release
+from backhaul._autograd.messages import Abort, AutogradKind, Gradients, PassSpec, Release
 from backhaul._transport.inproc import InprocChannel
 from backhaul._wire.codec import encode
 from backhaul._wire.frames import Frame
@@ -515,7 +515,7 @@ def test_other_messages_of_a_released_context() -> None:
         channel = engine_of(workers[0]).client.peers.find("worker1").channel
         spec = PassSpec(ContextId(int(ctx)), 0, 99)
         encoded = encode([torch.ones(1)], names=["gradient"])
-        gradient = Gradients(spec, [Gradient(MessageId(5), encoded.payload, 1)])
+        gradient = Gradients(spec, [MessageId(5)], [1], encoded.payload)
         for _ in range(3):
             channel.send(Frame(AutogradKind.GRADIENT, 0, pack(gradient), encoded.buffers, encoded.keep))
             channel.send(Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
@@ -532,7 +532,7 @@ def test_messages_of_what_was_never_there() -> None:
         spec = PassSpec(ContextId(77), 0, 1)
         encoded = encode([torch.ones(1)], names=["gradient"])
         channel.send(Frame(AutogradKind.ABORT, 0, pack(Abort(spec))))
-        gradient = Gradients(spec, [Gradient(MessageId(5), encoded.payload, 1)])
+        gradient = Gradients(spec, [MessageId(5)], [1], encoded.payload)
         channel.send(Frame(AutogradKind.GRADIENT, 0, pack(gradient), encoded.buffers))
         for _ in range(20):
             assert contexts_on("worker1") == 0

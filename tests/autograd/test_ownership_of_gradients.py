@@ -29,6 +29,24 @@ def test_two_leaves_of_one_message_get_a_gradient_each() -> None:
         assert ctx.grads[b].tolist() == [4.0, 4.0]
 
 
+given = {"a": leaf(1.0, 1.0), "b": leaf(1.0, 1.0)}
+
+
+def give(name: str) -> torch.Tensor:
+    return given[name]
+
+
+def test_two_leaves_of_two_messages_get_a_gradient_each() -> None:
+    """The messages are answered together, with one and the same gradient."""
+    for each in given.values():
+        each.grad = None
+    with bh.cluster(2):
+        for step in (1.0, 2.0):
+            a, b = bh.rpc_sync(1, give, args=("a",)), bh.rpc_sync(1, give, args=("b",))
+            ((a + b) * 2).sum().backward()
+            assert [each.grad.tolist() for each in given.values() if each.grad is not None] == [[2 * step] * 2] * 2
+
+
 class FromCache(torch.autograd.Function):
     """A function that returns the same tensor again and again."""
 

@@ -18,11 +18,11 @@ import torch
 
 import backhaul as bh
 from backhaul._autograd.backward.engine import Engine
+from backhaul._autograd.ids import MessageId
 from backhaul._autograd.messages import (
     Abort,
     AutogradKind,
     AutogradNote,
-    Gradient,
     Gradients,
     Know,
     PassSpec,
@@ -147,8 +147,9 @@ def answers(sock: socket.socket, count: int = 1) -> list[Frame]:
     return found
 
 
-def gradients(*each: Gradient, buffers: Sequence[bytes] = ()) -> Frame:
-    return Frame(AutogradKind.GRADIENT, 0, pack(Gradients(SPEC, list(each))), buffers)
+def gradients(messages: list[int], counts: list[int], payload: Payload, buffers: Sequence[bytes] = ()) -> Frame:
+    numbers = [MessageId(message) for message in messages]
+    return Frame(AutogradKind.GRADIENT, 0, pack(Gradients(SPEC, numbers, counts, payload)), buffers)
 
 
 SPEC = PassSpec(1 << 48, 0, 1)
@@ -172,13 +173,15 @@ CLOSING = {
     "values without tags": [call("attacked.add", Payload(plain=[{"a": [1]}, 2]))],
     "a pickled reply": [Frame(Kind.REPLY, 1, pack(Reply(PICKLED)))],
     "a pickled fault": [Frame(Kind.FAULT, 1, pack(FAULT))],
-    "pickled gradients": [gradients(Gradient(1, PICKLED, 0))],
-    "pickled gradients behind others": [gradients(Gradient(1, NO_GRAD, 0), Gradient(2, PICKLED, 0))],
-    "no gradients": [gradients()],
-    "gradients without their buffers": [gradients(Gradient(1, NO_GRAD, 1))],
-    "gradients with buffers of others": [gradients(Gradient(1, NO_GRAD, -1), Gradient(2, NO_GRAD, 1))],
+    "pickled gradients": [gradients([1], [1], PICKLED)],
+    "no gradients": [gradients([], [], Payload(plain=[]))],
+    "gradients without their buffers": [gradients([1], [1], Payload(BOOL, [None], ((0, 0),)))],
+    "gradients of too few messages": [gradients([1], [1], Payload(plain=[None, None]))],
+    "gradients of too many messages": [gradients([1, 2], [1], NO_GRAD)],
+    "fewer gradients than none": [gradients([1, 2], [-1, 2], NO_GRAD)],
+    "gradients of one message twice": [gradients([1, 1], [1, 1], Payload(plain=[None, None]))],
     "a bool of 2 behind other gradients": [
-        gradients(Gradient(1, NO_GRAD, 0), Gradient(2, Payload(BOOL, [None], ((0, 0),)), 1), buffers=[b"\x02"])
+        gradients([1, 2], [1, 1], Payload(BOOL, [None, None], ((1, 0),)), buffers=[b"\x02"])
     ],
     "a number that is under way": [call("attacked.slow", Payload(plain=[])), call("attacked.slow", Payload(plain=[]))],
     "a time that is none": [
@@ -312,7 +315,7 @@ MANY = {
     "reply": (Frame(Kind.REPLY, 1, pack(Reply(LISTS))), ""),
     "fault": (Frame(Kind.FAULT, 1, pack(Fault("evil", "builtins.ValueError", "", "", LISTS))), ""),
     "cancel": (Frame(Kind.CANCEL, 0, message(NUMBERS)), "closed"),
-    "gradients": (gradients(Gradient(1, LISTS, 0)), "closed"),
+    "gradients": (gradients([1], [1], LISTS), "closed"),
     "many gradients": (
         Frame(AutogradKind.GRADIENT, 0, message(SPEC, many(b"\x94\x01\x90\x00\xc0"))),
         "closed",

@@ -13,7 +13,6 @@ from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import (
     Abort,
     AutogradNote,
-    Gradient,
     Gradients,
     Know,
     PassSpec,
@@ -44,7 +43,7 @@ _MESSAGES: tuple[msgspec.Struct, ...] = (
     messages.CallTally(1, 2, 3),
     messages.Count(1),
     _NOTE,
-    Gradients(_SPEC, [Gradient(MessageId(7), _PAYLOAD, 1, _NOTE)], PassTally((1, 2), {3: 4})),
+    Gradients(_SPEC, [MessageId(7), MessageId(8)], [1, 2], _PAYLOAD, _NOTE, PassTally((1, 2), {3: 4})),
     Report(_SPEC, PassTally((1,), {2: 3}), 4, Fault("w", "t", "m", "tb"), 5, "gone"),
     Abort(_SPEC),
     Release(1 << 48),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sized
+from typing import TYPE_CHECKING, Any
 
 from backhaul._autograd.forward.functions import Recv, SendRecord
 from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ContextId, MessageId
+from backhaul._native import core
 
 if TYPE_CHECKING:
     from backhaul._autograd.backward.local_pass import LocalPass
@@ -21,6 +22,7 @@ class Context(GradientTable):
     Attributes:
         id: The id, the same on every worker.
         mark: What the receiving ends of messages carry, to tell the messages of different contexts apart.
+        index: The native core's index of ``sends``; None without the core.
         known: Ids of the workers with which this one exchanged messages of the context.
         sends: Send records by message.
         recvs: Recv ends by message.
@@ -29,6 +31,7 @@ class Context(GradientTable):
         aborted: Passes that were over before they reached this worker, by driver and number.
         orphans: Messages from workers that are gone for good, with the worker's name and the reason. Nobody takes their
             gradients.
+        losses: Empty if no worker is lost that ``orphaned`` could name.
         released: Whether the context is over; nothing is recorded any more.
         replay: What is kept to rebuild a lost worker's share, if anything.
         doubtful: Known workers that have lost a channel to some worker, and asked to be told when the context is over.
@@ -40,6 +43,7 @@ class Context(GradientTable):
     def __init__(self, number: ContextId) -> None:
         super().__init__()
         self.id = self.mark = number
+        self.index: Any = None if core is None else core.SourceIndex(number)
         self.released = False
         self.known: set[int] = set()
         self.sends: dict[MessageId, SendRecord] = {}
@@ -48,6 +52,7 @@ class Context(GradientTable):
         self.runs: dict[tuple[int, int], LocalPass] = {}
         self.aborted: set[tuple[int, int]] = set()
         self.orphans: dict[MessageId, tuple[str, str]] = {}
+        self.losses: Sized = self.orphans
 
     def add_send(self, record: SendRecord) -> bool:
         """Record an outgoing message; False if the context was released."""
@@ -84,6 +89,9 @@ class Context(GradientTable):
             for source in sources:
                 if self.sends.pop(source, None) is not None:
                     self.spent.add(source)
+
+    def rest(self) -> None:
+        """A task of a pass is done on this worker: free what it has dropped."""
 
     def orphaned(self, recv: Recv) -> tuple[str, str] | None:
         """The name of the worker and the reason, if the sender of a message is gone for good."""

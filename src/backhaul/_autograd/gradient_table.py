@@ -54,6 +54,15 @@ class GradientTable:
             self._mark = seam.streams.mark(self._mark)
             return True
 
+    def accumulate_all(self, gradients: Any) -> list[tuple[torch.Tensor, torch.Tensor, bool]] | None:
+        """Add gradients of the native core. Returns those that ``accumulate`` must add, with whether other code may see
+        their memory.
+        """
+        with self.lock:
+            left: list[tuple[torch.Tensor, torch.Tensor, bool]] | None
+            left = gradients.rest() if self._unsummed else gradients.add_to_table(self._grads)
+            return left
+
     def replace(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Replace a leaf's gradient; None removes it."""
         with self.lock:

@@ -50,7 +50,7 @@ def _describe_run(engine: Engine, run: LocalPass) -> dict[str, Any]:
         "driver": engine.name_of(run.spec.driver),
         "number": run.spec.number,
         "failed": run.failed,
-        "waiting": run.groups.waiting,
+        "waiting": run.waiting,
     }
     if drive is not None and run.spec.driver == engine.id:
         described["outstanding"] = {m: engine.name_of(w) for m, w in drive.ledger.outstanding.items()}

@@ -19,6 +19,9 @@ PLAIN = ContextId(-2)
 ROOTS = MessageId(0)
 """The roots of a pass, as a source; on a note: the message was not recorded."""
 
+TOGETHER = MessageId(-1)
+"""Stands in errors for several messages whose gradients came together, when it is not known which of them failed."""
+
 COUNTER_BITS = 48
 
 

@@ -62,21 +62,28 @@ class PassTally(msgspec.Struct, array_like=True, frozen=True):
     produced: dict[int, int] = {}
 
 
-class Gradient(msgspec.Struct, array_like=True, frozen=True):
-    """The gradients of the tensors of ``message``; None for a tensor that has none."""
-
-    message: MessageId
-    payload: Payload
-    buffers: int  # how many of the frame's buffers belong to this gradient
-    note: AutogradNote | None = None  # under create_graph
-
-
 class Gradients(msgspec.Struct, array_like=True, frozen=True):
-    """Gradients for the worker that sent the messages."""
+    """Gradients for the worker that sent the messages: those of all tensors of the first message, then those of the
+    second, and so on. None stands for a tensor that has none.
+    """
 
     spec: PassSpec
-    gradients: list[Gradient]
+    messages: list[MessageId]
+    counts: list[int]  # how many of the values belong to each message
+    payload: Payload
+    note: AutogradNote | None = None  # under create_graph, if the gradients require grad; then there is one message
     tally: PassTally | None = None  # for the driver; the receiver passes it on
+
+
+class GradientsEnvelope(msgspec.Struct, array_like=True, frozen=True):
+    """``Gradients`` whose payload has not been read yet."""
+
+    spec: PassSpec
+    messages: list[MessageId]
+    counts: list[int]
+    payload: msgspec.Raw
+    note: AutogradNote | None = None
+    tally: PassTally | None = None
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
@@ -135,5 +142,5 @@ class Drop(msgspec.Struct, array_like=True, frozen=True):
     messages: list[MessageId]
 
 
-prepare(AutogradNote, Gradients, Report, Abort, Release, Know, Drop)
+prepare(AutogradNote, Gradients, GradientsEnvelope, Report, Abort, Release, Know, Drop)
 register(PassSpec, PassTally)

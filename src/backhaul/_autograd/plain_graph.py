@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import PlainRecv, Recv, SendRecord
+from backhaul._autograd.forward.functions import PlainRecv, Recv, SendRecord, live
 from backhaul._autograd.ids import PLAIN, ContextId, MessageId
 from backhaul._autograd.torch_engine import patches
+from backhaul._native import core
 
 if TYPE_CHECKING:
     from backhaul._autograd.backward.source_index import PlainSources
@@ -51,8 +52,10 @@ class PlainGraph(Context):
     def __init__(self) -> None:
         super().__init__(PLAIN)
         self.mark = _new_mark()
+        self.index = None if core is None else core.SourceIndex(self.mark)
         self.pending: dict[MessageId, bool] = {}
         self._losses: dict[int, tuple[int, str, str]] = {}  # worker -> how often it was lost, its name, the last reason
+        self.losses = self._losses
         self._on_death: Callable[[tuple[int, MessageId]], None] = lambda death: None
         self._watch: Callable[[], None] = lambda: None
 
@@ -70,7 +73,8 @@ class PlainGraph(Context):
         patches.guard_backward()
         self.known.add(sender)
         generation = self._losses[sender][0] if sender in self._losses else 0
-        return PlainRecv(message, sender, order, replied, self.mark, generation=generation, on_death=self._on_death)
+        live.add(message)
+        return PlainRecv(message, sender, order, replied, self.mark, 0, generation, self._on_death)
 
     def received(self, recv: PlainRecv) -> bool:
         """Whether a message was received by this worker."""
@@ -108,6 +112,9 @@ class PlainGraph(Context):
         for message in sources:
             if sends.pop(message, None) is not None and pending.pop(message, None) is None:
                 self.sources.forget((message,))
+
+    def rest(self) -> None:
+        self.sources.tidy()
 
     def sent_to(self, worker: int) -> list[MessageId]:
         """The messages to a worker whose records are here."""

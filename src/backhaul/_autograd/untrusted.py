@@ -107,17 +107,18 @@ def _check_note(peer: Peer, note: AutogradNote, tensors: list[torch.Tensor]) -> 
 
 def check_gradients(worker: Worker, peer: Peer, frame: Frame) -> bool:
     message = unpack(frame.body, Gradients)
-    counts = [gradient.buffers for gradient in message.gradients]
-    if not counts or min(counts) < 0 or sum(counts) != len(frame.buffers):
-        raise ProtocolError(f"'{peer.info.name}' sent gradients of {counts} buffers in a frame of {len(frame.buffers)}")
+    messages, counts = message.messages, message.counts
+    values = message.payload.plain
+    strict_payload(worker, message.payload, frame.buffers)
+    if values is None or len(messages) != len(counts) or min(counts, default=-1) < 0 or sum(counts) != len(values):
+        raise ProtocolError(f"'{peer.info.name}' sent gradients of {len(messages)} messages that do not fit its values")
+    if len(set(messages)) != len(messages):
+        raise ProtocolError(f"'{peer.info.name}' sent gradients of one message twice in one frame")
+    if message.note is not None and split(message.note.message)[0] not in (0, peer.record.id):
+        raise ProtocolError(f"'{peer.info.name}' sent a gradient note with a message id of another worker")
     context = worker.part(Container).find(message.spec.context)
-    used = 0
-    for gradient in message.gradients:
-        strict_payload(worker, gradient.payload, frame.buffers[used : used + gradient.buffers])
-        used += gradient.buffers
-        if gradient.note is not None and split(gradient.note.message)[0] not in (0, peer.record.id):
-            raise ProtocolError(f"'{peer.info.name}' sent a gradient note with a message id of another worker")
-        sent = context.sends.get(gradient.message) if context is not None else None
+    for number in messages:
+        sent = context.sends.get(number) if context is not None else None
         if sent is not None and sent.to != peer.record.id:
             raise ProtocolError(f"'{peer.info.name}' sent gradients of a message that went to worker {sent.to}")
     return True

@@ -323,7 +323,7 @@ def plain_leftovers(nodes: Iterable[Node]) -> list[str]:
             ("records to walk", len(graph.pending)),
             ("indexed records", len(graph.sources)),
             ("busy passes", sum(share.busy for share in graph.runs.values())),
-            ("passes that hold graphs", sum(share.groups.holding for share in graph.runs.values())),
+            ("passes that hold graphs", sum(share.holding for share in graph.runs.values())),
             ("passes of workers that are gone", sum(driver not in members for driver, _ in graph.runs)),
             ("aborted passes of workers that are gone", sum(driver not in members for driver, _ in graph.aborted)),
         ):

@@ -100,11 +100,17 @@ class ReceivedReply(ReceivedValues, Protocol):
 # The twins in Python.
 
 
-def encode_values_in_python(
-    values: Sequence[Any], names: Sequence[str], main_shared: bool, plain: bool, link: Link | None, /
+def encode_values_in_python(  # noqa: PLR0917 (as the native core takes them)
+    values: Sequence[Any],
+    names: Sequence[str],
+    main_shared: bool,
+    plain: bool,
+    link: Link | None,
+    apart: bool = False,
+    /,
 ) -> Encoded:
     """See ``encode_values``."""
-    return encode(values, names=names, main_shared=main_shared, plain=plain, link=link)
+    return encode(values, names=names, main_shared=main_shared, plain=plain, link=link, apart=apart)
 
 
 def request_frame_in_python(  # noqa: PLR0917 (see above)
@@ -170,6 +176,11 @@ def read_reply_in_python(frame: Frame, /) -> ReceivedReply:
     return ValueReader(reply.payload, frame.buffers, reply.notes)
 
 
+def read_values_in_python(payload: Buffer, buffers: Sequence[Buffer], /) -> ReceivedValues:
+    """See ``read_values``."""
+    return ValueReader(unpack(payload, Payload), buffers, {})
+
+
 # What other modules use.
 
 if core is not None:
@@ -183,11 +194,12 @@ if core is not None:
         reply_frame=reply_frame_in_python,
         read_request=read_request_in_python,
         read_reply=read_reply_in_python,
+        read_values=read_values_in_python,
     )
 
-encode_values: Callable[[Sequence[Any], Sequence[str], bool, bool, Link | None], Encoded]
+encode_values: Callable[..., Encoded]
 encode_values = encode_values_in_python if core is None else core.encode_values
-"""Encode the values of a call, or its result: ``(values, names, main_shared, plain, link)``.
+"""Encode the values of a message: ``(values, names, main_shared, plain, link, apart=False)``.
 
 Arguments and errors are those of ``codec.encode``. The result is for ``request_frame`` or ``reply_frame``. It has the
 attributes of ``Encoded``, and its payload may be a ``msgspec.Raw``: encoded already.
@@ -208,3 +220,7 @@ read_request = read_request_in_python if core is None else core.read_request
 read_reply: Callable[[Frame], ReceivedReply]
 read_reply = read_reply_in_python if core is None else core.read_reply
 """Read a reply. Raises as ``read_request`` does."""
+
+read_values: Callable[[Buffer, Sequence[Buffer]], ReceivedValues]
+read_values = read_values_in_python if core is None else core.read_values
+"""Read the values of another message: ``(payload, buffers)``. Raises as ``read_request`` does."""

@@ -80,6 +80,7 @@ def encode(
     main_shared: bool = False,
     plain: bool = False,
     link: Link | None = None,
+    apart: bool = False,
 ) -> Encoded:
     """Encode a list of values. Raises ``SerializationError``, which names the part that cannot be sent.
 
@@ -89,11 +90,17 @@ def encode(
         main_shared: Whether ``__main__`` is the same program at the other end.
         plain: Whether pickle is forbidden.
         link: Sends tensors on devices. None: tensors on devices cannot be sent.
+        apart: Whether each tensor arrives as one of its own, also if it comes twice or shares memory with another. Then
+            none may require grad.
     """
     try:
-        flat = _encode_plain(values, link) or (None if plain else _encode_nested(values, main_shared, link))
+        flat = _encode_plain(values, link, apart)
+        if flat is None and not plain:
+            flat = _encode_nested(values, main_shared, link, apart)
     except Exception:  # a tensor cannot be sent; the other encoding raises an error that names it
         flat = None
+    if apart and flat is None:
+        values = _detached_where_repeated(values)
     if plain:
         found = flat if flat is not None and not _special(flat.tensors) else _encode_tree(values, names, link)
     else:
@@ -114,6 +121,17 @@ def _refuse_tangents(encoded: Encoded, values: Sequence[Any], names: Sequence[st
                 "torch.autograd.forward_ad.unpack_dual",
                 path=path,
             )
+
+
+def _detached_where_repeated(values: Sequence[Any]) -> list[Any]:
+    """The values. A tensor that comes again is another one on the same memory."""
+    seen: set[int] = set()
+    found = []
+    for value in values:
+        repeated = isinstance(value, torch.Tensor) and id(value) in seen
+        seen.add(id(value))
+        found.append(value.detach() if repeated else value)
+    return found
 
 
 def _special(tensors: Sequence[torch.Tensor]) -> bool:
@@ -145,7 +163,7 @@ def _unsent(writer: TensorWriter) -> None:
         writer.lease.end()
 
 
-def _encode_plain(values: Sequence[Any], link: Link | None) -> Encoded | None:
+def _encode_plain(values: Sequence[Any], link: Link | None, apart: bool) -> Encoded | None:
     """Encode plain scalars and tensors; None if there is any other value."""
     if len(values) > _MAX_PLAIN_VALUES:
         return None
@@ -179,22 +197,25 @@ def _encode_plain(values: Sequence[Any], link: Link | None) -> Encoded | None:
         if lent is not None:
             return Encoded(Payload(lent[0], plain, ((at, 0),)), [], [tensor], [tensor], lease=lent[1])
     placed = more or [(at, tensor)]
+    if apart:
+        where = tuple([(place, index) for index, (place, _) in enumerate(placed)])
+        return _encode_tensors(plain, [tensor for _, tensor in placed], link, where, apart=True)
     by_id = {id(tensor): tensor for _, tensor in placed}
     ids = list(by_id)
     where = tuple((place, ids.index(id(tensor))) for place, tensor in placed)
     return _encode_tensors(plain, list(by_id.values()), link, where)
 
 
-def _encode_nested(values: Sequence[Any], main_shared: bool, link: Link | None) -> Encoded | None:
+def _encode_nested(values: Sequence[Any], main_shared: bool, link: Link | None, apart: bool) -> Encoded | None:
     """Encode containers of plain scalars and tensors, references and functions; None if there is any other value."""
-    writer = nested.NestedWriter(main_shared)
+    writer = nested.NestedWriter(main_shared, apart=apart)
     try:
         flat = [writer.flatten(value) for value in values]
     except nested.NotNestedError:
         return None
     if len(writer.tensors) > MAX_BUFFERS:
         return None
-    encoded = _encode_tensors(flat, writer.tensors, link, (), NESTED)
+    encoded = _encode_tensors(flat, writer.tensors, link, (), NESTED, apart=apart)
     if encoded is not None:
         encoded.parcels = writer.parcels
     return encoded
@@ -206,13 +227,15 @@ def _encode_tensors(
     link: Link | None,
     where: tuple[tuple[int, int], ...],
     form: int = 0,
+    *,
+    apart: bool = False,
 ) -> Encoded | None:
     """Encode values with several tensors, or one that is not ordinary. None if the link does not take the device of a
     tensor.
     """
     if not distinct:
         return Encoded(Payload(EMPTY_TABLE, plain, loose=form), [], [], [])
-    ordinary = None if link is not None and link.takes_host else write_all_ordinary(distinct)
+    ordinary = None if link is not None and link.takes_host else write_all_ordinary(distinct, apart=apart)
     if ordinary is not None:
         table, buffers = ordinary
         return Encoded(Payload(table, plain, where, loose=form), buffers, distinct, distinct)

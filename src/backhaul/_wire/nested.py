@@ -116,12 +116,13 @@ class NestedWriter:
         parcels: What reducers of higher layers have collected.
     """
 
-    __slots__ = ("_count", "_kept", "_main_shared", "_seen", "parcels", "tensors")
+    __slots__ = ("_apart", "_count", "_kept", "_main_shared", "_seen", "parcels", "tensors")
 
-    def __init__(self, main_shared: bool) -> None:
+    def __init__(self, main_shared: bool, *, apart: bool = False) -> None:
         self.tensors: list[torch.Tensor] = []
         self.parcels: list[Any] = []
         self._main_shared = main_shared
+        self._apart = apart  # see ``codec.encode``
         self._count = 0
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # parts that exist only here: no other object may get their id
@@ -165,7 +166,7 @@ class NestedWriter:
     def _index_of(self, tensor: torch.Tensor) -> int:
         if tensor.__dict__:
             raise NotNestedError
-        for index, each in enumerate(self.tensors):
+        for index, each in enumerate(() if self._apart else self.tensors):
             if each is tensor:
                 return index
         self.tensors.append(tensor)

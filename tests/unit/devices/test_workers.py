@@ -18,7 +18,7 @@ import backhaul as bh
 from backhaul._autograd.backward import leaves, node_inputs, node_runner
 from backhaul._autograd.forward import functions
 from backhaul._autograd.ids import ContextId, MessageId
-from backhaul._autograd.messages import AutogradKind, Gradient, Gradients, PassSpec
+from backhaul._autograd.messages import AutogradKind, Gradients, PassSpec
 from backhaul._autograd.torch_engine import run
 from backhaul._devices import borrowing, channel_link, deferred_free, handover, lending, seam
 from backhaul._devices import device_context as contexts
@@ -238,8 +238,7 @@ def late_request(encoded: Encoded) -> Frame:
 
 
 def stray_gradient(encoded: Encoded) -> Frame:
-    gradient = Gradient(MessageId(77), encoded.payload, len(encoded.buffers), None)
-    body = pack(Gradients(PassSpec(ContextId(5), 1, 1), [gradient]))
+    body = pack(Gradients(PassSpec(ContextId(5), 1, 1), [MessageId(77)], [1], encoded.payload))
     return Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep)
 
 

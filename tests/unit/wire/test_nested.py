@@ -80,7 +80,7 @@ def shout(text: str) -> str:
 
 
 def nested_of(values: Sequence[Any], *, main_shared: bool = False) -> Encoded | None:
-    return codec._encode_nested(values, main_shared, None)
+    return codec._encode_nested(values, main_shared, None, False)
 
 
 def read(encoded: Encoded) -> list[Any]:

@@ -79,7 +79,7 @@ class PassDriver:
         seam.streams.arrive()
         if self.ledger.error is not None:
             raise self.ledger.error
-        share.groups.finish()
+        share.finish()
 
     def _await_gradients(self) -> bool:
         """Wait until gradients of the pass are in the inbox, or the pass is over. False if the deadline comes first.

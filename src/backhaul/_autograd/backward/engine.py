@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from backhaul._autograd.backward.context_release import ContextRelease
 from backhaul._autograd.backward.driver import PassDriver
@@ -169,7 +169,7 @@ class Engine:
                 messenger=self._messenger,
                 request_orders=self._planner.request_orders,
                 ledger=ledger,
-                roots=[root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots],
+                roots=roots,
                 inputs=inputs,
                 results=results,
             )

@@ -212,6 +212,16 @@ class Leaves:
         if run_nodes:
             self._run_nodes([leaf for leaf, _ in run_nodes], [grad for _, grad in run_nodes])
 
+    def add(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
+        """Keep gradients of leaves without hooks, each with whether other code may see its memory."""
+        for leaf, grad, shared in gradients:
+            if not self._spec.into_grad:
+                self.keep(leaf, grad, shared=shared)
+            elif grad.layout is torch.strided and _is_simple(leaf):
+                add_to_grad(leaf, grad, shared=shared)
+            else:
+                self._run_nodes([leaf], [grad])
+
     def _run_nodes(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         create = self._spec.create
         if not self._spec.into_grad:

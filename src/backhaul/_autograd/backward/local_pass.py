@@ -8,25 +8,28 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul._autograd.backward import pass_errors
 from backhaul._autograd.backward.messenger import PassMessenger
-from backhaul._autograd.backward.outbox import GradientOutbox, Parcels, key_of
+from backhaul._autograd.backward.outbox import GradientOutbox, Parcels, answers_of, key_of
+from backhaul._autograd.backward.pass_graph import Ran
 from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.backward.ready_groups import Outcome, ReadyGroups
+from backhaul._autograd.backward.simple_runs import Answers, SimpleRuns
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Grads, PlainRecv, Recv
 from backhaul._autograd.gradient_table import GradientTable
-from backhaul._autograd.ids import ROOTS, MessageId
+from backhaul._autograd.ids import ROOTS, TOGETHER, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally, Report
 from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._autograd.plan.plan import Orders
 from backhaul._autograd.plan.planner import OrdersSource
 from backhaul._devices import seam
+from backhaul._native import core
 from backhaul._transport.base import Channel
 from backhaul._wire.frames import Frame
 from backhaul._worker.thread_pool import Task
@@ -36,6 +39,7 @@ RequestOrders = Callable[[PassSpec, Callable[[OrdersSource], None]], None]
 """See ``Planner.request_orders``."""
 
 _MAX_TALLY_MESSAGES = 64  # a longer tally goes to the driver at once, not with gradients from worker to worker
+_NONE: frozenset[int] = frozenset()
 _UNOBSERVED = contextlib.nullcontext()
 _NOTHING: tuple[None, set[Channel]] = (None, set())
 
@@ -69,12 +73,12 @@ class ReportBuffer:
         with self._lock:
             self._tasks += 1
 
-    def add(self, tally: PassTally) -> None:
+    def add(self, consumed: Iterable[int], produced: Mapping[int, int]) -> None:
         """Add the tally of groups that have run, on this worker or on a worker that sent gradients to it."""
         with self._lock:
-            self._consumed += tally.consumed
-            if tally.produced:
-                self._produced.update(tally.produced)
+            self._consumed += consumed
+            if produced:
+                self._produced.update(produced)
 
     @property
     def last(self) -> bool:
@@ -118,8 +122,7 @@ class ReportBuffer:
 
 # Over the limit because it also keeps the tallies that it must report again after the loss of a channel.
 class LocalPass:
-    """Thread-safe. For every task: ``begin``, then ``enter`` for each source whose gradients arrived, then ``send``.
-    ``run`` does the last two for one source.
+    """Thread-safe. For every task: ``begin``, then ``enter`` for the sources whose gradients arrived, then ``send``.
 
     Args:
         worker: This worker.
@@ -134,7 +137,6 @@ class LocalPass:
         results: At the driver: takes the gradients of the inputs, if they are neither for ``.grad`` nor the context.
 
     Attributes:
-        groups: The groups of this worker, and which of them may run.
         deadline: When the pass must be over; known at the driver only.
         failed: Whether the pass has failed on any worker; this worker computes nothing more for it.
         aborted: Whether other workers know that it has failed.
@@ -146,6 +148,7 @@ class LocalPass:
         busy: Whether tasks of the pass run or wait here.
     """
 
+    _groups: ReadyGroups | None = None
     deadline: float | None = None
     failed = False
     aborted = False
@@ -162,13 +165,12 @@ class LocalPass:
         messenger: PassMessenger,
         request_orders: RequestOrders,
         ledger: PassLedger | None = None,
-        roots: Sequence[GradientEdge] | None = None,
+        roots: Sequence[torch.Tensor | GradientEdge] | None = None,
         inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
         results: GradientTable | None = None,
     ) -> None:
         self.spec = spec
         self.context = context
-        self.groups = ReadyGroups(spec, context, roots, inputs, results)
         self.sent_to: set[int] = set()
         self.lost: dict[int, str] = {}
         self.inbox: collections.deque[Task] = collections.deque()
@@ -177,16 +179,67 @@ class LocalPass:
         self._messenger = messenger
         self._request_orders = request_orders
         self._ledger = ledger
+        self._starts = roots, inputs, results
+        self._simple = SimpleRuns(spec, context) if SimpleRuns.suits(spec, context) else None
+        self._ran: Ran = {}
         self._reports = ReportBuffer()
         self._told: dict[int, list[PassTally]] = {}  # tallies by receiver: the driver, or a worker that passes them on
-        self._spending = threading.Lock()  # guards _spent, together with failed
+        self._lock = threading.Lock()  # guards _groups, and _spent together with failed
         self._spent: list[tuple[weakref.ref[PlainRecv], int, MessageId]] = []  # with senders and messages
         self._fired: dict[int, int] = {}  # messages that unfinished groups answered -> worker that the answer went to
+
+    @property
+    def groups(self) -> ReadyGroups:
+        """The groups of this worker, and which of them may run. Made at the first use: most passes need none."""
+        if self._groups is None:
+            with self._lock:
+                if self._groups is None:
+                    roots, inputs, results = self._starts
+                    edges = None
+                    if roots is not None:
+                        edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
+                    self._groups = ReadyGroups(self.spec, self.context, edges, inputs, results, ran=self._ran)
+        return self._groups
+
+    @property
+    def holding(self) -> bool:
+        """Whether gradients wait here, or a part of the graph outside contexts is kept."""
+        return self._groups is not None and self._groups.holding
+
+    @property
+    def waiting(self) -> list[MessageId]:
+        """Sources that have arrived and whose group has not run."""
+        return [] if self._groups is None else self._groups.waiting
+
+    def prepare(self) -> None:
+        """Find the groups of this worker if the pass most likely needs them. It takes as long as the graph is large."""
+        if self._simple is None:
+            self.groups.prepare()
 
     def start(self, seeds: Grads) -> None:
         """At the driver: run the groups that the roots make ready, and send what they produce."""
         self._reports.begin()
-        self.run(ROOTS, seeds)
+        parcels: Parcels = {}
+        try:
+            answers = self._run_roots(list(seeds)) if self._simple is not None else None
+            if answers is None:
+                self._enter_one(ROOTS, seeds, parcels)
+            else:
+                self._pack_simple((ROOTS,), answers, parcels)
+        except BaseException as error:
+            self.fail(ROOTS, error)
+        self.send(ROOTS, parcels)
+
+    def _run_roots(self, seeds: list[torch.Tensor | None]) -> list[Answers] | None:
+        roots = self._starts[0]
+        assert self._simple is not None
+        assert roots is not None
+        if not all([isinstance(root, torch.Tensor) for root in roots]):
+            return None
+        found = core.record_sent(self.context.index, roots, _NONE)
+        if not found or len(found[0]) < len(seeds):  # a root that requires no grad: the slower way raises the error
+            return None
+        return self._simple.run([found[1]], [len(seeds)], seeds, roots=True)
 
     def begin(self, tally: PassTally | None = None) -> bool:
         """Gradients of the pass have arrived, and a task will run for them: ``run`` or ``send`` must follow. ``tally``
@@ -198,63 +251,109 @@ class LocalPass:
             if self._ledger is not None:
                 self._ledger.account(tally)
             else:
-                self._reports.add(tally)
+                self._reports.add(tally.consumed, tally.produced)
         return self.attendant == threading.get_ident()
-
-    def run(self, source: MessageId, grads: Grads) -> None:
-        """The whole task for one source: run the groups that are ready now, and send what they produce."""
-        parcels: Parcels = {}
-        self.enter(source, grads, parcels)
-        self.send(source, parcels)
 
     @property
     def busy(self) -> bool:
         """See the class."""
         return self._reports.busy
 
-    def enter(self, source: MessageId, grads: Grads, parcels: Parcels) -> None:
-        """The gradients of a source have arrived: run the groups that are ready now, and pack what they produce."""
+    def enter(self, sources: Sequence[MessageId], counts: Sequence[int], grads: Grads, parcels: Parcels) -> None:
+        """Gradients of sources have arrived: run the groups that are ready now, and pack what they produce.
+
+        Args:
+            sources: The sources.
+            counts: How many of the gradients belong to each.
+            grads: The gradients.
+            parcels: Takes what the groups produce.
+        """
         try:
-            outcomes = self.groups.arrive(source, grads, self._send_early)
-            if outcomes:
-                self._pack(outcomes, parcels)
-            elif outcomes is None:
-                freed = source in self.context.spent
-                raise pass_errors.missing_source(self._worker.name, self.context.id, source, freed=freed)
-            elif self.groups.must_ask(source):
-                self._request_orders(self.spec, functools.partial(self._follow, source))
+            answers = self._run_simple(sources, counts, grads) if self._simple is not None else None
+            if answers is not None:
+                self._pack_simple(sources, answers, parcels)
+                return
         except BaseException as error:
-            self.fail(source, error)
+            self.fail(sources[0] if len(sources) == 1 else TOGETHER, error)
+            return
+        used = 0
+        for source, count in zip(sources, counts, strict=True):
+            if self.failed:
+                return
+            try:
+                self._enter_one(source, grads[used : used + count], parcels)
+            except BaseException as error:
+                self.fail(source, error)
+            used += count
+
+    def _run_simple(self, sources: Sequence[MessageId], counts: Sequence[int], grads: Grads) -> list[Answers] | None:
+        """Run all of these at once, if the native core can; see ``SimpleRuns``."""
+        assert self._simple is not None
+        if self._groups is not None and self._groups.joins(sources):
+            return None
+        find, found = self.context.sends.get, []
+        for source in sources:
+            record = find(source)
+            if record is None or record.source is None:
+                return None
+            found.append(record.source)
+        if len(sources) > 1 and len(set(sources)) < len(sources):
+            return None
+        return self._simple.run(found, list(counts), list(grads))
+
+    def _pack_simple(self, sources: Sequence[MessageId], answers: Sequence[Answers], parcels: Parcels) -> None:
+        produced: dict[int, int] = {}
+        for to, _, messages, *_ in answers:
+            produced.update(dict.fromkeys(messages, to))
+        self._ran.update(dict.fromkeys(sources, produced))
+        if not self.spec.retain:
+            self.context.spend(sources)
+        self._reports.add(sources, produced)
+        if answers:
+            self._outbox.put(self, answers, parcels)
+
+    def _enter_one(self, source: MessageId, grads: Grads, parcels: Parcels) -> None:
+        outcomes = self.groups.arrive(source, grads, self._send_early)
+        if outcomes:
+            self._pack(outcomes, parcels)
+        elif outcomes is None:
+            freed = source in self.context.spent
+            raise pass_errors.missing_source(self._worker.name, self.context.id, source, freed=freed)
+        elif self.groups.must_ask(source):
+            self._request_orders(self.spec, functools.partial(self._follow, source))
 
     def _pack(self, outcomes: Iterable[Outcome], parcels: Parcels) -> None:
         """Groups have run: add their tallies to the report, and put their gradients into parcels."""
         seam.streams.depart()  # receivers of the gradients continue after the groups
         for tally, fired in outcomes:
             if tally is not None:
-                self._reports.add(tally)
+                self._reports.add(tally.consumed, tally.produced)
             else:
                 self._fired.update({recv.message: recv.sender for recv, _ in fired})
             if fired:
-                self._outbox.put(self, fired, parcels)
+                self._outbox.put(self, map(answers_of, fired), parcels)
 
-    def spend(self, recv: PlainRecv) -> None:
-        """The gradients of a message outside contexts are about to be sent. Raises if the pass has failed, or if an
-        earlier pass has freed the graph of the sender.
+    def spend(self, recvs: Iterable[Recv]) -> None:
+        """The gradients of messages are about to be sent. Raises if the pass has failed, or if an earlier pass has
+        freed the graph of a sender.
         """
-        with self._spending:
+        with self._lock:
             if self.failed:
                 raise pass_errors.aborted(self.spec)
-            if recv.spent:
-                raise pass_errors.graph_freed(recv.message)
-            if not self.spec.retain:
-                recv.spent = True
-                self._spent.append((weakref.ref(recv), recv.sender, recv.message))
+            for recv in recvs:
+                if type(recv) is not PlainRecv:
+                    return
+                if recv.spent:
+                    raise pass_errors.graph_freed(recv.message)
+                if not self.spec.retain:
+                    recv.spent = True
+                    self._spent.append((weakref.ref(recv), recv.sender, recv.message))
 
     def abandon(self) -> None:
         """The pass has failed on some worker. Nobody knows which senders have freed their records, so the receiving
         ends report their death again.
         """
-        with self._spending:
+        with self._lock:
             self.failed = self.aborted = True
             spent, self._spent = self._spent, []
         for reference, sender, message in spent:
@@ -263,7 +362,13 @@ class LocalPass:
                 recv.spent = False
             elif isinstance(self.context, PlainGraph):
                 self.context.refuse(sender, message)
-        self.groups.release()
+        if self._groups is not None:
+            self._groups.release()
+
+    def finish(self) -> None:
+        """At the driver: the pass is over."""
+        if self._groups is not None:
+            self._groups.finish()
 
     def _send_early(self, recv: Recv, grads: Grads) -> None:
         self._outbox.send(self, recv, grads)
@@ -275,7 +380,7 @@ class LocalPass:
                 self._outbox.ship(self, parcels)
             except BaseException as error:
                 self.fail(source, error)
-        self.groups.rest()
+        self.context.rest()
         tally, channels = self._reports.end()
         for channel in channels:
             channel.flush()

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
 
 from backhaul._autograd.backward.groups import Fired
 from backhaul._autograd.backward.pass_errors import aborted, peer_lost
+from backhaul._autograd.backward.simple_runs import Answers
 from backhaul._autograd.container import Container
-from backhaul._autograd.forward.functions import Grads, PlainRecv, Recv, record_send
-from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradient, Gradients, PassSpec
+from backhaul._autograd.forward.functions import Grads, Recv, record_send
+from backhaul._autograd.ids import MessageId
+from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradients, PassSpec
 from backhaul._devices import seam
 from backhaul._rpc.calls.pending_call import check_size
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._runtime.observer import GradientKey, Observer
 from backhaul._transport.base import ChannelClosedError
-from backhaul._wire.codec import Encoded, encode
-from backhaul._wire.device_link import Lease
+from backhaul._wire.call_frames import encode_values
+from backhaul._wire.codec import Encoded
 from backhaul._wire.frames import Frame
-from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import pack
 from backhaul._worker.worker import Worker
 from backhaul.errors import PeerLostError
@@ -26,22 +29,23 @@ from backhaul.errors import PeerLostError
 if TYPE_CHECKING:
     from backhaul._autograd.backward.local_pass import LocalPass
 
-TOGETHER = 16  # at most so many gradients go together: the receiver should not have to wait for all
+TOGETHER = 128  # at most so many messages are answered together: the receiver should not have to wait for all
+_TOGETHER_IF_COUNTED = 32  # likewise, if the receiver counts the values in a message; any worker accepts so many
 _MAX_PARCEL_BYTES = 1 << 15  # of gradients that go together; with their descriptions less than any worker accepts
-_DESCRIPTION_BYTES = 64  # about what the description of a buffer takes
+_DESCRIPTION_BYTES = 64  # about what the description of a gradient takes
+_ALONE_BYTES = 1 << 40  # stands for the size of a gradient that goes alone
 
 
 class _Parcel:
     """Gradients that go to one worker together."""
 
-    __slots__ = ("buffers", "gradients", "keep", "leases", "nbytes", "peer")
+    __slots__ = ("counts", "grads", "messages", "nbytes", "peer")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
-        self.leases: list[Lease] = []  # the slots of device memory that hold them
-        self.gradients: list[Gradient] = []
-        self.buffers: list[Buffer] = []
-        self.keep: list[Any] = []
+        self.messages: list[MessageId] = []
+        self.counts: list[int] = []
+        self.grads: list[torch.Tensor | None] = []
         self.nbytes = 0
 
 
@@ -57,109 +61,119 @@ class GradientOutbox:
         self._peers = peers
         self._container = container
 
-    def put(self, share: LocalPass, fired: Sequence[Fired], parcels: Parcels) -> None:
+    def put(self, share: LocalPass, found: Iterable[Answers], parcels: Parcels) -> None:
         """Send gradients to the senders of their messages: at once if they are large, else with ``ship``. The caller
         has called ``StreamOrder.depart``. Raises ``PeerLostError``, or what encoding raised.
         """
-        if share.spec.profiles and (observer := self._worker.observer) is not None:
-            self._send_observed(share, fired, observer)
-            return
-        for recv, grads in fired:
-            to = recv.sender
-            peer, encoded, note = self._encode(share, recv, grads)
-            nbytes = _DESCRIPTION_BYTES + len(encoded.payload.pickle)
-            for buffer in encoded.buffers:
-                nbytes += _DESCRIPTION_BYTES + len(buffer)
-            parcel = parcels.get(to)
-            if parcel is None or parcel.nbytes + nbytes > _MAX_PARCEL_BYTES:
-                if parcel is not None:
-                    self._send(share, parcel)
-                parcel = parcels[to] = _Parcel(peer)
-            parcel.nbytes += nbytes
-            parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
-            parcel.buffers += encoded.buffers
-            parcel.keep.append(encoded.keep)
-            if encoded.lease is not None:
-                parcel.leases.append(encoded.lease)
-            if parcel.nbytes > _MAX_PARCEL_BYTES or len(parcel.gradients) >= TOGETHER:
-                del parcels[to]
-                self._send(share, parcel)
+        spec = share.spec
+        observer = self._worker.observer if spec.profiles else None
+        for answers in found:
+            peer = self._claim(share, answers)
+            if observer is not None or spec.create or peer.link is not seam.NO_LINK:
+                for each in _one_by_one(answers):
+                    self._send_alone(share, peer, each, observer)
+                continue
+            most = min(TOGETHER, _TOGETHER_IF_COUNTED) if peer.plain else TOGETHER
+            fits = _described(answers) <= _MAX_PARCEL_BYTES and len(answers[2]) <= most
+            for each in (answers,) if fits else _one_by_one(answers):
+                self._add(share, peer, each, parcels, most)
+
+    def _add(self, share: LocalPass, peer: Peer, answers: Answers, parcels: Parcels, most: int) -> None:
+        """Add gradients to the parcel of a worker, and send what becomes too large. ``most``: as ``TOGETHER``."""
+        to, _, messages, counts, grads, _ = answers
+        nbytes = _described(answers)
+        parcel = parcels.get(to)
+        if parcel is not None and (
+            parcel.nbytes + nbytes > _MAX_PARCEL_BYTES or len(parcel.messages) + len(messages) > most
+        ):
+            self._send(share, parcel)
+            parcel = None
+        if parcel is None:
+            parcel = parcels[to] = _Parcel(peer)
+        parcel.messages += messages
+        parcel.counts += counts
+        parcel.grads += grads
+        parcel.nbytes += nbytes
+        if parcel.nbytes > _MAX_PARCEL_BYTES or len(parcel.messages) >= most:
+            del parcels[to]
+            self._send(share, parcel)
 
     def ship(self, share: LocalPass, parcels: Parcels) -> None:
         """Send all parcels."""
-        left = list(parcels.values())
-        try:
-            while left:
-                self._send(share, left.pop(0))
-        finally:
-            for parcel in left:
-                _forget(share, parcel)
+        for parcel in parcels.values():
+            self._send(share, parcel)
 
     def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
         """Send the gradients of one message at once."""
         seam.streams.depart()
         parcels: Parcels = {}
-        self.put(share, ((recv, grads),), parcels)
+        self.put(share, (answers_of((recv, grads)),), parcels)
         self.ship(share, parcels)
 
-    def _send_observed(self, share: LocalPass, fired: Sequence[Fired], observer: Observer) -> None:
-        """Send gradients one by one: a profile shows each."""
-        spec = share.spec
-        for recv, grads in fired:
-            observer.prepare(spec.profiles, recv.sender)
-            begun = observer.now()
-            peer, encoded, note = self._encode(share, recv, grads)
-            parcel = _Parcel(peer)
-            parcel.gradients.append(Gradient(recv.message, encoded.payload, len(encoded.buffers), note))
-            parcel.buffers, parcel.keep = encoded.buffers, encoded.keep
-            if encoded.lease is not None:
-                parcel.leases.append(encoded.lease)
-            frame, now = self._frame(share, parcel)
-            observer.gradient(spec.profiles, key_of(spec, recv.message), recv.sender, begun, frame.nbytes)
-            self._send_frame(share, parcel, frame, now=now)
-
-    def _encode(self, share: LocalPass, recv: Recv, grads: Grads) -> tuple[Peer, Encoded, AutogradNote | None]:
-        if share.failed:
-            raise aborted(share.spec)
-        if (orphan := share.context.orphaned(recv)) is not None:
-            raise peer_lost(share.spec, *orphan, (recv.message,))
-        if isinstance(recv, PlainRecv):
-            share.spend(recv)
-        peer = self._peers.with_id(recv.sender) or self._peers.find(recv.sender)  # which raises the error
-        # In device memory, gradients go back the way that their message came.
-        link = peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
-        encoded = encode(grads, names=["a gradient"] * len(grads), plain=peer.plain, link=link)
-        spec = share.spec
-        if not (spec.create and any(tensor.requires_grad for tensor in encoded.tensors)):
-            return peer, encoded, None
-        note = record_send(
-            self._container,
-            share.context,
-            recv.sender,
-            encoded.tensors,
-            place=(*recv.order, spec.number),
-            born_in=(spec.driver, spec.number),
-            replied=not recv.replied,
-        )
-        return peer, encoded, note
-
-    def _frame(self, share: LocalPass, parcel: _Parcel) -> tuple[Frame, bool]:
-        """The frame of a parcel, and whether it is sent at once."""
-        tally, now = share.depart(parcel.peer.record.id, few=parcel.peer.plain)
-        message = Gradients(share.spec, parcel.gradients, tally)
-        return Frame(AutogradKind.GRADIENT, 0, pack(message), parcel.buffers, parcel.keep), now
+    def _claim(self, share: LocalPass, answers: Answers) -> Peer:
+        """The worker that gradients go to. Raises an error if it cannot take them."""
+        to, recvs, *_ = answers
+        context = share.context
+        for recv in recvs if context.losses else ():
+            if (loss := context.orphaned(recv)) is not None:
+                raise peer_lost(share.spec, *loss, (recv.message,))
+        share.spend(recvs)
+        return self._peers.with_id(to) or self._peers.find(to)  # which raises the error
 
     def _send(self, share: LocalPass, parcel: _Parcel) -> None:
-        frame, now = self._frame(share, parcel)
-        self._send_frame(share, parcel, frame, now=now)
+        if share.failed:
+            raise aborted(share.spec)
+        peer, grads = parcel.peer, parcel.grads
+        # No two messages may get one tensor: the receiver makes gradients of leaves of them.
+        apart = len(parcel.messages) > 1
+        encoded = encode_values(grads, ["a gradient"] * len(grads), False, peer.plain, None, apart)
+        frame, now = _frame(share, peer, parcel, encoded)
+        self._send_frame(share, peer, parcel.messages, encoded, frame, now=now)
 
-    def _send_frame(self, share: LocalPass, parcel: _Parcel, frame: Frame, *, now: bool) -> None:
-        peer = parcel.peer
+    def _send_alone(self, share: LocalPass, peer: Peer, answers: Answers, observer: Observer | None) -> None:
+        """Send the gradients of one message: they are part of the graph, on a device, or part of a profile."""
+        spec, to = share.spec, answers.to
+        if share.failed:
+            raise aborted(spec)
+        (recv,) = answers.recvs
+        begun = 0
+        if observer is not None:
+            observer.prepare(spec.profiles, to)
+            begun = observer.now()
+        # In device memory, gradients go back the way that their message came.
+        link = peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
+        grads = answers.grads
+        encoded = encode_values(grads, ["a gradient"] * len(grads), False, peer.plain, link)
+        note = None
+        if spec.create and any(tensor.requires_grad for tensor in encoded.tensors):
+            note = record_send(
+                self._container,
+                share.context,
+                to,
+                encoded.tensors,
+                place=(*recv.order, spec.number),
+                born_in=(spec.driver, spec.number),
+                replied=not recv.replied,
+            )
+        try:
+            frame, now = _frame(share, peer, answers, encoded, note)
+            if observer is not None:
+                key = key_of(spec, recv.message)
+                observer.gradient(spec.profiles, key, to, begun, frame.nbytes)
+            self._send_frame(share, peer, answers.messages, encoded, frame, now=now)
+        except BaseException:
+            if note is not None:
+                share.context.drop_send(note.message)  # its record keeps the graph
+            raise
+
+    def _send_frame(
+        self, share: LocalPass, peer: Peer, messages: Iterable[int], encoded: Encoded, frame: Frame, *, now: bool
+    ) -> None:
         if peer.plain:
             check_size(frame, peer, "a message of gradients")
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
-            peer.link.depart_with(parcel.leases, channel)
+            peer.link.depart_with(() if encoded.lease is None else (encoded.lease,), channel)
             left = None if share.deadline is None else max(share.deadline - self._worker.runtime.now(), 0.0)
             if now:
                 channel.send(frame, timeout=left)
@@ -167,17 +181,47 @@ class GradientOutbox:
                 share.flush_later(channel)
                 channel.send_soon(frame, timeout=left)
         except (ChannelClosedError, PeerLostError) as error:
-            _forget(share, parcel)
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
-            messages = [gradient.message for gradient in parcel.gradients]
-            raise peer_lost(share.spec, peer.info.name, reason, messages) from error
+            raise peer_lost(share.spec, peer.info.name, reason, list(messages)) from error
 
 
-def _forget(share: LocalPass, parcel: _Parcel) -> None:
-    """A parcel was not sent: forget the records of its gradients, which keep the graph."""
-    for gradient in parcel.gradients:
-        if gradient.note is not None:
-            share.context.drop_send(gradient.note.message)
+def _frame(
+    share: LocalPass, peer: Peer, of: Answers | _Parcel, encoded: Encoded, note: AutogradNote | None = None
+) -> tuple[Frame, bool]:
+    """The frame of gradients, and whether it is sent at once."""
+    tally, now = share.depart(peer.record.id, few=peer.plain)
+    body = pack(Gradients(share.spec, list(of.messages), list(of.counts), encoded.payload, note, tally))
+    return Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep), now
+
+
+def answers_of(fired: Fired) -> Answers:
+    """The gradients of one message."""
+    recv, grads = fired
+    return Answers(recv.sender, [recv], [recv.message], [len(grads)], grads, sum(map(_size_of, grads)))
+
+
+def _described(answers: Answers) -> int:
+    """About what gradients take in a frame, with their descriptions."""
+    nbytes: int = answers[5]
+    return nbytes + _DESCRIPTION_BYTES * len(answers[2])
+
+
+def _one_by_one(answers: Answers) -> Iterator[Answers]:
+    """The gradients of each message."""
+    _, recvs, _, counts, grads, _ = answers
+    used = 0
+    for recv, count in zip(recvs, counts, strict=True):
+        yield answers_of((recv, grads[used : used + count]))
+        used += count
+
+
+def _size_of(grad: torch.Tensor | None) -> int:
+    """About what a gradient takes in a frame."""
+    if grad is None:
+        return 0
+    if grad.layout is not torch.strided or grad.is_nested:
+        return _ALONE_BYTES
+    return grad.element_size() if grad.numel() and not any(grad.stride()) else grad.nbytes
 
 
 def key_of(spec: PassSpec, message: int) -> GradientKey:

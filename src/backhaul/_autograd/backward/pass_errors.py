@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Recv
-from backhaul._autograd.ids import NO_CONTEXT, PLAIN, ROOTS, MessageId
+from backhaul._autograd.ids import NO_CONTEXT, PLAIN, ROOTS, TOGETHER, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul.errors import (
     BackwardTimeoutError,
@@ -58,7 +58,8 @@ def graph_freed(message: MessageId) -> GraphFreedError:
 
 def place_of(spec: PassSpec, source: int, worker: str) -> str:
     """Where in a pass something went wrong."""
-    return f"in the backward pass {of_context(spec.context)}, message {source}, on worker '{worker}'"
+    what = "messages whose gradients came together" if source == TOGETHER else f"message {source}"
+    return f"in the backward pass {of_context(spec.context)}, {what}, on worker '{worker}'"
 
 
 def add_place(error: BaseException, spec: PassSpec, source: int, worker: str) -> None:

@@ -19,6 +19,10 @@ PartTest = Callable[[Iterable[int], Iterable[Node]], bool]
 """Takes the ids of leaves, and nodes."""
 
 
+Ran = dict[MessageId, Mapping[int, int]]
+"""Sources that have run alone, with the messages that they reached and the senders of these."""
+
+
 class PassGraph:
     """Walks the graph when it is made, which takes as long as the graph is large. Immutable.
 
@@ -28,6 +32,7 @@ class PassGraph:
         joins: See ``Grouping``.
         roots: Where the pass starts, on its driver.
         inputs: The tensors that the pass is restricted to, on its driver.
+        ran: Sources that have run already. Others may add to it.
 
     Attributes:
         grouping: The groups.
@@ -44,8 +49,10 @@ class PassGraph:
         joins: Callable[[torch.Tensor], object],
         roots: Sequence[GradientEdge] | None = None,
         inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
+        *,
+        ran: Ran | None = None,
     ) -> None:
-        self._start(inputs)
+        self._start(inputs, ran)
         if roots is not None:
             self.ends[ROOTS] = roots
         with context.lock:
@@ -61,7 +68,12 @@ class PassGraph:
             self.orders[record.message] = record.order
         self.grouping = Grouping(self.ends, joins, context.mark)
 
-    def _start(self, inputs: Sequence[torch.Tensor | GradientEdge] | None) -> None:
+    def _start(
+        self,
+        inputs: Sequence[torch.Tensor | GradientEdge] | None,
+        ran: Ran | None,
+    ) -> None:
+        self._ran: Ran = {} if ran is None else ran
         self.ends: dict[MessageId, Sequence[End]] = {}
         self.orders: dict[MessageId, tuple[int, ...]] = {}
         self.uncertain: set[MessageId] = set()
@@ -81,9 +93,6 @@ class PassGraph:
 
     def leave(self, sources: Iterable[MessageId]) -> None:
         """Sources have run."""
-
-    def rest(self) -> None:
-        """A task of the pass is done on this worker. Another may follow."""
 
     def release(self) -> None:
         """The pass is over here: forget the graph."""
@@ -110,17 +119,17 @@ class PassGraph:
             sources: The sources of this worker that take part, as far as the driver knows.
             calls: The calls that take part, as far as the driver knows; see ``Summary``.
         """
-        return self._summarize({})
-
-    def _summarize(self, ran: Mapping[MessageId, Mapping[int, int]]) -> Summary:
-        """``ran``: sources that have run already, with the messages that they reached and the senders of these."""
+        ran = dict(self._ran)
         groups, reach = self.grouping.groups, self.reach
         senders: dict[int, int] = {m: end.recv.sender for group in groups for m, end in group.recvs.items()}
         for reached in ran.values():
             senders.update(reached)
         goals = {_edge(each).node for each in self._inputs or ()}
         shown: list[dict[int, frozenset[int]]] = [{source: frozenset(reached)} for source, reached in ran.items()]
-        shown += [{source: frozenset(reach[source]) for source in group.sources} for group in groups]
+        for group in groups:
+            left: dict[int, frozenset[int]] = {s: frozenset(reach[s]) for s in group.sources if s not in ran}
+            if left:
+                shown.append(left)
         return Summary(
             tuple(shown),
             senders,

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from backhaul._autograd.backward.groups import Group, Grouping
-from backhaul._autograd.backward.pass_graph import PartTest, PassGraph
+from backhaul._autograd.backward.pass_graph import PartTest, PassGraph, Ran
 from backhaul._autograd.backward.source_index import IndexedSource, Joins
 from backhaul._autograd.forward.functions import End
 from backhaul._autograd.ids import ROOTS, MessageId
@@ -36,6 +36,7 @@ class PlainPassGraph(PassGraph):
         joins: See ``Grouping``.
         roots: Where the pass starts, on its driver.
         inputs: The tensors that the pass is restricted to, on its driver.
+        ran: See ``PassGraph``.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class PlainPassGraph(PassGraph):
         joins: Joins,
         roots: Sequence[GradientEdge] | None = None,
         inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
+        *,
+        ran: Ran | None = None,
     ) -> None:
-        self._start(inputs)
+        self._start(inputs, ran)
         self._spec = spec
         self._context = context
         self._joins = joins
@@ -54,7 +57,6 @@ class PlainPassGraph(PassGraph):
         self._lock = threading.Lock()  # guards all below, ends, orders and grouping
         self._waiting: set[MessageId] = set()  # sources that have arrived and are not alone
         self._wanted: set[MessageId] = set()  # sources that take part, as far as this worker knows
-        self._alone: dict[MessageId, Mapping[int, int]] = {}  # source that runs alone -> messages it reaches, senders
         self.grouping = _NO_GROUPS
 
     def find(self, source: MessageId) -> Group | None:
@@ -64,7 +66,7 @@ class PlainPassGraph(PassGraph):
                 if found is not None:
                     recvs = found.recvs
                     # From now on a summary lists it.
-                    self._alone[source] = {m: recvs[m].recv.sender for m in recvs} if recvs else _NOTHING
+                    self._ran[source] = {m: recvs[m].recv.sender for m in recvs} if recvs else _NOTHING
                     self.ends[source], self.orders[source] = found.ends, found.order
                     return found
             self._regroup((source,))
@@ -96,9 +98,6 @@ class PlainPassGraph(PassGraph):
     def has(self, test: PartTest) -> bool:
         return self._context.sources.has(test)
 
-    def rest(self) -> None:
-        self._context.sources.tidy()
-
     def release(self) -> None:
         with self._lock:
             self._waiting.clear()
@@ -109,7 +108,7 @@ class PlainPassGraph(PassGraph):
     def summary(self, sources: Collection[int] = (), calls: Collection[int] = ()) -> Summary:
         with self._lock:
             self._regroup(map(MessageId, sources), calls)
-            made = self._summarize(self._alone)
+            made = super().summary()
             self._forget_groups()
             return made
 
@@ -127,13 +126,13 @@ class PlainPassGraph(PassGraph):
     def _regroup(self, sources: Iterable[MessageId], calls: Collection[int] = ()) -> None:
         """Make sure that ``sources`` are grouped, together with others that most likely take part in the pass."""
         self._wanted.update(sources)
-        wanted = {source for source in self._wanted if source not in self._alone}
+        wanted = {source for source in self._wanted if source not in self._ran}
         if self.grouping.ends.keys() >= wanted and not calls:
             return
         roots = self._roots if ROOTS in wanted else None
         wanted |= self._context.sources.related(wanted, calls, roots)
         wanted = {source for source in wanted if source == ROOTS or not self._ignored(source)}
-        wanted -= self._alone.keys()
+        wanted -= self._ran.keys()
         if self.grouping.ends.keys() >= wanted:
             return
         for source in sorted(wanted):
@@ -142,7 +141,7 @@ class PlainPassGraph(PassGraph):
                 self.ends[source] = ends
                 if (record := self._context.sends.get(source)) is not None:
                     self.orders[source] = record.order
-        grouped = {source: ends for source, ends in self.ends.items() if source not in self._alone}
+        grouped = {source: ends for source, ends in self.ends.items() if source not in self._ran}
         self.grouping = Grouping(grouped, self._joins, self._context.mark)
         self._reach = None
 

@@ -20,7 +20,7 @@ from backhaul._autograd.backward.group_run import GroupRun
 from backhaul._autograd.backward.groups import Fired, Group
 from backhaul._autograd.backward.leaves import Leaves
 from backhaul._autograd.backward.node_runner import NodeRunner
-from backhaul._autograd.backward.pass_graph import PassGraph
+from backhaul._autograd.backward.pass_graph import PassGraph, Ran
 from backhaul._autograd.backward.plain_pass_graph import PlainPassGraph
 from backhaul._autograd.backward.stepper import Stepper
 from backhaul._autograd.context import Context
@@ -74,6 +74,7 @@ class ReadyGroups:
         roots: Where the pass starts, on its driver.
         inputs: The tensors that the pass is restricted to, on its driver.
         results: See ``LocalPass``.
+        ran: See ``PassGraph``.
     """
 
     _graph: PassGraph | None = None
@@ -88,12 +89,15 @@ class ReadyGroups:
         roots: Sequence[GradientEdge] | None = None,
         inputs: Sequence[torch.Tensor | GradientEdge] | None = None,
         results: GradientTable | None = None,
+        *,
+        ran: Ran | None = None,
     ) -> None:
         self._spec = spec
         self._context = context
         self._sharded = sharded_share(at_driver=roots is not None)
         self._leaves = Leaves(context, spec, inputs, results, self._sharded)
         self._starts = roots, inputs
+        self._ran = ran
         self._walking = threading.Lock()  # held while the graph is walked
         self._lock = threading.Lock()  # guards what follows, _orders and _asked
         self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
@@ -109,9 +113,11 @@ class ReadyGroups:
         with self._walking:
             if self._graph is None:
                 if isinstance(self._context, PlainGraph):
-                    graph: PassGraph = PlainPassGraph(self._spec, self._context, self._leaves.join, *self._starts)
+                    graph: PassGraph = PlainPassGraph(
+                        self._spec, self._context, self._leaves.join, *self._starts, ran=self._ran
+                    )
                 else:
-                    graph = PassGraph(self._spec, self._context, self._leaves.join, *self._starts)
+                    graph = PassGraph(self._spec, self._context, self._leaves.join, *self._starts, ran=self._ran)
                 self._group_run = GroupRun(self._spec, self._leaves, graph.ends, self._sharded)
                 self._graph = graph
             return self._graph
@@ -126,6 +132,14 @@ class ReadyGroups:
     def holding(self) -> bool:
         """Whether gradients wait here, or a part of the graph outside contexts is kept."""
         return bool(self._waiting or self._gatherings or (self._graph is not None and self._graph.ends))
+
+    def joins(self, sources: Iterable[MessageId]) -> bool:
+        """Whether one of these sources is known to run together with another, such as the roots."""
+        graph = self._graph
+        if graph is None:
+            return False
+        groups = map(graph.grouping.find, sources)
+        return any(group is not None and len(group.sources) > 1 for group in groups)
 
     def arrive(self, source: MessageId, grads: Grads, send_early: SendEarly | None = None) -> list[Outcome] | None:
         """The gradients of a source have arrived: run its group if nothing is missing. None: no such source."""
@@ -275,11 +289,6 @@ class ReadyGroups:
         if not self._spec.retain:
             self._context.spend(sources)
         self.graph.leave(sources)
-
-    def rest(self) -> None:
-        """A task of the pass is done on this worker. Another may follow."""
-        if self._graph is not None:
-            self._graph.rest()
 
     def release(self) -> None:
         """The pass has failed: forget what waits, and the graph."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from backhaul._autograd.backward import pass_errors
 from backhaul._autograd.backward.local_pass import LocalPass, RequestOrders
@@ -13,31 +16,34 @@ from backhaul._autograd.backward.messenger import PassMessenger
 from backhaul._autograd.backward.outbox import GradientOutbox, Parcels
 from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import Grads, record_recv
+from backhaul._autograd.forward.functions import record_recv
 from backhaul._autograd.ids import PLAIN, MessageId, split
-from backhaul._autograd.messages import Abort, AutogradKind, Gradient, Gradients, PassSpec, PassTally, Report
+from backhaul._autograd.messages import Abort, AutogradKind, GradientsEnvelope, PassSpec, PassTally, Report
 from backhaul._autograd.untrusted import check_abort, check_gradients, check_report
+from backhaul._devices.seam import NO_DEVICES
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.security.policy import internal
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel
-from backhaul._wire.codec import load
-from backhaul._wire.device_link import decline
+from backhaul._wire.call_frames import read_values
 from backhaul._wire.faults import decode_fault
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Buffer
-from backhaul._wire.messages import unpack
-from backhaul._wire.tensors.reader import tensors_of
+from backhaul._wire.messages import MALFORMED, unpack
 from backhaul._wire.tensors.subclasses import detached
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker, current_worker
+from backhaul.errors import ProtocolError
 
 if TYPE_CHECKING:
     from backhaul._autograd.backward.driver import PassDriver
     from backhaul._autograd.failure.peer_failure import PeerFailures
 
 SHARE_OUT_SECONDS = 0.001
-"""If one gradient takes longer than this, other threads get the gradients that arrived with it."""
+"""If gradients take longer than this, other threads get the gradients that arrived with them."""
+
+_FIRST_GUESS_SECONDS = 1e-4  # that the gradients of one message take
+_SHORTEST_SECONDS = 1e-6
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -78,7 +84,7 @@ class GradientReceiver:
         self._request_orders = request_orders
         self._failures = failures
         self._link_of = peers.link_of
-        self._bring = worker.devices.bring
+        self._source_seconds = _FIRST_GUESS_SECONDS  # about how long the gradients of one message take lately
         worker.attach(self)
         worker.on_frame(AutogradKind.GRADIENT, self._on_gradients, check=check_gradients)
         worker.on_frame(AutogradKind.REPORT, self._on_report, check=check_report)
@@ -120,137 +126,159 @@ class GradientReceiver:
     # Gradients.
 
     def _on_gradients(self, channel: Channel, frame: Frame) -> Task | None:
-        message = unpack(frame.body, Gradients)
+        message = unpack(frame.body, GradientsEnvelope)
         spec = message.spec
         context = self._container.find(spec.context)
         if context is None:
-            self._decline(channel, message.gradients)
+            self._decline(channel, message, frame.buffers)
             if self._container.was_released(spec.context):
                 return None  # the driver has given the pass up
-            return functools.partial(self._complain_of_missing, spec, message.gradients[0].message)
+            return functools.partial(self._complain_of_missing, spec, message.messages[0])
         share = context.runs.get((spec.driver, spec.number))
         if share is None:
             if spec.driver == self._id:
-                self._decline(channel, message.gradients)
+                self._decline(channel, message, frame.buffers)
                 return None  # the pass is over
             share = self.local_pass_of(context, spec)
         arrived = 0
         if spec.profiles and (observer := self._worker.observer) is not None:
             arrived = observer.now()
-        task = functools.partial(
-            self._worker.context.copy().run,
-            self._take_gradients,
-            share,
-            channel,
-            message.gradients,
-            frame.buffers,
-            arrived,
-        )
+        run = self._worker.context.copy().run
+        task = functools.partial(run, self._take_gradients, share, channel, message, frame.buffers, arrived)
         if share.begin(message.tally):
             share.inbox.append(task)
             return None
         return task
 
     def _take_gradients(
-        self,
-        share: LocalPass,
-        channel: Channel,
-        gradients: Sequence[Gradient],
-        buffers: Sequence[Buffer],
-        arrived: int,
+        self, share: LocalPass, channel: Channel, message: GradientsEnvelope, buffers: Sequence[Buffer], arrived: int
     ) -> None:
         """Run the groups that gradients of one frame make ready, and send what they produce."""
-        first = gradients[0]
+        sources = message.messages
         if arrived:
             peer = self._peers.of(channel)
             sender = peer.record.id if peer is not None else -1
-            with share.observed(first.message, sender, arrived):
-                self._take_gradients(share, channel, gradients, buffers, 0)
+            with share.observed(sources[0], sender, arrived):
+                self._take_gradients(share, channel, message, buffers, 0)
             return
         parcels: Parcels = {}
-        if len(gradients) > 1:
-            self._take_each(share, channel, gradients, buffers, parcels)
-        elif (grads := self._decode(share, channel, first, buffers)) is not None:
-            share.run(first.message, grads)
-            return
-        share.send(first.message, parcels)
+        grads = self._decode(share, channel, message, buffers)
+        if grads is not None:
+            if len(sources) == 1:
+                share.enter(sources, message.counts, grads, parcels)
+            else:
+                self._take_some(share, sources, message.counts, grads, parcels)
+        share.send(sources[0], parcels)
 
-    def _take_each(
+    def _take_some(
         self,
         share: LocalPass,
-        channel: Channel,
-        gradients: Sequence[Gradient],
-        buffers: Sequence[Buffer],
+        sources: Sequence[MessageId],
+        counts: Sequence[int],
+        grads: Sequence[torch.Tensor | None],
         parcels: Parcels,
     ) -> None:
+        """Run as many of the sources at once as most likely take no longer than ``SHARE_OUT_SECONDS``, then others. If
+        they take longer, leave the rest to other threads.
+        """
         try:
-            share.groups.prepare()  # its time is not that of the first gradient
+            share.prepare()  # its time is not that of the first gradients
         except BaseException as error:
-            self._decline(channel, gradients)
-            share.fail(gradients[0].message, error)
+            share.fail(sources[0], error)
             return
-        now, used = self._worker.runtime.now, 0
+        now, done, used = self._worker.runtime.now, 0, 0
         began = now()
-        for number, gradient in enumerate(gradients):
-            own = buffers[used : used + gradient.buffers]
-            used += gradient.buffers
-            grads = self._decode(share, channel, gradient, own)
-            if grads is not None:
-                share.enter(gradient.message, grads, parcels)
+        while done < len(sources) and not share.failed:
+            some = max(int(SHARE_OUT_SECONDS / self._source_seconds), 1)
+            piece = counts[done : done + some]
+            following = used + sum(piece)
+            share.enter(sources[done : done + some], piece, grads[used:following], parcels)
+            done, used = done + len(piece), following
             before, began = began, now()
-            if began > before + SHARE_OUT_SECONDS:
-                self._share_out(share, channel, gradients[number + 1 :], buffers[used:])
+            took = began - before
+            self._source_seconds += (took / len(piece) - self._source_seconds) / 4
+            self._source_seconds = max(self._source_seconds, _SHORTEST_SECONDS)
+            if took > SHARE_OUT_SECONDS:
+                self._share_out(share, sources[done:], counts[done:], grads[used:])
                 return
 
     def _share_out(
-        self, share: LocalPass, channel: Channel, gradients: Sequence[Gradient], buffers: Sequence[Buffer]
+        self,
+        share: LocalPass,
+        sources: Sequence[MessageId],
+        counts: Sequence[int],
+        grads: Sequence[torch.Tensor | None],
     ) -> None:
-        """Leave gradients to other threads, one task for each."""
+        """Leave gradients to other threads, one task for each source."""
         used = 0
-        for gradient in gradients:
-            own = buffers[used : used + gradient.buffers]
-            used += gradient.buffers
+        for source, count in zip(sources, counts, strict=True):
+            own = grads[used : used + count]
+            used += count
             share.begin()
             run = self._worker.context.copy().run
-            self._worker.thread_pool.submit(
-                functools.partial(run, self._take_gradients, share, channel, (gradient,), own, 0)
-            )
+            self._worker.thread_pool.submit(functools.partial(run, self._take_one, share, source, own))
+
+    @staticmethod
+    def _take_one(share: LocalPass, source: MessageId, grads: Sequence[torch.Tensor | None]) -> None:
+        parcels: Parcels = {}
+        if not share.failed:
+            share.enter((source,), (len(grads),), grads, parcels)
+        share.send(source, parcels)
 
     def _decode(
-        self, share: LocalPass, channel: Channel, gradient: Gradient, buffers: Sequence[Buffer]
-    ) -> Grads | None:
-        """The gradients of one message; None if the pass has failed, or fails because nobody can decode them."""
+        self, share: LocalPass, channel: Channel, message: GradientsEnvelope, buffers: Sequence[Buffer]
+    ) -> Sequence[torch.Tensor | None] | None:
+        """The gradients in a frame; None if the pass has failed, or fails because nobody can decode them."""
         if share.failed:
-            self._decline(channel, (gradient,))
+            self._decline(channel, message, buffers)
             return None
-        source, payload, note = gradient.message, gradient.payload, gradient.note
+        sources, note = message.messages, message.note
         try:
-            tensors = tensors_of(payload, buffers, self._link_of(channel).arrive(channel))
+            payload = read_values(message.payload, buffers)
+            tensors = payload.tensors(self._link_of(channel).arrive(channel))
             if note is not None:
-                record = share.context.sends.get(source)
+                record = share.context.sends.get(sources[0])
                 replied = record is not None and not record.replied
                 tensors = record_recv(share.context, split(note.message)[0], note, tensors, replied=replied)
             elif type(tensors) is not list or any(map(_requires_grad, tensors)):
                 tensors = detached(tensors)
-            return self._bring(share.context.sends.get(source), load(payload, buffers, tensors))
+            grads = payload.values(tensors, self._worker)
+            if len(sources) != len(message.counts) or sum(message.counts) != len(grads):
+                raise ProtocolError(f"the counts of {len(sources)} messages do not fit {len(grads)} gradients")
+            if self._worker.devices is not NO_DEVICES:
+                return self._bring(share, sources, message.counts, grads)
+            return grads
         except BaseException as error:  # user code may raise anything
-            self._decline(channel, (gradient,))
+            self._decline(channel, message, buffers)
             if isinstance(error, Exception) or interrupts.from_signal(error):
-                share.fail(source, error)
+                share.fail(sources[0], error)
             else:
                 peer = self._peers.of(channel)
                 sender = None if peer is None else peer.info.name
-                share.fail(source, pass_errors.undecodable(self._worker.name, sender, source, error))
+                share.fail(sources[0], pass_errors.undecodable(self._worker.name, sender, sources[0], error))
             return None
 
-    def _decline(self, channel: Channel, gradients: Iterable[Gradient]) -> None:
+    def _bring(
+        self,
+        share: LocalPass,
+        sources: Sequence[MessageId],
+        counts: Sequence[int],
+        grads: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Move gradients to the devices of their tensors."""
+        found: list[torch.Tensor | None] = []
+        for source, count in zip(sources, counts, strict=True):
+            own = grads[len(found) : len(found) + count]
+            found += self._worker.devices.bring(share.context.sends.get(source), own)
+        return found
+
+    def _decline(self, channel: Channel, message: GradientsEnvelope, buffers: Sequence[Buffer]) -> None:
         """Gradients will not be used: free the slots of device memory that hold them, and their records."""
-        link = self._link_of(channel).answer(channel)
-        for gradient in gradients:
-            decline(gradient.payload, link)
-            note = gradient.note
-            if note is not None and note.message and note.context == PLAIN:
-                self._container.plain.refuse(split(note.message)[0], note.message)
+        with contextlib.suppress(*MALFORMED, ProtocolError):
+            read_values(message.payload, buffers).decline(self._link_of(channel).answer(channel))
+        note = message.note
+        if note is not None and note.message and note.context == PLAIN:
+            self._container.plain.refuse(split(note.message)[0], note.message)
 
     def _complain_of_missing(self, spec: PassSpec, source: MessageId) -> None:
         error = pass_errors.missing_source(self._worker.name, spec.context, source, freed=False)

@@ -26,15 +26,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul._autograd.ids import NO_CONTEXT, ROOTS, ContextId, MessageId
 from backhaul._autograd.messages import AutogradNote
-from backhaul._autograd.torch_engine.boundary import BoundaryNode
+from backhaul._autograd.torch_engine.boundary import MARK, BoundaryNode
 from backhaul._autograd.torch_engine.run import Node, leaf_edge
+from backhaul._native import core
 from backhaul._wire.tensors.subclasses import TensorList, mark_refused, may_require_grad
 
 if TYPE_CHECKING:
@@ -54,40 +56,37 @@ def edge_of(end: End) -> GradientEdge:
     return leaf_edge(end) if isinstance(end, torch.Tensor) else end
 
 
-class SendRecord:
-    """The sending end of a message: where its gradients enter this worker."""
+class SendRecord(msgspec.Struct, eq=False):
+    """The sending end of a message: where its gradients enter this worker.
 
-    __slots__ = ("born_in", "devices", "ends", "failed", "message", "order", "replied", "to")
+    Attributes:
+        message: The message.
+        to: The worker that it was sent to.
+        order: Its place in program order; see [Note: order] in recording.
+        source: The native core's object, which keeps the edges of the sent tensors; None: ``kept_ends`` has them.
+        kept_ends: The ends, once a part in Python has asked for them.
+        devices: Where the tensors are, if one is on a CUDA device.
+        born_in: The pass that sent the message, if it is a gradient message.
+        replied: The message traveled as a reply, so its gradients travel as a request: see ``devices.placement``.
+        failed: Its call failed: it is not known whether the other worker ran it.
+    """
 
-    def __init__(
-        self,
-        message: MessageId,
-        to: int,
-        tensors: Sequence[torch.Tensor],
-        order: tuple[int, ...],
-        *,
-        born_in: tuple[int, int] | None = None,
-        replied: bool = False,
-    ) -> None:
-        self.replied = replied  # it traveled as a reply, so its gradients travel as a request: see devices.placement
-        self.message = message
-        self.to = to
-        self.ends: list[End] = []
-        self.devices: list[torch.device] | None = None  # where the tensors are, if one is on a CUDA device
-        with torch._C.DisableTorchFunctionSubclass():
-            for tensor in tensors:
-                if tensor.is_cuda and self.devices is None:
-                    self.devices = [each.device for each in tensors]
-                node = tensor.grad_fn
-                if node is None:
-                    self.ends.append(tensor)
-                elif isinstance(node, torch._C._FunctionBase):  # without an edge torch frees the node
-                    self.ends.append(get_gradient_edge(tensor))
-                else:
-                    self.ends.append(GradientEdge(node, tensor.output_nr))
-        self.order = order  # place in program order; see [Note: order] in recording
-        self.born_in = born_in  # the pass that sent it, if it is a gradient message
-        self.failed = False  # its call failed: it is not known whether the other worker ran it
+    message: MessageId
+    to: int
+    order: tuple[int, ...]
+    source: Any = None
+    kept_ends: list[End] | None = None
+    devices: list[torch.device] | None = None
+    born_in: tuple[int, int] | None = None
+    replied: bool = False
+    failed: bool = False
+
+    @property
+    def ends(self) -> list[End]:
+        """Where gradients enter, for each tensor of the message that is recorded."""
+        if self.kept_ends is None:
+            self.kept_ends = self.source.ends()
+        return self.kept_ends
 
     def bring(self, grads: Grads) -> Grads:
         """Move gradients to the devices of their tensors: device maps may have sent both to the CPU."""
@@ -100,25 +99,44 @@ class SendRecord:
             ]
 
 
-class Recv:
-    """The receiving end of a message. Each received tensor's recv node is marked with it and the tensor's index."""
+def ends_of(tensors: Sequence[torch.Tensor]) -> list[End]:
+    """Where the gradients of tensors that require grad enter."""
+    ends: list[End] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            node = tensor.grad_fn
+            if node is None:
+                ends.append(tensor)
+            elif isinstance(node, torch._C._FunctionBase):  # without an edge torch frees the node
+                ends.append(get_gradient_edge(tensor))
+            else:
+                ends.append(GradientEdge(node, tensor.output_nr))
+    return ends
 
-    __slots__ = ("context", "count", "message", "order", "replied", "sender")
 
-    def __init__(
-        self,
-        message: MessageId,
-        sender: int,
-        order: tuple[int, ...],
-        replied: bool = False,
-        context: ContextId = NO_CONTEXT,
-    ) -> None:
-        self.context = context  # the ``mark`` of the context in which it was received
-        self.replied = replied  # it traveled as a reply
-        self.message = message
-        self.sender = sender
-        self.order = order
-        self.count = 0  # recorded tensors of the message
+def _devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device] | None:
+    """Where the tensors of a message are, if one is on a CUDA device."""
+    return [tensor.device for tensor in tensors] if any(tensor.is_cuda for tensor in tensors) else None
+
+
+class Recv(msgspec.Struct, eq=False):
+    """The receiving end of a message. Each received tensor's recv node is marked with it and the tensor's index.
+
+    Attributes:
+        message: The message.
+        sender: The worker that sent it.
+        order: Its place in program order.
+        replied: It traveled as a reply.
+        context: The ``mark`` of the context in which it was received.
+        count: How many tensors of the message are recorded.
+    """
+
+    message: MessageId
+    sender: int
+    order: tuple[int, ...]
+    replied: bool = False
+    context: ContextId = NO_CONTEXT
+    count: int = 0
 
     boundary: ClassVar[BoundaryNode] = BoundaryNode(
         "this graph reaches back to another worker through a context: use backhaul.backward(context, [loss]) inside "
@@ -128,34 +146,19 @@ class Recv:
     """Makes the recv nodes."""
 
 
-class PlainRecv(Recv):
+class PlainRecv(Recv, eq=False, weakref=True):
     """The receiving end of a message outside contexts. Only the recv nodes of the message refer to it, so it dies with
     the local graph. The send record on the other worker lives as long as this object, see ``plain_graph``.
 
     Attributes:
-        spent: The sender has freed its record, or frees it in a pass that runs now: its graph is used up.
         generation: How often the sender had been lost when the message came.
         on_death: Called when this object dies before the sender has freed its record, see ``PlainGraph.watch``.
+        spent: The sender has freed its record, or frees it in a pass that runs now: its graph is used up.
     """
 
-    __slots__ = ("__weakref__", "generation", "on_death", "spent")
-
-    def __init__(
-        self,
-        message: MessageId,
-        sender: int,
-        order: tuple[int, ...],
-        replied: bool,
-        context: ContextId,
-        *,
-        generation: int,
-        on_death: Callable[[tuple[int, MessageId]], None],
-    ) -> None:
-        super().__init__(message, sender, order, replied, context)
-        self.spent = False
-        self.generation = generation
-        self.on_death = on_death
-        live.add(message)
+    generation: int = 0
+    on_death: Callable[[tuple[int, MessageId]], None] | None = None
+    spent: bool = False
 
     boundary: ClassVar[BoundaryNode] = BoundaryNode(
         "this graph reaches back to another worker, but its backward pass was not started by loss.backward(), "
@@ -165,12 +168,15 @@ class PlainRecv(Recv):
 
     def __del__(self) -> None:
         live.discard(self.message)
-        if not self.spent:
+        if not self.spent and self.on_death is not None:
             self.on_death((self.sender, self.message))
 
 
 live: set[MessageId] = set()
 """The messages outside contexts whose received tensors are part of a graph of this process."""
+
+if core is not None:
+    core.set_names(MARK, PlainRecv, GradientEdge)
 
 _cut_node = BoundaryNode(
     "this graph reaches back to a tensor that was received outside any context, so no gradient can go back to its "
@@ -266,20 +272,26 @@ def record_send(
     """Keep the sending end of a message. Returns the note that goes with it; None if the context was released.
     ``copies``: indices of tensors that are not recorded.
     """
-    positions: tuple[int, ...] = ()
-    if len(tensors) == 1:  # the common case
-        recorded = tensors
-        if tensors[0].requires_grad and not copies:
-            positions = _FIRST
-    elif tensors:
-        positions = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
+    if not tensors:
+        return AutogradNote(context.id, ROOTS, (), place) if context.know(to) else None
+    source, kept, devices = None, None, None
+    if context.index is None:
+        positions: tuple[int, ...] = tuple([index for index, tensor in enumerate(tensors) if tensor.requires_grad])
         if copies:
             positions = tuple([index for index in positions if index not in copies])
-        recorded = [tensors[index] for index in positions]
+        if positions:
+            recorded = [tensors[index] for index in positions]
+            kept, devices = ends_of(recorded), _devices_of(recorded)
+    elif found := core.record_sent(context.index, tensors, copies):
+        positions, source, on_host = found
+        if not on_host:
+            devices = _devices_of([tensors[index] for index in positions])
+    else:
+        positions = ()
     if not positions:
         return AutogradNote(context.id, ROOTS, positions, place) if context.know(to) else None
     message = message or container.new_message()
-    record = SendRecord(message, to, recorded, place, born_in=born_in, replied=replied)
+    record = SendRecord(message, to, place, source, kept, devices, born_in, replied)
     return AutogradNote(context.id, message, positions, place) if context.add_send(record) else None
 
 

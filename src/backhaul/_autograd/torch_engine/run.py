@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.autograd.variable import Variable
 
+from backhaul._native import core
 from backhaul._runtime import interrupts
 
 T = TypeVar("T")
@@ -63,6 +64,28 @@ def run_engine(
     finally:
         torch._C._set_multithreading_enabled(threads)
     return found
+
+
+@interrupts.calls_out
+def run_sources(
+    index: Any,
+    sources: list[Any],
+    counts: list[int],
+    grads: list[torch.Tensor | None],
+    *,
+    retain: bool,
+    most_nodes: int,
+    forget: bool,
+    checkpoints: bool,
+) -> tuple[Any, list[Any]] | None:
+    """Run the engine once for several sources of the native core; see ``backward.simple_runs``. None: the core does not
+    run these.
+    """
+    found: tuple[Any, list[Any]] | None = core.run_sources(index, sources, counts, grads, retain, most_nodes, forget)
+    return found
+
+
+_RUNS = frozenset((run_engine.__code__, run_sources.__code__))
 
 
 def leaf_edge(leaf: torch.Tensor) -> GradientEdge:
@@ -123,7 +146,7 @@ class OfRun(threading.local, Generic[T]):
 
 def nested(frame: FrameType | None) -> bool:
     """Whether a call of the engine by user code inside a run of ours, in a hook for example, runs ``frame``."""
-    while frame is not None and frame.f_code is not run_engine.__code__:
+    while frame is not None and frame.f_code not in _RUNS:
         if frame.f_code is _engine_run_backward.__code__:
             return True
         frame = frame.f_back
@@ -162,7 +185,7 @@ def allows_checkpoints(frame: FrameType | None) -> bool | None:
     inputs, as all our runs are. Ours may reach all leaves nevertheless, see ``run_engine``.
     """
     while frame is not None:
-        if frame.f_code is run_engine.__code__:
+        if frame.f_code in _RUNS:
             return bool(frame.f_locals["checkpoints"])
         if frame.f_code is _engine_run_backward.__code__:
             return None
@@ -170,7 +193,7 @@ def allows_checkpoints(frame: FrameType | None) -> bool | None:
     return None
 
 
-_SMALL_NUMEL = 1 << 14  # adding so many elements takes a few microseconds
+_SMALL_NUMEL = 1 << 14  # as in the native core; adding so many elements takes a few microseconds
 
 
 def add_to_grad(leaf: torch.Tensor, grad: torch.Tensor, *, shared: bool) -> None:

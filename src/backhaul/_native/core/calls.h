@@ -8,7 +8,7 @@
 
 namespace backhaul {
 
-enum Kind : uint8_t { REQUEST = 3, REPLY = 4 };  // as in `_wire/messages.py`
+enum Kind : uint8_t { VALUES = 0, REQUEST = 3, REPLY = 4 };  // as in `_wire/messages.py`; VALUES: no message around
 
 // The encoded values of a call or of its result; to Python, what `_wire/codec.py` calls `Encoded`.
 struct Outgoing {
@@ -101,11 +101,11 @@ inline PyTypeObject Outgoing::type = {
 };
 
 // Encodes the values of a call. Throws `NotMine` for values that Python has to encode.
-inline Object encode_values(PyObject* values, bool main_shared) {
+inline Object encode_values(PyObject* values, bool main_shared, bool apart) {
   std::vector<Object> each;  // a callback may change a list
   if (!PyTuple_CheckExact(values) && !PyList_CheckExact(values)) throw NotMine();
   for (size_t i = 0; i < size_of(values); ++i) each.push_back(Object::borrowed(item_of(values, i)));
-  return Outgoing::Boxed::make(ValueWriter(main_shared).write(each));
+  return Outgoing::Boxed::make(ValueWriter(main_shared, apart).write(each));
 }
 
 inline void write_notes(Writer& out, PyObject* notes) {
@@ -182,12 +182,12 @@ struct Received {
   Received(Kind kind, PyObject* message, PyObject* buffers) : body(message) {
     if (!is_sequence(buffers)) throw NotMine();
     Reader in(body.bytes());
-    in.array_of(kind == REQUEST ? 5 : 2);
+    if (kind != VALUES) in.array_of(kind == REQUEST ? 5 : 2);
     if (kind == REQUEST) function = from_ascii(in.text());
     payload.emplace(in, buffers);
     if (kind == REQUEST) keywords = in.boolean();
     notes = Object(PyDict_New());
-    for (size_t count = in.map(); count; --count) {
+    for (size_t count = kind == VALUES ? 0 : in.map(); count; --count) {
       const Object owner = from_ascii(in.text()), note = from_bytes(in.binary());
       if (PyDict_SetItem(notes.get(), owner.get(), note.get())) throw PythonError();
     }

@@ -25,6 +25,13 @@ Pointer make_node(const std::string& message) {
     return Pointer(c10::make_intrusive<Error>(message));
 }
 
+// A reference to a node that other references keep.
+template <class AnyNode>
+NodePointer hold(AnyNode* node) {
+  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<AnyNode>>) return node->getptr();
+  else return NodePointer::unsafe_reclaim_from_nonowning(node);
+}
+
 // `tensor` as the output of a new boundary node that has `mark` in its metadata, as `BoundaryNode.put` makes it.
 inline at::Tensor behind_boundary(const at::Tensor& tensor, const std::string& message, PyObject* key, PyObject* mark) {
   at::Tensor made = tensor.tensor_data();

@@ -1,4 +1,5 @@
 // The functions that Python calls. `connect` comes first: it names their twins in Python, see `_wire/call_frames.py`.
+#include "autograd.h"
 #include "calls.h"
 #include "frames.h"
 #include "graph.h"
@@ -10,7 +11,7 @@ namespace {
 
 // The functions in Python that do what this core does not.
 struct Twins {
-  PyObject *encode_values, *request_frame, *reply_frame, *read_request, *read_reply;
+  PyObject *encode_values, *request_frame, *reply_frame, *read_request, *read_reply, *read_values;
 } twins;
 
 // set_frame(Frame): the type of frames
@@ -21,27 +22,28 @@ PyObject* set_frame(PyObject*, PyObject* type) {
 
 // connect(*, take_apart, put_together, immutable, raw, and the twins)
 PyObject* connect(PyObject*, PyObject* arguments, PyObject* keywords) {
-  static const char* names[] = {"take_apart",    "put_together", "immutable",    "raw",        "encode_values",
-                                "request_frame", "reply_frame",  "read_request", "read_reply", nullptr};
-  PyObject* given[9];
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "$OOOOOOOOO", const_cast<char**>(names), &given[0], &given[1],
-                                   &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &given[8]))
+  static const char* names[] = {"take_apart",  "put_together", "immutable",  "raw",         "encode_values", "request_frame",
+                                "reply_frame", "read_request", "read_reply", "read_values", nullptr};
+  PyObject* given[10];
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "$OOOOOOOOOO", const_cast<char**>(names), &given[0], &given[1],
+                                   &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &given[8],
+                                   &given[9]))
     return nullptr;
   for (PyObject* each : given) Py_INCREF(each);
   callbacks = {given[0], given[1], given[2]};
   Outgoing::raw = given[3];
-  twins = {given[4], given[5], given[6], given[7], given[8]};
+  twins = {given[4], given[5], given[6], given[7], given[8], given[9]};
   Py_RETURN_NONE;
 }
 
-// encode_values(values, names, main_shared, plain, link) -> Outgoing, or Encoded
+// encode_values(values, names, main_shared, plain, link, apart=False) -> Outgoing, or Encoded
 PyObject* encode_values(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (!expect(count, 5)) return nullptr;
+  if (count != 5 && !expect(count, 6)) return nullptr;
   return guarded(twins.encode_values, given, count, [&] {
     static PyObject* const takes_host = PyUnicode_InternFromString("takes_host");
     if (given[3] != Py_False) throw NotMine();
     if (given[4] != Py_None && Object(PyObject_GetAttr(given[4], takes_host)).get() != Py_False) throw NotMine();
-    return backhaul::encode_values(given[0], given[2] == Py_True);
+    return backhaul::encode_values(given[0], given[2] == Py_True, count == 6 && given[5] == Py_True);
   });
 }
 
@@ -66,6 +68,12 @@ PyObject* read_request(PyObject*, PyObject* frame) {
 // read_reply(frame) -> Received, or ValueReader
 PyObject* read_reply(PyObject*, PyObject* frame) {
   return guarded(twins.read_reply, &frame, 1, [&] { return read_message(REPLY, frame); });
+}
+
+// read_values(payload, buffers) -> Received, or ValueReader
+PyObject* read_values(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!expect(count, 2)) return nullptr;
+  return guarded(twins.read_values, given, count, [&] { return Received::Boxed::make(VALUES, given[0], given[1]); });
 }
 
 // cut_frames(frames, memory, start, end, limit, most_buffers) -> new start
@@ -120,6 +128,7 @@ PyMethodDef functions[] = {
     {"reply_frame", fast(reply_frame), METH_FASTCALL, nullptr},
     {"read_request", read_request, METH_O, nullptr},
     {"read_reply", read_reply, METH_O, nullptr},
+    {"read_values", fast(read_values), METH_FASTCALL, nullptr},
     {"cut_frames", fast(cut_frames), METH_FASTCALL, nullptr},
     {"join_frame", fast(join_frame), METH_FASTCALL, nullptr},
     {"record_received", fast(record_received), METH_FASTCALL, nullptr},
@@ -138,5 +147,6 @@ PyMODINIT_FUNC PyInit_backhaul_core() {
   using namespace backhaul;
   if (PyType_Ready(&TensorMemory::type) || PyType_Ready(&Outgoing::type) || PyType_Ready(&Received::type))
     return nullptr;
-  return PyModule_Create(&definition);
+  Object module(PyModule_Create(&definition));
+  return add_autograd(module.get()) ? module.release() : nullptr;
 }

@@ -61,7 +61,8 @@ struct EncodedValues {
 // Encodes the values of one message. Throws `NotMine` for values that Python has to encode.
 class ValueWriter {
  public:
-  explicit ValueWriter(bool main_shared) : main_shared_(main_shared), parcels_(PyList_New(0)) {}
+  // `apart`: whether each tensor arrives as one of its own, also if it comes twice or shares memory with another.
+  ValueWriter(bool main_shared, bool apart) : main_shared_(main_shared), apart_(apart), parcels_(PyList_New(0)) {}
 
   EncodedValues write(const std::vector<Object>& values) && {
     const size_t count = values.size();
@@ -105,7 +106,7 @@ class ValueWriter {
   size_t index_of(PyObject* tensor) {
     PyObject** attributes = _PyObject_GetDictPtr(tensor);
     if (attributes && *attributes && PyDict_GET_SIZE(*attributes)) throw NotMine();
-    for (size_t i = 0; i < tensors_.size(); ++i)
+    for (size_t i = 0; i < tensors_.size() && !apart_; ++i)
       if (tensors_[i].get() == tensor) return i;
     tensors_.push_back(Object::borrowed(tensor));
     return tensors_.size() - 1;
@@ -115,7 +116,7 @@ class ValueWriter {
     std::vector<Span> spans;
     Writer records;
     for (const Object& tensor : tensors_) spans.push_back(write_tensor(records, THPVariable_Unpack(tensor.get())));
-    if (overlap(spans)) throw NotMine();
+    if (!apart_ && overlap(spans)) throw NotMine();
     out.array(4);
     out.array(0);
     out.array(0);
@@ -185,7 +186,7 @@ class ValueWriter {
     if (!seen_.insert(value).second) throw NotMine();
   }
 
-  const bool main_shared_;
+  const bool main_shared_, apart_;
   Object parcels_;
   std::vector<Object> tensors_;
   std::unordered_set<PyObject*> seen_;

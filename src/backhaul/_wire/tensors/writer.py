@@ -93,8 +93,12 @@ def write_lent(tensor: torch.Tensor, link: Link) -> tuple[TensorTable, Lease] | 
     return TensorTable(ordinary=found[0].ordinary, lent=((*slot, target),)), lease
 
 
-def write_all_ordinary(tensors: Sequence[torch.Tensor]) -> tuple[TensorTable, list[Buffer]] | None:
-    """As ``write_ordinary``, for several tensors. None also if two of them share memory."""
+def write_all_ordinary(
+    tensors: Sequence[torch.Tensor], *, apart: bool = False
+) -> tuple[TensorTable, list[Buffer]] | None:
+    """As ``write_ordinary``, for several tensors. None also if two of them share memory, unless they may arrive
+    ``apart``.
+    """
     records: list[bytes] = []
     buffers: list[Buffer] = []
     spans: list[tuple[int, int]] = []
@@ -107,7 +111,7 @@ def write_all_ordinary(tensors: Sequence[torch.Tensor]) -> tuple[TensorTable, li
         buffers.append(buffer)
         spans.append((tensor.data_ptr(), len(buffer)))
     spans.sort()
-    if any(start + size > behind for (start, size), (behind, _) in itertools.pairwise(spans)):
+    if not apart and any(start + size > behind for (start, size), (behind, _) in itertools.pairwise(spans)):
         return None
     return TensorTable(ordinary=tuple(records)), buffers
 

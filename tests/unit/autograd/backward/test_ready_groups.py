@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from backhaul._autograd.backward.ready_groups import Outcome, ReadyGroups
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import Grads, Recv, SendRecord, recv_of
+from backhaul._autograd.forward.functions import Grads, Recv, SendRecord, ends_of, recv_of
 from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.plan.plan import Orders
@@ -41,7 +41,7 @@ class Share:
         self.graph = Graph(seed)
         self.context = Context(CONTEXT)
         for source, tensors in self.graph.tensors.items():
-            self.context.add_send(SendRecord(source, choose.randrange(3), tensors, (source,)))
+            self.context.add_send(SendRecord(source, choose.randrange(3), (source,), kept_ends=ends_of(tensors)))
         sources = list(self.graph.edges)
         self.active = choose.sample(sources, choose.randint(1, len(sources)))
         self.grads: dict[MessageId, list[torch.Tensor | None]] = {
@@ -227,7 +227,7 @@ def test_a_group_in_a_circle_is_freed_without_the_garbage_collector(over: bool) 
     shared = leaf * 2
     context = Context(ContextId(1))
     for number in (1, 2):
-        context.add_send(SendRecord(MessageId(number), 0, [shared * number], (number,)))
+        context.add_send(SendRecord(MessageId(number), 0, (number,), kept_ends=ends_of([shared * number])))
     run = ReadyGroups(PassSpec(ContextId(1), 7, 1, retain=True), context)
     run.follow(Orders(frozenset({1, 2}), frozenset({1, 2})))
     gone = weakref.ref(leaf)
@@ -274,7 +274,7 @@ def test_memory_of_gradients_is_kept_for_the_thread_that_goes_on_with_them(
     leaf.register_hook(lambda grad: grad)  # so that both sources run together
     context = Context(CONTEXT)
     for number in (1, 2):
-        context.add_send(SendRecord(MessageId(number), 0, [leaf * number], (number,)))
+        context.add_send(SendRecord(MessageId(number), 0, (number,), kept_ends=ends_of([leaf * number])))
     run = ReadyGroups(PassSpec(CONTEXT, 7, 1), context)
     active = frozenset({1, 2})
     run.follow(Orders(active, active if circular else frozenset()))

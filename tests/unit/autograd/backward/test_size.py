@@ -17,7 +17,7 @@ from backhaul import _autograd
 from backhaul._autograd.backward import groups
 from backhaul._autograd.backward.ready_groups import ReadyGroups
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import Recv, SendRecord, receive
+from backhaul._autograd.forward.functions import Recv, SendRecord, ends_of, receive
 from backhaul._autograd.ids import ROOTS, ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.plan.plan import Orders
@@ -58,7 +58,7 @@ def received(number: int) -> torch.Tensor:
 def context_of(tensors: list[torch.Tensor]) -> Context:
     context = Context(ContextId(1))
     for number, tensor in enumerate(tensors, 1):
-        context.add_send(SendRecord(MessageId(number), 1, [tensor], (number,)))
+        context.add_send(SendRecord(MessageId(number), 1, (number,), kept_ends=ends_of([tensor])))
     return context
 
 

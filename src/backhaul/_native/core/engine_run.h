@@ -1,0 +1,341 @@
+// One run of PyTorch's engine for several sources that meet no others and that no hook looks at. What it does for them
+// is what `_autograd/backward/ready_groups.py` does; everything unusual is left to that.
+#pragma once
+
+#include <ATen/ops/add.h>
+#include <c10/core/AutogradState.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+
+#include "source_index.h"
+
+namespace backhaul {
+
+using torch::autograd::variable_list;
+
+constexpr int64_t SMALL_NUMEL = 1 << 14;  // as in `_autograd/torch_engine/run.py`
+
+// Gives the interpreter lock away.
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+// The engine runs all nodes on the calling thread, see `_autograd/torch_engine/run.py`.
+class OnThisThread {
+ public:
+  OnThisThread() : before_(c10::AutogradState::get_tls_state().get_multithreading_enabled()) { set(false); }
+  OnThisThread(const OnThisThread&) = delete;
+  OnThisThread& operator=(const OnThisThread&) = delete;
+  ~OnThisThread() { set(before_); }
+
+ private:
+  static void set(bool enabled) { c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled); }
+
+  const bool before_;
+};
+
+inline bool is_ordinary(const at::Tensor& tensor) { return has_ordinary_keys(tensor); }
+
+// Whether a gradient of `leaf` is only added: no hook sees it, and the leaf still needs it.
+inline bool adds_only(const at::Tensor& leaf) {
+  return leaf.defined() && leaf.requires_grad() && is_ordinary(leaf) && torch::autograd::impl::hooks(leaf).empty() &&
+         !torch::autograd::impl::post_acc_grad_hooks(leaf);
+}
+
+// Whether nothing else refers to a gradient or to its memory, so that its only owner may change it in place.
+inline bool is_own(const at::Tensor& grad) {
+  return grad.use_count() == 1 && is_ordinary(grad) && grad.storage().use_count() == 1 &&
+         grad.is_non_overlapping_and_dense() && !grad.requires_grad();
+}
+
+// Gradients of leaves that are still to be added, as an object of Python's.
+struct LeafGradients {
+  struct Sum {
+    at::Tensor leaf, grad;
+    bool own;  // only this object refers to the memory of the gradient
+  };
+
+  PyObject_HEAD
+  std::vector<Sum> sums;
+
+  static PyTypeObject type;
+
+  static LeafGradients* make() {
+    auto* made = PyObject_New(LeafGradients, &type);
+    if (!made) throw PythonError();
+    new (&made->sums) std::vector<Sum>();
+    return made;
+  }
+
+  static std::vector<Sum>& of(PyObject* self) { return reinterpret_cast<LeafGradients*>(self)->sums; }
+
+  static void dealloc(PyObject* self) {
+    of(self).~vector();
+    PyObject_Free(self);
+  }
+
+  // Adds a gradient that came in a message.
+  void add(const at::Tensor& leaf, const at::Tensor& grad) {
+    for (Sum& sum : sums) {
+      if (!sum.leaf.is_same(leaf)) continue;
+      if (sum.own) {
+        sum.grad.add_(grad);
+      } else {
+        sum.grad = at::add(sum.grad, grad);
+        sum.own = true;
+      }
+      return;
+    }
+    sums.push_back({leaf, grad, false});
+  }
+
+  // Takes what `work` does not take, as [(leaf, gradient, whether other code may see its memory), ...].
+  template <class Work>
+  static PyObject* take(PyObject* self, Work work) {
+    try {
+      HANDLE_TH_ERRORS
+      at::NoGradGuard no_grad;
+      std::vector<Sum> sums = std::move(of(self));
+      of(self).clear();
+      Object left;
+      for (Sum& sum : sums) {
+        if (work(sum)) continue;
+        if (!left) left = Object(PyList_New(0));
+        const Object leaf(THPVariable_Wrap(sum.leaf)), grad(THPVariable_Wrap(sum.grad));
+        const Object item(PyTuple_Pack(3, leaf.get(), grad.get(), sum.own ? Py_False : Py_True));
+        if (PyList_Append(left.get(), item.get())) throw PythonError();
+      }
+      if (!left) Py_RETURN_NONE;
+      return left.release();
+      END_HANDLE_TH_ERRORS
+    } catch (const PythonError&) {
+      return nullptr;
+    }
+  }
+
+  // Leaves all of them to Python.
+  static PyObject* rest(PyObject* self, PyObject*) {
+    return take(self, [](Sum&) { return false; });
+  }
+
+  // Adds to `.grad`, as accumulation nodes do. The caller holds the lock of `grad_writers`.
+  static PyObject* add_to_grad(PyObject* self, PyObject*) {
+    return take(self, [](Sum& sum) {
+      at::Tensor& grad = sum.leaf.mutable_grad();
+      if (!is_ordinary(sum.grad) || sum.grad.requires_grad()) return false;
+      if (!grad.defined()) {
+        if (sum.own && torch::autograd::utils::obeys_layout_contract(sum.grad, sum.leaf)) grad = std::move(sum.grad);
+        else grad = torch::autograd::utils::clone_obey_contract(sum.grad, sum.leaf);
+        return true;
+      }
+      if (!is_ordinary(grad) || grad.requires_grad() || sum.grad.numel() > SMALL_NUMEL) return false;
+      grad.add_(sum.grad);
+      return true;
+    });
+  }
+
+  // Adds to the gradients of a context, out of place. The caller holds its lock.
+  static PyObject* add_to_table(PyObject* self, PyObject* table) {
+    if (!PyDict_CheckExact(table)) return PyErr_SetString(PyExc_TypeError, "the table must be a dict"), nullptr;
+    return take(self, [table](Sum& sum) {
+      if (!is_ordinary(sum.grad)) return false;
+      const Object leaf(THPVariable_Wrap(sum.leaf));
+      PyObject* before = PyDict_GetItemWithError(table, leaf.get());
+      if (!before && PyErr_Occurred()) throw PythonError();
+      if (before) {
+        if (!THPVariable_CheckExact(before) || !is_ordinary(THPVariable_Unpack(before))) return false;
+        sum.grad = at::add(THPVariable_Unpack(before), sum.grad);
+      } else if (!sum.own) {
+        sum.grad = sum.grad.clone();
+      }
+      const Object grad(THPVariable_Wrap(std::move(sum.grad)));
+      if (PyDict_SetItem(table, leaf.get(), grad.get())) throw PythonError();
+      return true;
+    });
+  }
+};
+
+inline PyMethodDef leaf_gradients_methods[] = {
+    {"rest", LeafGradients::rest, METH_NOARGS, "What Python has to add: all, or None if there are none."},
+    {"add_to_grad", LeafGradients::add_to_grad, METH_NOARGS, "Add to `.grad`. Returns what Python has to add, or None."},
+    {"add_to_table", LeafGradients::add_to_table, METH_O, "Add to a dict. Returns what Python has to add, or None."},
+    {},
+};
+
+inline PyTypeObject LeafGradients::type = {
+    .ob_base = PyVarObject_HEAD_INIT(nullptr, 0).tp_name = "backhaul.LeafGradients",
+    .tp_basicsize = sizeof(LeafGradients),
+    .tp_dealloc = LeafGradients::dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Gradients of leaves that are still to be added.",
+    .tp_methods = leaf_gradients_methods,
+};
+
+// Gradients on their way to one worker.
+struct Answers {
+  Object recvs, messages, counts, grads;
+  int64_t nbytes = 0;
+
+  Answers() : recvs(PyList_New(0)), messages(PyList_New(0)), counts(PyList_New(0)), grads(PyList_New(0)) {}
+
+  void add(PyObject* recv, const std::vector<at::Tensor>& found) {
+    static PyObject* message = interned("message");
+    const Object id(PyObject_GetAttr(recv, message)), count(PyLong_FromSize_t(found.size()));
+    if (PyList_Append(recvs.get(), recv) || PyList_Append(messages.get(), id.get()) ||
+        PyList_Append(counts.get(), count.get()))
+      throw PythonError();
+    for (const at::Tensor& each : found) {
+      const Object grad = each.defined() ? Object(THPVariable_Wrap(each)) : Object::borrowed(Py_None);
+      if (PyList_Append(grads.get(), grad.get())) throw PythonError();
+      if (each.defined()) nbytes += size_of(each);
+    }
+  }
+
+  // About what a gradient takes in a frame. One that is not ordinary goes alone.
+  static int64_t size_of(const at::Tensor& grad) {
+    constexpr int64_t large = int64_t{1} << 40;
+    if (!is_ordinary(grad)) return large;
+    const bool expanded = std::all_of(grad.strides().begin(), grad.strides().end(), [](int64_t s) { return s == 0; });
+    return static_cast<int64_t>(grad.element_size()) * (expanded ? 1 : grad.numel());
+  }
+
+  Object finish(long long worker) const {
+    return Object(Py_BuildValue("(LOOOOL)", worker, recvs.get(), messages.get(), counts.get(), grads.get(),
+                                static_cast<long long>(nbytes)));
+  }
+};
+
+// One run of the engine, and what is needed to understand what it has found. It keeps all of the graph that it uses.
+class EngineRun {
+ public:
+  // `counts[i]` of the gradients belong to `sources[i]`. Throws `NotMine` unless this core may run all of them. `forget`:
+  // from now on others need not look for these sources.
+  EngineRun(SourceIndex* index, PyObject* sources, PyObject* counts, PyObject* grads, size_t most_nodes, bool forget)
+      : sums_(reinterpret_cast<PyObject*>(LeafGradients::make())) {
+    index->update();
+    std::unordered_set<Node*> leaves;
+    Py_ssize_t used = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sources); ++i) {
+      PyObject* object = PyList_GET_ITEM(sources, i);
+      if (Py_TYPE(object) != &Source::type) throw NotMine();
+      Source& source = *Source::of(object);
+      if (source.index != index || !source.alone()) throw NotMine();
+      if (source.nodes.size() > most_nodes && !source.messages.empty()) throw NotMine();
+      for (Node* leaf : source.leaves)
+        if (leaves.insert(leaf).second && !adds_only(static_cast<AccumulateGrad*>(leaf)->variable)) throw NotMine();
+      const Py_ssize_t count = PyLong_AsSsize_t(PyList_GET_ITEM(counts, i));
+      if (count < 0 || count > PyList_GET_SIZE(grads) - used || static_cast<size_t>(count) > source.edges.size())
+        throw NotMine();
+      for (Py_ssize_t place = 0; place < count; ++place, ++used)
+        enter(source.edges[static_cast<size_t>(place)], PyList_GET_ITEM(grads, used));
+      for (const ReachedMessage& message : source.messages) {
+        kept_.push_back(Object::borrowed(message.recv));
+        messages_.push_back({message.recv, message.nodes.size()});
+        for (const auto& [place, node] : message.nodes) {
+          places_.push_back(place);
+          outputs_.emplace_back(hold(node), 0);
+        }
+      }
+    }
+    for (Node* leaf : leaves) outputs_.emplace_back(hold(leaf), 0);
+    for (Py_ssize_t i = 0; forget && i < PyList_GET_SIZE(sources); ++i)
+      index->remove(*Source::of(PyList_GET_ITEM(sources, i)));
+  }
+
+  // Runs the engine. Returns (gradients of leaves, [(worker, recvs, messages, counts, gradients, bytes), ...]).
+  Object operator()(bool retain) {
+    add_seeds();
+    variable_list found(outputs_.size());
+    if (!roots_.empty() && !outputs_.empty()) {
+      OnThisThread one;
+      WithoutInterpreter without;
+      found = torch::autograd::Engine::get_default_engine().execute(roots_, seeds_, retain, false, false, outputs_);
+    }
+    roots_.clear();
+    seeds_.clear();
+    take_leaves(found);
+    const Object answers = answer(found);
+    return Object(PyTuple_Pack(2, sums_.get(), answers.get()));
+  }
+
+ private:
+  struct Message {
+    PyObject* recv;
+    size_t nodes;
+  };
+
+  // A gradient that has arrived at an edge.
+  void enter(const Edge& edge, PyObject* object) {
+    if (object == Py_None) return;
+    if (!THPVariable_CheckExact(object)) throw NotMine();
+    const at::Tensor& grad = THPVariable_Unpack(object);
+    if (grad.requires_grad()) throw NotMine();
+    if (is_leaf(*edge.function)) {
+      const at::Tensor& leaf = static_cast<AccumulateGrad&>(*edge.function).variable;
+      if (!is_ordinary(grad) || !grad.sizes().equals(leaf.sizes()) || grad.scalar_type() != leaf.scalar_type())
+        throw NotMine();
+      arrived_.push_back({leaf, grad});
+      return;
+    }
+    if (!grad.device().is_cpu()) throw NotMine();
+    roots_.push_back(edge);
+    seeds_.push_back(grad);
+  }
+
+  // Adds the gradients that have arrived at leaves.
+  void add_seeds() {
+    at::NoGradGuard no_grad;
+    for (const auto& [leaf, grad] : arrived_) reinterpret_cast<LeafGradients*>(sums_.get())->add(leaf, grad);
+  }
+
+  void take_leaves(variable_list& found) {
+    for (size_t i = places_.size(); i < found.size(); ++i) {
+      if (!found[i].defined()) continue;
+      const at::Tensor& leaf = static_cast<AccumulateGrad&>(*outputs_[i].function).variable;
+      at::Tensor grad = std::move(found[i]);
+      const bool own = is_own(grad);
+      LeafGradients::of(sums_.get()).push_back({leaf, std::move(grad), own});
+    }
+  }
+
+  Object answer(const variable_list& found) {
+    static PyObject *sender = interned("sender"), *count = interned("count");
+    std::vector<std::pair<long long, Answers>> by_worker;
+    size_t used = 0;
+    for (const Message& message : messages_) {
+      std::vector<at::Tensor> grads(static_cast<size_t>(number_of(message.recv, count)));
+      for (size_t i = 0; i < message.nodes; ++i, ++used) {
+        const auto place = static_cast<size_t>(places_[used]);
+        if (place >= grads.size()) throw std::out_of_range("a recv node has no place in its message");
+        grads[place] = found[used];
+      }
+      const long long worker = number_of(message.recv, sender);
+      auto known = std::find_if(by_worker.begin(), by_worker.end(), [&](const auto& one) { return one.first == worker; });
+      if (known == by_worker.end()) known = by_worker.emplace(by_worker.end(), worker, Answers());
+      known->second.add(message.recv, grads);
+    }
+    Object list(PyList_New(static_cast<Py_ssize_t>(by_worker.size())));
+    for (size_t i = 0; i < by_worker.size(); ++i)
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), by_worker[i].second.finish(by_worker[i].first).release());
+    return list;
+  }
+
+  Object sums_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> arrived_;  // leaves and gradients
+  edge_list roots_, outputs_;                               // outputs: recv nodes, then leaves
+  variable_list seeds_;
+  std::vector<Object> kept_;
+  std::vector<Message> messages_;
+  std::vector<Py_ssize_t> places_;  // of the recv nodes in their messages
+};
+
+}  // namespace backhaul
