@@ -23,7 +23,7 @@ import steps
 from command import effort_of, read_options, wanted_by
 from harness import Numbers, Suite, conduct, lead
 from programs import rows as programs
-from report import Ratios, keep, ratios_of, read_kept, worse, write
+from report import Ratios, keep, machine, ratios_of, read_kept, worse, write
 
 
 def suites_for(transport: str) -> list[Suite]:
@@ -53,6 +53,10 @@ def main() -> int:
         return 0
     if importlib.util.find_spec("numpy") is None:
         sys.exit("workers of the reference cannot start without numpy: install it")
+    name = f"bench-{options.transport}"
+    kept = read_kept(name) if options.regress else {}
+    if options.regress and not kept:
+        sys.exit(f"there is no kept result for {machine()}: keep one first, with --keep")
     effort, wanted = effort_of(options), wanted_by(options)
     lives: Numbers = {}
     sentences: list[str] = []
@@ -63,13 +67,12 @@ def main() -> int:
     if not numbers:
         sys.exit(f"no row is called like {options.rows!r}")
     sentences += [*calls.floors(numbers), *steps.floors(numbers)]
-    name = f"bench-{options.transport}"
     write(options.out, name, f"Backhaul and the reference ({options.transport})", numbers, sentences)
 
     def again(rows: Container[str]) -> Numbers:
         return conduct(suites, effort, wanted=rows.__contains__) | {row: lives[row] for row in lives if row in rows}
 
-    status = int(options.regress and compare(numbers, read_kept(name), options.noise, again))
+    status = int(options.regress and compare(numbers, kept, options.noise, again))
     if options.keep:
         print(f"Kept in {keep(name, numbers)}")
     return status
