@@ -124,8 +124,12 @@ class FrameReceiver:
         if isinstance(event, Lost):
             later = self.on_gone.notify(event.channel)
             return [functools.partial(self._tell_lost, event), *(task for task in later if task is not None)]
-        channel, tasks = event.channel, []
-        for frame in event.frames:
+        channel, frames, tasks = event.channel, event.frames, []
+        last = frames[-1]
+        channel.more_follow = True
+        for frame in frames:
+            if frame is last:
+                channel.more_follow = False
             try:  # repeats ``route``, without a call: most frames come through here
                 task = self._handlers.get(frame.kind, _refuse)(channel, frame)
             except Exception as error:

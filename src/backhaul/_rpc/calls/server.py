@@ -94,6 +94,8 @@ class CallServer:
         if peer is None:
             raise ProtocolError("a request from a peer that has not said who it is")
         self._requests[channel, frame.number] = call = ServedCall(peer, channel, frame.number, worker.runtime.now)
+        if channel.more_follow:
+            call.followed = True
         arrived = 0 if observer is None else observer.now()
         return functools.partial(self._context.copy().run, self._run, call, frame, arrived)
 
@@ -315,7 +317,7 @@ class CallServer:
             if frame.nbytes > _LARGE_REPLY_BYTES:
                 with self._worker.thread_pool.blocking():  # this thread will not need the interpreter for a while
                     call.channel.send(frame, timeout=self._send_timeout)
-            elif self._worker.thread_pool.waiting():  # more replies follow
+            elif call.followed:  # more replies follow
                 call.channel.send_soon(frame, timeout=self._send_timeout)
             else:
                 call.channel.send(frame, timeout=self._send_timeout)
