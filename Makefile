@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env native run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak oracle format clean
+.PHONY: help env native run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz sanitize soak oracle format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -110,6 +110,9 @@ kills: env ## Kill worker processes at every stage of a step; ARGS such as --cou
 
 fuzz: env ## Feed broken input to all that reads bytes of others; ARGS such as --inputs 10000000, --minutes 5
 	@$(BIN)/python -u -W ignore -m tools.fuzz $(ARGS)
+
+sanitize: env ## Run the native core under sanitizers, with broken input and its tests; ARGS such as --inputs 1000000
+	@$(BIN)/python -m tools.sanitize $(ARGS)
 
 soak: env ## Mixed traffic with a kill every few seconds, and what it costs over time; ARGS such as --minutes 10
 	@$(BIN)/python -u -W ignore -m tools.soak $(ARGS)
