@@ -41,9 +41,14 @@ run: env ## Train a model split over workers; ARGS go to examples/train_transfor
 
 # A file's tests run in one process, in their order; several files at a time. Many tests start processes that import the
 # package, so its bytecode is worth keeping even where the environment says otherwise.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# These run without the native core too. `make matrix` runs all tests without it.
+WITHOUT_CORE := tests/unit/wire tests/native tests/rref tests/cluster/test_calls.py tests/autograd/test_contexts.py \
+	tests/autograd/test_kinds.py tests/plain/test_features.py
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint types browser ## Check everything: lint, types, tests; ARGS go to pytest
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+	$(if $(ARGS),,BACKHAUL_NATIVE=0 $(PYTEST) -q $(WITHOUT_CORE))
 
 matrix: env ## Run the tests with each supported torch and Python; ARGS such as 2.15/3.12, --keep, --tests "tests/jit -x"
 	@$(BIN)/python tools/matrix.py $(ARGS)
