@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env native run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz soak oracle format clean
+.PHONY: help env native run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz sanitize soak oracle format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -41,9 +41,14 @@ run: env ## Train a model split over workers; ARGS go to examples/train_transfor
 
 # A file's tests run in one process, in their order; several files at a time. Many tests start processes that import the
 # package, so its bytecode is worth keeping even where the environment says otherwise.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# These run without the native core too. `make matrix` runs all tests without it.
+WITHOUT_CORE := tests/unit/wire tests/native tests/rref tests/cluster/test_calls.py tests/autograd/test_contexts.py \
+	tests/autograd/test_kinds.py tests/plain/test_features.py
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint types browser ## Check everything: lint, types, tests; ARGS go to pytest
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+	$(if $(ARGS),,BACKHAUL_NATIVE=0 $(PYTEST) -q $(WITHOUT_CORE))
 
 matrix: env ## Run the tests with each supported torch and Python; ARGS such as 2.15/3.12, --keep, --tests "tests/jit -x"
 	@$(BIN)/python tools/matrix.py $(ARGS)
@@ -108,6 +113,9 @@ kills: env ## Kill worker processes at every stage of a step; ARGS such as --cou
 
 fuzz: env ## Feed broken input to all that reads bytes of others; ARGS such as --inputs 10000000, --minutes 5
 	@$(BIN)/python -u -W ignore -m tools.fuzz $(ARGS)
+
+sanitize: env ## Run the native core under sanitizers, with broken input and its tests; ARGS such as --inputs 1000000
+	@$(BIN)/python -m tools.sanitize $(ARGS)
 
 soak: env ## Mixed traffic with a kill every few seconds, and what it costs over time; ARGS such as --minutes 10
 	@$(BIN)/python -u -W ignore -m tools.soak $(ARGS)

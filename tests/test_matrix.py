@@ -81,6 +81,7 @@ def test_the_table_has_what_the_tests_gave(
         f'#!/bin/sh\ncase "$1" in -c) echo 2.15.0 {HERE}.1;; *) echo "{ending} in 3.21s"; exit {status};; esac\n'
     )
     python.chmod(0o755)
+    monkeypatch.setattr(matrix, "compile_core", lambda python: "")
     monkeypatch.setattr(matrix, "build", lambda pair, interpreter: str(python))
     assert matrix.main([f"2.15/{HERE}", "--python", sys.executable, "--keep"]) == status
     (row,) = (row for row in matrix.read(page.read_text()) if row.torch == "2.15.0")
@@ -94,6 +95,34 @@ def test_the_table_has_what_the_tests_gave(
     assert not folder.exists()
 
 
+def test_a_pair_without_the_native_core_has_a_row_of_its_own(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    passed = 'echo "$((5 + ${BACKHAUL_NATIVE:-4})) passed in 1s"'
+    python.write_text(f'#!/bin/sh\ncase "$1" in -c) echo 2.15.0 {HERE}.1;; *) {passed};; esac\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("BACKHAUL_NATIVE", "0")  # is not for the environments
+    monkeypatch.setattr(matrix, "compile_core", lambda python: "")
+    monkeypatch.setattr(matrix, "build", lambda pair, interpreter: str(python))
+    assert matrix.main([f"2.15/{HERE}/0", f"2.15/{HERE}", "--python", sys.executable]) == 0
+    rows = [row for row in matrix.read(page.read_text()) if row.torch == "2.15.0"]
+    assert [(row.pair.native, row.passed, row.note) for row in rows] == [(True, 9, ""), (False, 5, matrix.WITHOUT_CORE)]
+    assert [row.passed for row in matrix.read(matrix.merged(page.read_text(), rows))] == [10, 9, 5]
+    assert Pair("2.15", HERE).folder == Pair("2.15", HERE, native=False).folder
+
+
+def test_a_core_that_does_not_compile_is_reported(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    for said, note in (("There is no C++ compiler, so ...", "no C++ compiler"), ("It was compiled to /x.", "")):
+        python.write_text(f'#!/bin/sh\necho "Compiling."\necho "{said}"\n')
+        python.chmod(0o755)
+        assert matrix.compile_core(str(python)) == note
+    python.write_text('#!/bin/sh\necho "The native core does not compile: error"\n')
+    with pytest.raises(matrix.BuildError):
+        matrix.compile_core(str(python))
+
+
 def test_pins_of_what_torch_needs_are_for_one_torch_only() -> None:
     text = matrix.CONSTRAINTS.read_text()
     assert matrix.constraints(text, Pair("2.13", matrix.PINNED_PYTHON)) == text
@@ -104,7 +133,9 @@ def test_pins_of_what_torch_needs_are_for_one_torch_only() -> None:
 
 
 def test_the_suites_of_the_reference_are_run_with_the_torch_they_are_known_for() -> None:
-    assert not any("ignore" in argument for argument in matrix.selection(Pair("2.13", "3.11"), None))
+    for native in (True, False):
+        chosen = matrix.selection(Pair("2.13", "3.11", native), None)
+        assert not any("ignore" in argument for argument in chosen)
     assert "--ignore=tests/cluster" in matrix.selection(Pair("2.13", "3.13"), None)
     assert "--ignore=tests/reference" in matrix.selection(Pair("2.15", "3.13"), None, everything=True)
     assert "--ignore=tests/sim" not in matrix.selection(Pair("2.15", "3.13"), None, everything=True)

@@ -6,6 +6,7 @@ CUDA libraries it takes up to 6 GB. A pair that cannot be built gets a row in th
     make matrix                                           all pairs; writes the table
     make matrix ARGS=--all                                also the tests that use little of torch, with every pair
     make matrix ARGS="2.15/3.12 2.12/3.11"                some pairs
+    make matrix ARGS="2.13/3.11/0"                        a pair without the native core
     make matrix ARGS="2.15/3.12 --keep --tests 'tests/jit -x'"    some tests; only prints the table
 """
 
@@ -44,17 +45,21 @@ ONCE = (
 """Tests that take long and depend little on versions: of processes, transports, faults, protocols and programs. They
 run with the pinned pair only.
 """
+WITHOUT_CORE = "without the native core"
+"""The note of a row whose tests ran with ``BACKHAUL_NATIVE=0``."""
+
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped)")
 
 
 class Pair(NamedTuple):
-    """A version of torch and one of Python, both as their first two numbers."""
+    """A version of torch and one of Python, both as their first two numbers; and whether the native core is used."""
 
     torch: str
     python: str
+    native: bool = True
 
     def __str__(self) -> str:
-        return f"{self.torch}/{self.python}"
+        return f"{self.torch}/{self.python}{'' if self.native else '/0'}"
 
     @property
     def folder(self) -> Path:
@@ -66,6 +71,7 @@ PAIRS = (
     Pair("2.11", "3.12"),
     Pair("2.12", "3.11"),
     Pair("2.13", "3.11"),
+    Pair("2.13", "3.11", native=False),
     Pair("2.13", "3.13"),
     Pair("2.14", "3.12"),
     Pair("2.15", "3.12"),
@@ -87,7 +93,7 @@ class Row(NamedTuple):
     @property
     def pair(self) -> Pair:
         """The pair."""
-        return Pair(_minor(self.torch), _minor(self.python))
+        return Pair(_minor(self.torch), _minor(self.python), WITHOUT_CORE not in self.note)
 
     @property
     def good(self) -> bool:
@@ -116,7 +122,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _parse(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", nargs="*", type=_pair, metavar="TORCH/PYTHON", help="such as 2.15/3.12; default: all")
+    parser.add_argument(
+        "pairs",
+        nargs="*",
+        type=_pair,
+        metavar="TORCH/PYTHON[/0]",
+        help="such as 2.15/3.12 or 2.13/3.11/0; default: all",
+    )
     parser.add_argument("--tests", help="arguments for pytest instead of all tests, as one string")
     parser.add_argument(
         "--all", action="store_true", help="also run the tests that use little of torch with every pair"
@@ -136,10 +148,10 @@ def _parse(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _pair(text: str) -> Pair:
-    found = re.fullmatch(r"(\d+\.\d+)/(\d+\.\d+)", text)
+    found = re.fullmatch(r"(\d+\.\d+)/(\d+\.\d+)(/0)?", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a pair such as 2.15/3.12")
-    return Pair(*found.groups())
+    return Pair(found[1], found[2], native=found[3] is None)
 
 
 def run(pair: Pair, options: argparse.Namespace) -> Row:
@@ -151,9 +163,10 @@ def run(pair: Pair, options: argparse.Namespace) -> Row:
             [python, "-c", "import platform, torch; print(torch.__version__, platform.python_version())"]
         )
         torch_version, python_version = versions.split()
-        return test(Row(torch_version, python_version, on=today), python, options)
+        note = compile_core(python) if pair.native else WITHOUT_CORE
+        return test(Row(torch_version, python_version, on=today, note=note), python, options)
     except BuildError as error:
-        return Row(pair.torch, pair.python, on=today, note=f"**{error}**")
+        return Row(pair.torch, pair.python, on=today, note=f"**{error}**{'' if pair.native else f' {WITHOUT_CORE}'}")
     finally:
         if not options.keep:
             shutil.rmtree(pair.folder, ignore_errors=True)
@@ -203,12 +216,20 @@ def build(pair: Pair, interpreter: str) -> str:
     raise BuildError(f"not built: {trouble}")
 
 
+def compile_core(python: str) -> str:
+    """Compile the native core for an interpreter. Returns a note if there is none. Raises ``BuildError``."""
+    said = _output([python, "src/backhaul/_native/build.py"]).splitlines()[-1]
+    if "does not compile" in said:
+        raise BuildError(said)
+    return "no C++ compiler" if "no C++ compiler" in said else ""
+
+
 def constraints(text: str, pair: Pair) -> str:
     """The part of constraints.txt that applies to a pair. All of it applies to the torch and the Python that it was
     made with. For other pairs pip chooses the indirect dependencies, because torch itself needs some of them.
     """
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
-    if pair == Pair(_minor(pinned["torch"]), PINNED_PYTHON):
+    if pair[:2] == (_minor(pinned["torch"]), PINNED_PYTHON):
         return text
     direct = text.partition("# What those need")[0]
     return re.sub(r"^torch==.*$", f"torch=={pair.torch}.*", direct, flags=re.MULTILINE)
@@ -231,7 +252,7 @@ def _output(command: Sequence[str]) -> str:
 
 def _environment() -> Mapping[str, str]:
     """This environment without variables that add other packages or keep Python from writing bytecode."""
-    dropped = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
+    dropped = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "BACKHAUL_NATIVE")
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
@@ -258,7 +279,7 @@ def test(row: Row, python: str, options: argparse.Namespace) -> Row:
             status = subprocess.run(
                 command,
                 cwd=ROOT,
-                env=_environment(),
+                env={**_environment(), **({} if pair.native else {"BACKHAUL_NATIVE": "0"})},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 timeout=options.limit,
@@ -285,7 +306,7 @@ def selection(pair: Pair, tests: str | None, *, everything: bool = False) -> lis
     found = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"]
     pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
     assert pinned is not None
-    if pair == Pair(_minor(pinned.group(1)), PINNED_PYTHON):
+    if pair[:2] == (_minor(pinned.group(1)), PINNED_PYTHON):
         return found
     left_out = ("tests/reference",) if everything else ("tests/reference", *ONCE)
     return [*found, *(f"--ignore={path}" for path in left_out)]
@@ -317,9 +338,13 @@ def read(page: str) -> Iterator[Row]:
 def merged(page: str, rows: Iterable[Row]) -> str:
     """A page with new rows in its table, sorted. Rows of other pairs stay as they are."""
     known = {row.pair: row for row in [*read(page), *rows]}
-    ordered = [known[pair] for pair in sorted(known, key=lambda pair: (_numbers(pair.torch), _numbers(pair.python)))]
+    ordered = [known[pair] for pair in sorted(known, key=_order)]
     before, _, rest = page.partition(MARKS[0])
     return f"{before}{MARKS[0]}\n{table(ordered)}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def _order(pair: Pair) -> tuple[list[int], list[int], bool]:
+    return _numbers(pair.torch), _numbers(pair.python), not pair.native
 
 
 def _minor(version: str) -> str:

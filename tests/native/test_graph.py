@@ -13,8 +13,9 @@ from torch.autograd.graph import GradientEdge
 from backhaul._autograd.forward.functions import receive
 from backhaul._autograd.torch_engine.boundary import BoundaryNode
 from backhaul._wire.frames import Frame
+from tools.fuzz.twins import CORE
 
-from .twins import CORE, needs_core
+from .twins import needs_core
 
 pytestmark = needs_core
 

@@ -13,31 +13,18 @@ from backhaul._wire.frames import Frame
 from backhaul._wire.messages import NESTED, Kind, Payload, Reply, Request, pack
 from backhaul._wire.tensors.specs import TensorTable
 from tools.fuzz.mutator import Mutator
+from tools.fuzz.twins import CORE, PYTHON, Twin, wire_of
 
-from .twins import CORE, PYTHON, Twin, describe, needs_core, wire_of
+from .twins import needs_core
 
 pytestmark = [needs_core, pytest.mark.filterwarnings("ignore::UserWarning")]  # torch warns about unusual tensors
 
 
 def outcome(twin: Twin, wire: bytes) -> Any:
-    """What becomes of bytes: the values in them, or the type of the error."""
+    """What becomes of bytes: where the frames end, and what is in them."""
     found: list[Frame] = []
     end = twin.cut_frames(found, bytearray(wire) + bytes(8), 0, len(wire), 1 << 20, 1 << 10)
-    return end, [read(twin, frame) for frame in found]
-
-
-def read(twin: Twin, frame: Frame) -> Any:
-    try:
-        if frame.kind == Kind.REPLY:
-            reply = twin.read_reply(frame)
-            tensors = reply.tensors(None)
-            return reply.notes, reply.requires_grad, describe(reply.value(tensors, None))
-        request = twin.read_request(frame)
-        tensors = request.tensors(None)
-        fields = request.function, request.keywords, request.notes, repr(request.left), request.requires_grad
-        return fields, describe(tensors), describe(request.values(tensors, None))
-    except Exception as error:
-        return type(error)
+    return end, list(map(twin.outcome, found))
 
 
 tensor = torch.ones(2, 3, requires_grad=True)
@@ -72,8 +59,8 @@ def test_changed_messages_in_a_whole_frame() -> None:
     for _ in range(1500):
         for frame in frames:
             changed = Frame(frame.kind, 7, bytearray(make[id(frame)]()), [bytearray(b) for b in frame.buffers])
-            expected = read(PYTHON, changed)
-            assert read(CORE, changed) == expected
+            expected = PYTHON.outcome(changed)
+            assert CORE.outcome(changed) == expected
             outcomes.add(expected if isinstance(expected, type) else "values")
     assert len(outcomes) > 2
 
@@ -172,7 +159,7 @@ BROKEN: dict[str, tuple[bytes, list[int]]] = {
 def test_a_broken_request(case: str) -> None:
     body, sizes = BROKEN[case]
     results = [
-        read(twin, Frame(Kind.REQUEST, 7, bytearray(body), list(map(bytearray, sizes)))) for twin in (PYTHON, CORE)
+        twin.outcome(Frame(Kind.REQUEST, 7, bytearray(body), list(map(bytearray, sizes)))) for twin in (PYTHON, CORE)
     ]
     assert results[0] == results[1]
 
@@ -181,14 +168,14 @@ def test_every_beginning_of_a_message() -> None:
     frame = PYTHON.request([1, "text", {"key": torch.ones(300)}])
     for end in range(len(frame.body)):
         short = Frame(frame.kind, 7, bytearray(frame.body[:end]), [bytearray(b) for b in frame.buffers])
-        assert read(CORE, short) == read(PYTHON, short)
+        assert CORE.outcome(short) == PYTHON.outcome(short)
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_reply_of_another_number_of_values(count: int) -> None:
     frame = Frame(Kind.REPLY, 1, bytearray(pack(Reply(Payload(plain=[1] * count)))))
-    assert read(CORE, frame) == read(PYTHON, frame)
-    assert read(CORE, frame) is ValueError
+    assert CORE.outcome(frame) == PYTHON.outcome(frame)
+    assert CORE.outcome(frame) is ValueError
 
 
 def test_requests_of_other_forms() -> None:
@@ -200,12 +187,12 @@ def test_requests_of_other_forms() -> None:
         Payload(plain=[1], pickle=b"both"),
     ):
         frame = Frame(Kind.REQUEST, 7, bytearray(pack(Request("f", payload))))
-        assert read(CORE, frame) == read(PYTHON, frame)
+        assert CORE.outcome(frame) == PYTHON.outcome(frame)
 
 
 def test_memory_that_cannot_be_written_to() -> None:
     frame = Frame(Kind.REQUEST, 7, _tensor(record()), [bytes(8)])
-    assert read(CORE, frame) == read(PYTHON, frame)
+    assert CORE.outcome(frame) == PYTHON.outcome(frame)
 
 
 def test_a_wrong_use_raises() -> None:

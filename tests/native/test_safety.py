@@ -17,8 +17,9 @@ from backhaul._wire import pickling
 from backhaul._wire.frames import Frame
 from backhaul._wire.memory import Recycler
 from backhaul.errors import SerializationError
+from tools.fuzz.twins import CORE, PYTHON, Twin, by_core, describe, wire_of
 
-from .twins import CORE, PYTHON, Twin, by_core, describe, needs_core, wire_of
+from .twins import needs_core
 
 pytestmark = needs_core
 

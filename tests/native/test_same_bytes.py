@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from backhaul._wire import pickling
 from backhaul._wire.frames import Frame
 from tests.unit.wire.values import Count, Name, assert_same, leaves, values_with_shared_parts
+from tools.fuzz.twins import CORE, FUNCTION, NAMES, PYTHON, by_core, describe, wire_of
 
-from .twins import CORE, FUNCTION, NAMES, PYTHON, by_core, carry, describe, needs_core, wire_of
+from .twins import carry, needs_core
 
 pytestmark = needs_core
 

@@ -15,7 +15,8 @@ from backhaul.errors import ProtocolError
 from tools.fuzz.target import LIMIT_BYTES, FindingError, LimitedRecycler, Target, sample_values
 
 
-def _frames() -> list[Frame]:
+def sample_frames() -> list[Frame]:
+    """Frames of all kinds of values."""
     found = [
         Frame(Kind.HELLO, 0, pack(Hello("attacked", "2", b"nobody"))),
         Frame(Kind.REPLY, 12, b"nothing", [bytes(300), b"", bytes(70)]),
@@ -35,7 +36,7 @@ class FrameTarget(Target):
     name = "frames"
 
     def seeds(self) -> list[bytes]:
-        wires = [b"".join(bytes(part) for part in frame.parts()) for frame in _frames()]
+        wires = [b"".join(bytes(part) for part in frame.parts()) for frame in sample_frames()]
         return [*wires, b"".join(wires[:4]), b"".join(wires[3:8])]
 
     def take(self, data: bytes) -> object:

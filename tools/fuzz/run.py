@@ -20,6 +20,7 @@ from tools.fuzz.frame_targets import FrameTarget, GapTarget, SlotTarget
 from tools.fuzz.handshake_targets import ClientTarget, ServerTarget
 from tools.fuzz.message_targets import CountTarget, MessageTarget, PlainTarget, TensorTarget
 from tools.fuzz.mutator import Mutator
+from tools.fuzz.native_targets import CallTarget, CutTarget
 from tools.fuzz.target import Target, feed
 
 _MAX_GROWTH_BYTES = 256 << 20  # of the process: torch and the interpreter keep some memory
@@ -31,7 +32,7 @@ def targets() -> list[Target]:
     """All targets."""
     return [
         *(FrameTarget(), GapTarget(), SlotTarget(), CountTarget(), MessageTarget(), TensorTarget()),
-        *(ServerTarget(), ClientTarget(), PlainTarget()),
+        *(ServerTarget(), ClientTarget(), PlainTarget(), CallTarget(), CutTarget()),
     ]
 
 

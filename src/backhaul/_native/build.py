@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SWITCH = "BACKHAUL_NATIVE"
-"""The environment variable that turns the core off if it is ``0``."""
+"""The environment variable that turns the core off if it is ``0``. The path of a library is loaded instead."""
 
 SOURCES = Path(__file__).parent / "core"
 

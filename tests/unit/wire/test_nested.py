@@ -21,7 +21,7 @@ from backhaul._wire import codec, nested
 from backhaul._wire.codec import Encoded
 from backhaul._wire.messages import NESTED, Payload, pack, unpack
 from backhaul.errors import ProtocolError
-from tests.native.twins import describe
+from tools.fuzz.twins import describe
 
 from .values import Level, Mode, Pair, Spot, assert_same, leaves, values_with_shared_parts
 
