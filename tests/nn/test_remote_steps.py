@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import backhaul as bh
 from backhaul.nn import RemoteModule
-from backhaul.optim import remote_step
+from backhaul.optim.owner_share import OwnerShare
 
 from .modules import batch
 from .test_remote_optimizers import assert_same, bag, pair
@@ -193,7 +193,7 @@ def test_a_step_whose_answer_is_lost(kind: Any, monkeypatch: pytest.MonkeyPatch)
                 def lose(*_: Any) -> None:
                     raise bh.PeerLostError("the answer is lost", worker="worker1", reason="on purpose")
 
-                patched.setattr(remote_step._OwnerShare, "finish", lose)
+                patched.setattr(OwnerShare, "finish", lose)
                 with pytest.raises(bh.PeerLostError):
                     train(model, optimizer, range(1))
             else:

@@ -26,14 +26,21 @@ def execute(
     try:
         function = find()
         result = run_here(function, args, kwargs)
-        if answers_later(function, result):
-            return future_of(function, result)
-        if inspect.iscoroutine(result):
-            return current_worker().part(Node).server.async_results.complete(result, (args, kwargs))
+        if answers_later(function, result) or inspect.iscoroutine(result):
+            return outcome_of(function, result, (args, kwargs))
         made.set_result(result)
     except BaseException as error:  # also SystemExit and the like: they end the call, not the worker
         made.set_exception(error)
     return made
+
+
+def outcome_of(function: Callable[..., Any], result: Any, given: object) -> torch.futures.Future[Any]:
+    """The future of what ``function`` will have returned: its ``result`` is a coroutine, or it ``answers_later``.
+    ``given``: its arguments.
+    """
+    if inspect.iscoroutine(result):
+        return current_worker().part(Node).server.async_results.complete(result, given)
+    return future_of(function, result)
 
 
 def future_of(function: Callable[..., Any], result: Any) -> torch.futures.Future[Any]:

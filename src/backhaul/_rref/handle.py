@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
@@ -11,6 +10,7 @@ import torch
 from backhaul._rpc.futures import Future, Kept
 from backhaul._rref.execution import relay
 from backhaul._rref.history import detached, keeps_history
+from backhaul._rref.method_calls import MethodCalls
 from backhaul._rref.owned_values import Entry
 from backhaul._rref.owner_calls import Named, backward_of, fetch, invoke, run_backward, type_of
 from backhaul._rref.ownership import ForkId, Identity, RRefId, maker_of
@@ -236,19 +236,19 @@ class RRef(Generic[T]):
     @graph_break
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and waits for the result."""
-        return _Proxy(self._call_and_wait, timeout)
+        return MethodCalls(self._call_and_wait, timeout)
 
     @graph_break
     def rpc_async(self, timeout: float | None = None) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
-        return _Proxy(self._call, timeout)
+        return MethodCalls(self._call, timeout)
 
     @graph_break
     def remote(self, timeout: float | None = None) -> Any:
         """``rref.remote().method(...)`` calls a method of the value on its owner. The result stays there;
         returns a reference to it.
         """
-        return _Proxy(self._make, timeout)
+        return MethodCalls(self._make, timeout)
 
     def _named(self) -> Named:
         """The arguments by which the owner finds the value. Raises ``PeerLostError`` if the owner is gone for good."""
@@ -266,17 +266,24 @@ class RRef(Generic[T]):
 
     @graph_break
     def _call(
-        self, what: str | Call, args: Iterable[Any], kwargs: Any, timeout: float | None, *, label: str | None = None
+        self,
+        what: str | Call,
+        args: Iterable[Any],
+        kwargs: Any,
+        timeout: float | None,
+        *,
+        label: str | None = None,
+        future: Future[Any] | None = None,
     ) -> Future[Any]:
         """Call a method of the value, or a function with the value and the arguments, on the owner. Profiles and
-        errors show ``label``.
+        errors show ``label``. ``future``: the one to complete.
         """
         arguments = self._invocation(what, args)
-        future = self._rrefs.client.call_async(
-            self._owner.id, invoke, arguments, kwargs or None, timeout, label=label or label_of(what)
+        made = self._rrefs.client.call_async(
+            self._owner.id, invoke, arguments, kwargs or None, timeout, label=label or label_of(what), future=future
         )
-        keep_until(self, future)
-        return future
+        keep_until(self, made)
+        return made
 
     @graph_break
     def _call_and_wait(
@@ -301,23 +308,6 @@ class RRef(Generic[T]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a reference travels in calls only; it cannot be pickled, copied or saved")
-
-
-class _Proxy:
-    """Stands for the value: calling a method of it calls the method on the owner."""
-
-    __slots__ = ("__call", "__timeout")
-
-    def __init__(self, call: Call, timeout: float | None) -> None:
-        self.__call = call
-        self.__timeout = timeout
-
-    def __getattr__(self, name: str) -> Call:
-        return functools.partial(self.__run, name)
-
-    @graph_break
-    def __run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__call(name, args, kwargs, self.__timeout)
 
 
 def keep_until(rref: RRef[Any], done: Future[Any]) -> None:

@@ -34,6 +34,7 @@ Entry = OwnerEntry[Future[Any]]
 _MAX_CONNECTS = 6  # attempts to reach a holder before the owner gives it up
 
 
+# Over the limit because all methods use one table under one lock.
 class OwnedValues:
     """Attached to a worker. Thread-safe.
 

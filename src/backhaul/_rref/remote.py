@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from backhaul._rpc.arguments import LateArguments, keywords, positional
-from backhaul._rpc.calls.async_results import async_execution
+from backhaul._rpc.calls.async_results import Later, answers_later, may_answer_later
 from backhaul._rpc.calls.request_encoder import hides_arguments
 from backhaul._rpc.calls.retry import Retry, start
-from backhaul._rpc.calls.served_call import never_dropped
+from backhaul._rpc.calls.served_call import never_dropped, run_here
 from backhaul._rpc.cluster.peers import Peer
 from backhaul._rpc.exception_copies import copy_without_frames
 from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.node import Node
-from backhaul._rref.execution import execute, relay
+from backhaul._rref.execution import outcome_of, relay
 from backhaul._rref.handle import RRef, keep_until, make_handle
 from backhaul._rref.history import keeps_history, without_history
 from backhaul._rref.members import find_member, identity_of
+from backhaul._rref.owned_values import Entry
 from backhaul._rref.ownership import ForkId, RRefId, maker_of
 from backhaul._rref.registry import RRefRegistry, current_rrefs
 from backhaul._runtime.compile_marks import graph_break
@@ -232,7 +237,7 @@ def _not_made(error: Exception) -> None:
     raise error
 
 
-@async_execution
+@may_answer_later
 @never_dropped
 @hides_arguments(_OWN_ARGUMENTS)
 def create(  # noqa: PLR0917 (positional arguments travel without pickle)
@@ -246,23 +251,42 @@ def create(  # noqa: PLR0917 (positional arguments travel without pickle)
     /,
     *args: Any,
     **kwargs: Any,
-) -> Future[None]:
+) -> Any:
     """Make a value on this worker, without its history unless ``history``. An error is kept in place of the value."""
     rrefs = current_rrefs()
     entry = rrefs.owned.create(RRefId(number), ForkId(fork), notice, (maker_of(fork), holder), incarnation)
     value: Future[Any] = entry.value
-    done: Future[None] = Future()
-
-    def find() -> Callable[..., Any]:
+    try:
         function: Callable[..., Any] = resolve(what) if isinstance(what, str) else what
-        deadlines.check(f"{label_of(function)} was not run")
-        return function
+        scope = deadlines.current.get()
+        if scope is not None and not scope.left:
+            deadlines.check(f"{label_of(function)} was not run")
+        result = run_here(function, args, kwargs)
+        if answers_later(function, result) or inspect.iscoroutine(result):
+            return Later(_made_later(rrefs, entry, history, outcome_of(function, result, (args, kwargs))))
+        _complete(value.set_result, result if history else without_history(result))
+    except BaseException as error:  # also SystemExit and the like: they end the call, not the worker
+        _complete(value.set_exception, foreign(error, worker=rrefs.worker.name))
+    rrefs.owned.release(entry)
+    return None
+
+
+def _complete(complete: Callable[[Any], None], outcome: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the caller owns the value and has given up: the value has failed
+        complete(outcome)
+
+
+def _made_later(
+    rrefs: RRefRegistry, entry: Entry, history: bool, outcome: torch.futures.Future[Any]
+) -> torch.futures.Future[Any]:
+    """The value will have that outcome. Returns a future that is done after that."""
+    done: Future[None] = Future()
 
     def finish(_: Any) -> None:
         rrefs.owned.release(entry)
         done.set_result(None)
 
     reword = functools.partial(foreign, worker=rrefs.worker.name)
-    relay(execute(find, args, kwargs), value, change=None if history else without_history, reword=reword)
-    value._when_done(finish)
+    relay(outcome, entry.value, change=None if history else without_history, reword=reword)
+    entry.value._when_done(finish)
     return done

@@ -144,8 +144,9 @@ class CallClient:
         *,
         label: str | None = None,
         mode: str = "rpc_async",
+        future: Future[Any] | None = None,
     ) -> Future[Any]:
-        """Call and return a future. ``label`` and ``mode`` as for ``call``."""
+        """Call and return a future. ``label`` and ``mode`` as for ``call``; ``future``: the one to complete."""
         if self.before_call is not None and mode != "internal":
             self.before_call()
         known = named(function)
@@ -153,6 +154,7 @@ class CallClient:
             self.peers.find(to),
             self.timeout if timeout is None else timeout,
             label or (label_of(function) if known is None else known.label),
+            future,
         )
         scope = deadlines.current.get()
         if scope is not None and mode != "internal":

@@ -159,11 +159,11 @@ class SyncCall(Pending):
 class AsyncCall(Pending):
     """A future waits for the outcome. It is completed in a task, because its callbacks are the user's code."""
 
-    def __init__(self, peer: Peer, timeout: float, label: str) -> None:
+    def __init__(self, peer: Peer, timeout: float, label: str, future: Future[Any] | None = None) -> None:
         self.peer = peer
         self.timeout = timeout
         self.label = label
-        self.future: Future[Any] = Future()
+        self.future: Future[Any] = Future() if future is None else future
 
 
 class Labelled(Protocol):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import numbers
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul._rpc.api import init, shutdown
+from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.node import Node
 from backhaul._rref.registry import RRefRegistry
 from backhaul._worker.worker import Worker
@@ -38,6 +40,7 @@ class TensorPipeAgent(RpcAgent):
 
     def __init__(self, worker: Worker, store: Store, options: TensorPipeRpcBackendOptions, *, static: bool) -> None:
         self.worker = worker
+        self.client = worker.part(Node).client
         self.store = store
         self.is_static_group = static
         self._options = options
@@ -130,6 +133,14 @@ def current() -> Any:
     return _current
 
 
+def client() -> CallClient:
+    """The client of the current agent. Raises the error of functions that need an agent if there is none."""
+    if _current is None:
+        raise RuntimeError(errors.NOT_INITIALIZED)
+    found: CallClient = _current.client
+    return found
+
+
 def wait_for_current() -> None:
     """Wait until there is a current agent. A call may arrive before ``init_rpc`` has returned on this worker."""
     if _current is None:
@@ -174,8 +185,12 @@ def enable_gil_profiling(flag: bool) -> None:
     _gil_waits = [] if flag else None
 
 
-def record_gil_wait(measure: Any) -> None:
-    """Record the seconds that ``measure()`` returns, if ``enable_gil_profiling`` was called."""
+def before_handler(measure: Callable[[], float]) -> None:
+    """Wait until there is a current agent, and record the seconds that ``measure()`` returns if
+    ``enable_gil_profiling`` was called.
+    """
+    if _current is None:
+        wait_for_current()
     if _gil_waits is not None:
         _gil_waits.append(measure())
         del _gil_waits[:-_MAX_GIL_WAITS]

@@ -20,13 +20,13 @@ from backhaul._wire.callables import label_of
 from backhaul._worker.deadlines import FOREVER
 from backhaul.compat import errors
 from backhaul.compat.rpc import agent as agents
-from backhaul.compat.rpc import internal, kinds, membership, profiling, serving
+from backhaul.compat.rpc import internal, membership, profiling, serving, watched_calls
 from backhaul.compat.rpc.agent import current as _get_current_rpc_agent
 from backhaul.compat.rpc.agent import get_rpc_timeout
 from backhaul.compat.rpc.agent import is_set as _is_current_rpc_agent_set
 from backhaul.compat.rpc.agent import set_current as _set_and_start_rpc_agent
 from backhaul.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from backhaul.compat.rpc.futures import Future, follow
+from backhaul.compat.rpc.futures import CallFuture, Future
 from backhaul.compat.rpc.info import WorkerInfo
 from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.compat.rpc.rref import RRef, adopt
@@ -107,7 +107,7 @@ def _timeout_or_none(timeout: float) -> float | None:
     return None if timeout == UNSET_RPC_TIMEOUT else timeout
 
 
-@_require_initialized
+@graph_break
 def rpc_sync(
     to: Target,
     func: Callable[..., Any],
@@ -116,15 +116,20 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Call ``func`` on another worker and wait for the result."""
-    peer = _to_worker_info(to)
-    with errors.rewording(), kinds.calling(func):
-        call = serving.build_call(_default_pickler, func, args, kwargs)
-        if profiling.is_on():
-            return _record(RPCExecMode.SYNC, func, peer, call, timeout).wait()
-        return _get_current_rpc_agent().node.client.call(peer, *call, _timeout_or_none(timeout), label=label_of(func))
+    client = agents.client()
+    if client.outlet is not None or profiling.is_on():
+        return watched_calls.call_watched(
+            RPCExecMode.SYNC, _to_worker_info(to), _default_pickler, func, args, kwargs, _timeout_or_none(timeout)
+        ).wait()
+    try:
+        function, given, named = serving.build_call(_default_pickler, func, args, kwargs)
+        limit = None if timeout == UNSET_RPC_TIMEOUT else timeout
+        return client.call(_checked(to), function, given, named, limit, label=label_of(func))
+    except errors.CONVERTED as error:
+        errors.raise_reworded(error)
 
 
-@_require_initialized
+@graph_break
 def rpc_async(
     to: Target,
     func: Callable[..., Any],
@@ -136,7 +141,7 @@ def rpc_async(
     return _rpc_async(RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
 
 
-@_require_initialized
+@graph_break
 def rpc_async_in_script(
     to: Target,
     func: Callable[..., Any],
@@ -151,19 +156,31 @@ def rpc_async_in_script(
 def _rpc_async(  # noqa: PLR0917 (the arguments of rpc_async)
     mode: RPCExecMode, to: Target, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Future[Any]:
-    peer = _to_worker_info(to)
-    with errors.rewording(), kinds.calling(func):
-        call = serving.build_call(_default_pickler, func, args, kwargs)
-        if profiling.is_on():
-            future = _record(mode, func, peer, call, timeout)
-        else:
-            future = follow(_start(peer, call, func, timeout))
+    client = agents.client()
+    if client.outlet is not None or profiling.is_on():
+        future = watched_calls.call_watched(
+            mode, _to_worker_info(to), _default_pickler, func, args, kwargs, _timeout_or_none(timeout)
+        )
+    else:
+        future = CallFuture()
+        try:
+            function, given, named = serving.build_call(_default_pickler, func, args, kwargs)
+            limit = None if timeout == UNSET_RPC_TIMEOUT else timeout
+            client.call_async(_checked(to), function, given, named, limit, label=label_of(func), future=future)
+        except errors.CONVERTED as error:
+            errors.raise_reworded(error)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
 
 
-@_require_initialized
+def _checked(to: Any) -> Any:
+    if isinstance(to, (str, int, WorkerInfo)):
+        return to
+    raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+
+@graph_break
 def remote(
     to: Target,
     func: Callable[..., Any],
@@ -172,36 +189,16 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
     """Call ``func`` on another worker, which keeps the result; returns an RRef to the result."""
-    peer = _to_worker_info(to)
-    with errors.rewording(), kinds.calling(func, remote=True):
-        call = serving.build_call(_default_pickler, func, args, kwargs, keep_result=True)
-        if not profiling.is_on():
-            return adopt(_create(peer, call, timeout))
-        created: list[RRef[Any]] = []
-
-        def start(call: Any) -> Any:
-            created.append(adopt(_create(peer, call, timeout)))
-            return created[0]._get_future()
-
-        recorded = profiling.record(RPCExecMode.REMOTE, profiling.name_of(func), peer, call, start)
-        created[0]._set_profiling_future(recorded)
-        return created[0]
-
-
-def _create(peer: WorkerInfo, call: Any, timeout: float) -> Any:
-    function, args, kwargs = call
-    return create(peer, function, args, kwargs, _timeout_or_none(timeout))
-
-
-def _start(peer: WorkerInfo, call: Any, func: Callable[..., Any], timeout: float) -> torch.futures.Future[Any]:
-    client = _get_current_rpc_agent().node.client
-    future: torch.futures.Future[Any] = client.call_async(peer, *call, _timeout_or_none(timeout), label=label_of(func))
-    return future
-
-
-def _record(mode: RPCExecMode, func: Callable[..., Any], peer: WorkerInfo, call: Any, timeout: float) -> Future[Any]:
-    name = profiling.name_of(func)
-    return profiling.record(mode, name, peer, call, lambda call: follow(_start(peer, call, func, timeout)))
+    client = agents.client()
+    if client.outlet is not None or profiling.is_on():
+        return watched_calls.create_watched(
+            _to_worker_info(to), _default_pickler, func, args, kwargs, _timeout_or_none(timeout)
+        )
+    try:
+        function, given, named = serving.build_call(_default_pickler, func, args, kwargs, keep_result=True)
+        return adopt(create(_checked(to), function, given, named, None if timeout == UNSET_RPC_TIMEOUT else timeout))
+    except errors.CONVERTED as error:
+        errors.raise_reworded(error)
 
 
 # Gathering: all workers send their value to the leader, and the leader sends all values to all workers. The leader is

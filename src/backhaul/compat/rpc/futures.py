@@ -44,6 +44,14 @@ class Future(calls.Future[T]):
         return made
 
 
+class CallFuture(Future[T]):
+    """The future of a call, whose errors have the reference's texts."""
+
+    def set_exception(self, result: Any) -> None:
+        """Complete the future with an exception."""
+        super().set_exception(reworded(result))
+
+
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     """As ``torch.futures.wait_all``: returns the values of all futures, or raises the first error as soon as it occurs.
 

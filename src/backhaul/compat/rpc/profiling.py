@@ -27,6 +27,8 @@ from backhaul.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
 
 REMOTE = "#remote_op: "
 
+_profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
 Call = tuple[Callable[..., Any], tuple[Any, ...], Any]
 
 
@@ -109,10 +111,9 @@ _wrap_legacy_profiler()
 
 def is_on() -> bool:
     """Whether the legacy profiler records on this thread. Other profilers do not record calls."""
-    types = torch._C._profiler.ActiveProfilerType
     return (
-        torch._C._autograd._profiler_enabled()
-        and torch._C._autograd._profiler_type() == types.LEGACY
+        _profiler_enabled()
+        and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.LEGACY
         and bool(getattr(_open_profiles, "stack", None))
     )
 

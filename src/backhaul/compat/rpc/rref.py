@@ -23,7 +23,7 @@ from backhaul.compat import autograd, errors
 from backhaul.compat.rpc import agent, profiling
 from backhaul.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from backhaul.compat.rpc.containers import unshare
-from backhaul.compat.rpc.futures import Future, follow
+from backhaul.compat.rpc.futures import CallFuture, Future, follow
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.internal import RPCExecMode
 from backhaul.errors import CallTimeoutError, PeerLostError, UnknownWorkerError
@@ -137,7 +137,9 @@ class RRef(handle.RRef[T]):
         return _ReferenceProxy(self._adopt_made, _timeout_or_none(timeout))
 
     def _follow_call(self, what: str, args: Any, kwargs: Any, timeout: float | None) -> Future[Any]:
-        return follow(self._call(what, args, kwargs, timeout))
+        made: CallFuture[Any] = CallFuture()
+        self._call(what, args, kwargs, timeout, future=made)
+        return made
 
     def _adopt_made(self, what: str, args: Any, kwargs: Any, timeout: float | None) -> RRef[Any]:
         value_type = self._get_type(UNSET_RPC_TIMEOUT if timeout is None else timeout)

@@ -85,8 +85,7 @@ def _check_count(function: Any, args: tuple[Any, ...]) -> None:
 
 def serve(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run a call."""
-    agent.wait_for_current()
-    agent.record_gil_wait(_measure_gil_wait)
+    agent.before_handler(_measure_gil_wait)
     try:
         function = resolve(target) if isinstance(target, str) else target
         try:
