@@ -24,6 +24,8 @@ from torch.distributed import FileStore
 import backhaul as bh
 from backhaul._transport.shm.host_memory import THRESHOLD
 from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.socket_writer import SocketWriter
+from backhaul._wire.frames import GAP
 
 from .processes import DIED, run_processes
 from .remote_functions import PATIENCE, identity
@@ -362,3 +364,24 @@ def lose_the_receiver(rank: int, path: str) -> str:
 
 def test_a_receiver_that_is_killed_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
     assert run_processes(lose_the_receiver, 2, str(tmp_path / "store")) == ["nothing left", DIED]
+
+
+def test_large_tensors_that_go_inline_leave_gaps_for_small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever builds the frames of calls and replies: there is a gap after each MiB, see ``frames`` [Note: pieces]."""
+    frames: list[list[Any]] = []
+    write = SocketWriter.write
+
+    def record(self: SocketWriter, parts: list[Any], timeout: float | None) -> None:
+        if sum(map(len, parts)) > MIB:
+            frames.append(parts)
+        write(self, parts, timeout)
+
+    monkeypatch.setattr(SocketWriter, "write", record)
+    with bh.cluster(2, endpoints=lambda: SocketEndpoint(secret=b"s", shm_bytes=0)):
+        for value in (content(4 * MIB), [content(MIB, seed) for seed in range(4)], {"weights": content(4 * MIB)}):
+            bh.rpc_sync("worker1", identity, args=(value,))
+            bh.rpc_async("worker1", identity, args=(value,)).wait()
+    assert len(frames) == 3 * 2 * 2
+    for parts in frames:
+        assert sum(part is GAP for part in parts) == 3
+        assert all(len(part) <= MIB for part in parts[1:])

@@ -17,7 +17,7 @@ from backhaul.errors import AuthenticationError
 
 # What is in the buffers of a connection delays the frames behind it. On one host larger buffers are not faster.
 _UNIX_BUFFER_BYTES = 1 << 20
-_LOCAL_BUFFER_BYTES = 512 << 10  # of TCP on one host
+_LOCAL_BUFFER_BYTES = 640 << 10  # of TCP on one host
 _LOCAL_WINDOW_BYTES = 1 << 20
 
 
