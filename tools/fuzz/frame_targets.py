@@ -69,7 +69,7 @@ class GapTarget(FrameTarget):
     _LAST_BYTES = 100  # of the large frame, after the gap
 
     def seeds(self) -> list[bytes]:
-        wires = [b"".join(bytes(part) for part in frame.parts()) for frame in _frames()]
+        wires = [b"".join(bytes(part) for part in frame.parts()) for frame in sample_frames()]
         fillings = [[], wires[:1], wires[:2], wires[2:3], wires[3:6]]
         last = bytes(self._LAST_BYTES)
         return [b"".join([*fill_gap(filling), last, *wires[3:4]]) for filling in fillings]
