@@ -25,6 +25,7 @@ from backhaul.optim.owners import (
     check_rrefs,
     function_call,
     method_call,
+    step_call,
 )
 
 
@@ -162,10 +163,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _on_all(self, what: str, call: Callable[[_Share], OwnerCall]) -> dict[WorkerInfo, Any]:
         return ask_all({owner: call(share) for owner, share in self._shares.items()}, what)
 
-    def _with_changes(self, what: str, method: str, *args: Any) -> dict[WorkerInfo, Any]:
+    def _with_changes(
+        self, what: str, call: Callable[..., OwnerCall], method: str, *args: Any
+    ) -> dict[WorkerInfo, Any]:
         """Call a method of all shares, and pass each the changed options of its groups, if there are any."""
         if all(map(_is_known, self._known, self.param_groups)):
-            return self._on_all(what, lambda share: method_call(share.local, method, *args))
+            return self._on_all(what, lambda share: call(share.local, method, *args))
         now = [_copy(_options(group)) for group in self.param_groups]
         with self._lock:
             changes = [_difference(known, options) for known, options in zip(self._known, now, strict=True)]
@@ -175,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         name, None
                     )  # unknown until all owners have it: if one call fails, only some owners have the change
         answers = self._on_all(
-            what, lambda share: method_call(share.local, method, *args, [changes[number] for number in share.numbers])
+            what, lambda share: call(share.local, method, *args, [changes[number] for number in share.numbers])
         )
         with self._lock:
             self._known = now
@@ -211,14 +214,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if context_id is not None:
             find_gradients(context_id)  # raises if it was released
             context_id = int(context_id)
-        answers = self._with_changes("the step", "step", context_id)
+        answers = self._with_changes("the step", step_call, "step", context_id)
         check_context(context_id, list(answers.values()))
         return result
 
     @graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the ``.grad`` of all parameters. The gradients of a context end with the context."""
-        self._on_all("zero_grad", lambda share: method_call(share.local, "zero_grad", set_to_none))
+        self._on_all("zero_grad", lambda share: step_call(share.local, "zero_grad", set_to_none))
 
     # State.
 
@@ -229,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         The state holds plain data and copies of tensors on the CPU. Save it with ``torch.save`` or
         ``torch.distributed.checkpoint.save``; to load the latter, see ``read_checkpoint``.
         """
-        answers = self._with_changes("state_dict", "state_dict")
+        answers = self._with_changes("state_dict", method_call, "state_dict")
         state: dict[int, Any] = {}
         options = [_options(group) for group in self.param_groups]
         for owner, answer in answers.items():
