@@ -320,7 +320,7 @@ def test_python_handles_tensors_that_the_core_must_not_take_for_ordinary() -> No
     compare([base[:4], base[4:]])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's, when it loads forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch calls it when it loads forward mode
 def test_a_tensor_with_a_tangent_is_refused() -> None:
     from backhaul.errors import SerializationError
 

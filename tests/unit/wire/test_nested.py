@@ -176,7 +176,8 @@ def test_a_class_whose_name_names_another_is_left_to_pickle(monkeypatch: pytest.
 def test_classes_of_a_main_that_is_not_shared_are_left_to_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     import __main__
 
-    own: Any = dataclasses.make_dataclass("Own", ["x"], namespace={"__module__": "__main__"})
+    own: Any = dataclasses.make_dataclass("Own", ["x"])
+    own.__module__ = "__main__"
     monkeypatch.setattr(__main__, "Own", own, raising=False)
     for value in (own, own(1)):
         assert nested_of([value]) is None
