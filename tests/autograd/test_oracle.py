@@ -18,11 +18,12 @@ import torch
 from hypothesis import strategies as st
 
 import backhaul as bh
-from backhaul._autograd.backward import early_sends, leaves, outbox, ready_groups, receiver
+from backhaul._autograd.backward import leaves, outbox, ready_groups, receiver
 from backhaul._autograd.backward.receiver import GradientReceiver
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward import functions
 from backhaul._autograd.messages import AutogradKind
+from backhaul._autograd.torch_engine import run as torch_run
 from backhaul._transport.inproc import InprocChannel
 from backhaul._wire.frames import Frame
 from backhaul.testing.oracle import compare, run_distributed, run_locally
@@ -119,7 +120,7 @@ def test_fast_mode(workers: int, first: int) -> None:
 @pytest.mark.parametrize("order", [1, 2])
 def test_gradients_that_are_sent_as_soon_as_they_are_there(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
     """As in large groups."""
-    monkeypatch.setattr(early_sends, "SEND_EARLY_NODES", -1)
+    monkeypatch.setattr(torch_run, "SEND_EARLY_NODES", -1)
     sweep(range(9200, 9260 - 20 * order), workers=3, order=order)
 
 

@@ -60,8 +60,8 @@ def ledger() -> PassLedger:
 def test_a_worker_that_reported_what_it_had_not_sent_yet_takes_the_pass_with_it() -> None:
     """Message 8 is on the account of worker 3, but worker 2 died before it was sent."""
     passing = ledger()
-    assert passing.account(PassTally((0,), {7: 2})) is None
-    assert passing.account(PassTally((7,), {8: 3})) is None
+    assert passing.account((0,), {7: 2}) is None
+    assert passing.account((7,), {8: 3}) is None
     assert not passing.lose(4, "four", "never took part")
     assert passing.lose(2, "two", "gone")
 
@@ -69,15 +69,15 @@ def test_a_worker_that_reported_what_it_had_not_sent_yet_takes_the_pass_with_it(
 def test_a_worker_lost_before_its_report_came_by_another_way() -> None:
     passing = ledger()
     assert not passing.lose(2, "two", "gone")
-    loss = passing.account(PassTally((0,), {7: 2}))
+    loss = passing.account((0,), {7: 2})
     assert loss is not None
     assert (loss.worker, loss.messages) == ("two", (7,))
 
 
 def test_a_worker_that_is_lost_when_all_is_done_harms_nobody() -> None:
     passing = ledger()
-    passing.account(PassTally((0,), {7: 2}))
-    passing.account(PassTally((7,), {}))
+    passing.account((0,), {7: 2})
+    passing.account((7,), {})
     assert not passing.lose(2, "two", "gone")
 
 
@@ -85,6 +85,6 @@ def test_what_a_group_that_is_not_done_has_produced_is_reported() -> None:
     """The driver has to know where its gradients went, should a worker there be lost."""
     buffer = ReportBuffer()
     buffer.begin()
-    buffer.add(PassTally((), {7: 2}))
+    buffer.add((), {7: 2})
     tally, _ = buffer.end()
     assert tally == PassTally((), {7: 2})

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import backhaul as bh
-from backhaul._autograd.backward import early_sends
+from backhaul._autograd.torch_engine import run as torch_run
 from tests.autograd.worlds import DEADLINE_SECONDS, World, check_outside, check_processes, vector
 
 LEAVES = {
@@ -226,7 +226,7 @@ def test_threads(program: Any) -> None:
 
 def test_threads_that_send_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in large groups: hooks on received tensors send gradients, but not those of a pass of another thread."""
-    monkeypatch.setattr(early_sends, "SEND_EARLY_NODES", -1)
+    monkeypatch.setattr(torch_run, "SEND_EARLY_NODES", -1)
     check_outside(shared, LEAVES)
 
 

@@ -13,9 +13,6 @@ from backhaul._autograd.ids import MessageId
 from backhaul._autograd.torch_engine.hooks import NodeWatch
 from backhaul._autograd.torch_engine.run import Node
 
-SEND_EARLY_NODES = 64
-"""A group with more nodes than this sends the gradients of a message while the rest of the group still runs."""
-
 SendEarly = Callable[[Recv, Grads], None]
 """Sends the gradients of a message before the group that they come from has run to its end."""
 

@@ -193,5 +193,5 @@ class Engine:
                 with context.lock:
                     context.runs.pop((self.id, number), None)
         finally:
-            self._numbers.end(context.id, number)
+            self._numbers.end(number)
             self.passes_ended = self._count_ended()

@@ -9,7 +9,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from backhaul._autograd.backward import early_sends
 from backhaul._autograd.backward.early_sends import EarlySends, SendEarly
 from backhaul._autograd.backward.groups import Fired, Group, RecvEnd, reaches
 from backhaul._autograd.backward.leaves import Leaves
@@ -20,8 +19,9 @@ from backhaul._autograd.forward.functions import End, Grads
 from backhaul._autograd.ids import MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.torch_engine import hooks
+from backhaul._autograd.torch_engine import run as torch_run
 from backhaul._autograd.torch_engine.anomaly import watching
-from backhaul._autograd.torch_engine.graph_task import GraphTask, new_task_number
+from backhaul._autograd.torch_engine.graph_task import GraphTask
 from backhaul._autograd.torch_engine.hooks import node_hooks
 from backhaul._autograd.torch_engine.run import renumber
 from backhaul._autograd.torch_engine.sharded import ShardedShare
@@ -37,18 +37,24 @@ class GroupRun:
         leaves: Where gradients of leaves go.
         ends: The ends of each source.
         sharded: What the pass does with FSDP2 modules, if there are any.
+        task_number: Returns the number of the pass's ``GraphTask``.
     """
 
     __slots__ = ("_ends", "_leaves", "_sharded", "_spec", "_task_number")
 
     def __init__(
-        self, spec: PassSpec, leaves: Leaves, ends: Mapping[MessageId, Sequence[End]], sharded: ShardedShare | None
+        self,
+        spec: PassSpec,
+        leaves: Leaves,
+        ends: Mapping[MessageId, Sequence[End]],
+        sharded: ShardedShare | None,
+        task_number: Callable[[], int],
     ) -> None:
         self._sharded = sharded
         self._spec = spec
         self._leaves = leaves
         self._ends = ends
-        self._task_number = new_task_number()
+        self._task_number = task_number
 
     def run(
         self,
@@ -65,7 +71,7 @@ class GroupRun:
         if self._sharded is not None:
             compute = functools.partial(self.compute, group, edges, seeds, ends, order)
             return self._run_sharded(group, sources, compute)
-        early = send_early is not None and len(group.nodes) > early_sends.SEND_EARLY_NODES and bool(ends)
+        early = send_early is not None and len(group.nodes) > torch_run.SEND_EARLY_NODES and bool(ends)
         if self._spec.deterministic:
             self.put_in_order(sources)
         elif not (early or node_hooks.possible or RemovableHandle.next_id > hooks.own_handles):
@@ -102,7 +108,7 @@ class GroupRun:
     def task(self, sources: Iterable[MessageId]) -> GraphTask:
         """What multi-grad hooks are told about a run from ``sources``."""
         ends = self._ends
-        return GraphTask(self._task_number, lambda: nodes_of(ends, sources).keys())
+        return GraphTask(self._task_number(), lambda: nodes_of(ends, sources).keys())
 
     def put_in_order(self, sources: Sequence[MessageId]) -> None:
         """Make the engine sum gradients in an order that does not depend on the threads of the forward."""

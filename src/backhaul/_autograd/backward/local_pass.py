@@ -7,7 +7,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -19,15 +18,16 @@ from backhaul._autograd.backward.outbox import GradientOutbox, Parcels, answers_
 from backhaul._autograd.backward.pass_graph import Ran
 from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.backward.ready_groups import Outcome, ReadyGroups
-from backhaul._autograd.backward.simple_runs import Answers, SimpleRuns
+from backhaul._autograd.backward.simple_runs import Answers, run_simple, suits
 from backhaul._autograd.context import Context
-from backhaul._autograd.forward.functions import Grads, PlainRecv, Recv
+from backhaul._autograd.forward.functions import Grads, Recv, Spent, claim
 from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ROOTS, TOGETHER, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally, Report
 from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._autograd.plan.plan import Orders
 from backhaul._autograd.plan.planner import OrdersSource
+from backhaul._autograd.torch_engine.graph_task import new_task_number
 from backhaul._devices import seam
 from backhaul._native import core
 from backhaul._transport.base import Channel
@@ -149,6 +149,7 @@ class LocalPass:
     """
 
     _groups: ReadyGroups | None = None
+    _task = 0
     deadline: float | None = None
     failed = False
     aborted = False
@@ -180,12 +181,12 @@ class LocalPass:
         self._request_orders = request_orders
         self._ledger = ledger
         self._starts = roots, inputs, results
-        self._simple = SimpleRuns(spec, context) if SimpleRuns.suits(spec, context) else None
+        self._simple = suits(spec, context)  # whether the native core may run sources
         self._ran: Ran = {}
         self._reports = ReportBuffer()
         self._told: dict[int, list[PassTally]] = {}  # tallies by receiver: the driver, or a worker that passes them on
         self._lock = threading.Lock()  # guards _groups, and _spent together with failed
-        self._spent: list[tuple[weakref.ref[PlainRecv], int, MessageId]] = []  # with senders and messages
+        self._spent: list[Spent] = []
         self._fired: dict[int, int] = {}  # messages that unfinished groups answered -> worker that the answer went to
 
     @property
@@ -198,7 +199,15 @@ class LocalPass:
                     edges = None
                     if roots is not None:
                         edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
-                    self._groups = ReadyGroups(self.spec, self.context, edges, inputs, results, ran=self._ran)
+                    self._groups = ReadyGroups(
+                        self.spec,
+                        self.context,
+                        edges,
+                        inputs,
+                        results,
+                        ran=self._ran,
+                        task_number=self._task_number,
+                    )
         return self._groups
 
     @property
@@ -213,33 +222,58 @@ class LocalPass:
 
     def prepare(self) -> None:
         """Find the groups of this worker if the pass most likely needs them. It takes as long as the graph is large."""
-        if self._simple is None:
+        if not self._simple:
             self.groups.prepare()
+
+    def _task_number(self) -> int:
+        """The number of the ``GraphTask`` of this pass."""
+        if not self._task:
+            self._task = new_task_number()
+        return self._task
 
     def start(self, seeds: Grads) -> None:
         """At the driver: run the groups that the roots make ready, and send what they produce."""
         self._reports.begin()
         parcels: Parcels = {}
         try:
-            answers = self._run_roots(list(seeds)) if self._simple is not None else None
-            if answers is None:
+            if not (self._simple and self._run_roots(list(seeds))):
                 self._enter_one(ROOTS, seeds, parcels)
-            else:
-                self._pack_simple((ROOTS,), answers, parcels)
         except BaseException as error:
             self.fail(ROOTS, error)
         self.send(ROOTS, parcels)
 
-    def _run_roots(self, seeds: list[torch.Tensor | None]) -> list[Answers] | None:
+    def _run_roots(self, seeds: list[torch.Tensor | None]) -> bool:
+        """Run the roots in the native core, and send what they produce. False if the core does not run them."""
         roots = self._starts[0]
-        assert self._simple is not None
         assert roots is not None
         if not all([isinstance(root, torch.Tensor) for root in roots]):
-            return None
+            return False
         found = core.record_sent(self.context.index, roots, _NONE)
         if not found or len(found[0]) < len(seeds):  # a root that requires no grad: the slower way raises the error
-            return None
-        return self._simple.run([found[1]], [len(seeds)], seeds, roots=True)
+            return False
+        source = [found[1]]
+        ran = run_simple(
+            self.spec, self.context, source, [len(seeds)], seeds, task_number=self._task_number, roots=True
+        )
+        if ran is None:
+            return False
+        self._account_simple((ROOTS,), ran[1])
+        self._outbox.send_all(self, ran[0])
+        return True
+
+    def take(self, sources: list[MessageId], counts: list[int], grads: list[torch.Tensor | None]) -> None:
+        """The whole task for gradients of sources that have arrived: ``enter`` and ``send``."""
+        parcels: Parcels = {}
+        try:
+            ran = self._run_simple(sources, counts, grads)
+            if ran is not None:
+                self._outbox.send_all(self, ran)
+        except BaseException as error:
+            self.fail(sources[0] if len(sources) == 1 else TOGETHER, error)
+        else:
+            if ran is None:
+                self._enter_each(sources, counts, grads, parcels)
+        self.send(sources[0], parcels)
 
     def begin(self, tally: PassTally | None = None) -> bool:
         """Gradients of the pass have arrived, and a task will run for them: ``run`` or ``send`` must follow. ``tally``
@@ -249,7 +283,7 @@ class LocalPass:
         self._reports.begin()
         if tally is not None:
             if self._ledger is not None:
-                self._ledger.account(tally)
+                self._ledger.account(tally.consumed, tally.produced)
             else:
                 self._reports.add(tally.consumed, tally.produced)
         return self.attendant == threading.get_ident()
@@ -259,7 +293,9 @@ class LocalPass:
         """See the class."""
         return self._reports.busy
 
-    def enter(self, sources: Sequence[MessageId], counts: Sequence[int], grads: Grads, parcels: Parcels) -> None:
+    def enter(
+        self, sources: list[MessageId], counts: list[int], grads: list[torch.Tensor | None], parcels: Parcels
+    ) -> None:
         """Gradients of sources have arrived: run the groups that are ready now, and pack what they produce.
 
         Args:
@@ -269,13 +305,16 @@ class LocalPass:
             parcels: Takes what the groups produce.
         """
         try:
-            answers = self._run_simple(sources, counts, grads) if self._simple is not None else None
-            if answers is not None:
-                self._pack_simple(sources, answers, parcels)
+            ran = self._run_simple(sources, counts, grads)
+            if ran is not None:
+                self._outbox.put(self, ran, parcels)
                 return
         except BaseException as error:
             self.fail(sources[0] if len(sources) == 1 else TOGETHER, error)
             return
+        self._enter_each(sources, counts, grads, parcels)
+
+    def _enter_each(self, sources: Iterable[MessageId], counts: Iterable[int], grads: Grads, parcels: Parcels) -> None:
         used = 0
         for source, count in zip(sources, counts, strict=True):
             if self.failed:
@@ -286,31 +325,27 @@ class LocalPass:
                 self.fail(source, error)
             used += count
 
-    def _run_simple(self, sources: Sequence[MessageId], counts: Sequence[int], grads: Grads) -> list[Answers] | None:
-        """Run all of these at once, if the native core can; see ``SimpleRuns``."""
-        assert self._simple is not None
-        if self._groups is not None and self._groups.joins(sources):
+    def _run_simple(
+        self, sources: list[MessageId], counts: list[int], grads: list[torch.Tensor | None]
+    ) -> list[Answers] | None:
+        """Run all of these at once in the native core; None if it does not run them."""
+        if not self._simple or (self._groups is not None and self._groups.joins(sources)):
             return None
-        find, found = self.context.sends.get, []
-        for source in sources:
-            record = find(source)
-            if record is None or record.source is None:
-                return None
-            found.append(record.source)
-        if len(sources) > 1 and len(set(sources)) < len(sources):
+        ran = run_simple(self.spec, self.context, sources, counts, grads, task_number=self._task_number)
+        if ran is None:
             return None
-        return self._simple.run(found, list(counts), list(grads))
+        self._account_simple(sources, ran[1])
+        return ran[0]
 
-    def _pack_simple(self, sources: Sequence[MessageId], answers: Sequence[Answers], parcels: Parcels) -> None:
-        produced: dict[int, int] = {}
-        for to, _, messages, *_ in answers:
-            produced.update(dict.fromkeys(messages, to))
+    def _account_simple(self, sources: Sequence[MessageId], produced: dict[int, int]) -> None:
+        """The native core has run sources. ``produced``: the messages that they reach, with the senders of these."""
         self._ran.update(dict.fromkeys(sources, produced))
         if not self.spec.retain:
             self.context.spend(sources)
-        self._reports.add(sources, produced)
-        if answers:
-            self._outbox.put(self, answers, parcels)
+        if self._ledger is None:
+            self._reports.add(sources, produced)
+        else:
+            self._ledger.account(sources, produced)
 
     def _enter_one(self, source: MessageId, grads: Grads, parcels: Parcels) -> None:
         outcomes = self.groups.arrive(source, grads, self._send_early)
@@ -333,21 +368,16 @@ class LocalPass:
             if fired:
                 self._outbox.put(self, map(answers_of, fired), parcels)
 
-    def spend(self, recvs: Iterable[Recv]) -> None:
+    def spend(self, recvs: list[Recv]) -> None:
         """The gradients of messages are about to be sent. Raises if the pass has failed, or if an earlier pass has
         freed the graph of a sender.
         """
         with self._lock:
             if self.failed:
                 raise pass_errors.aborted(self.spec)
-            for recv in recvs:
-                if type(recv) is not PlainRecv:
-                    return
-                if recv.spent:
-                    raise pass_errors.graph_freed(recv.message)
-                if not self.spec.retain:
-                    recv.spent = True
-                    self._spent.append((weakref.ref(recv), recv.sender, recv.message))
+            used = claim(recvs, self.spec.retain, self._spent)
+        if used is not None:
+            raise pass_errors.graph_freed(used.message)
 
     def abandon(self) -> None:
         """The pass has failed on some worker. Nobody knows which senders have freed their records, so the receiving
@@ -417,7 +447,7 @@ class LocalPass:
     def _report(self, tally: PassTally) -> None:
         spec = self.spec
         if self._ledger is not None:
-            self._ledger.account(tally)
+            self._ledger.account(tally.consumed, tally.produced)
             return
         observer = self._worker.observer if spec.profiles else None
         if observer is not None:

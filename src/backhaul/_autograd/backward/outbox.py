@@ -61,22 +61,50 @@ class GradientOutbox:
         self._peers = peers
         self._container = container
 
-    def put(self, share: LocalPass, found: Iterable[Answers], parcels: Parcels) -> None:
-        """Send gradients to the senders of their messages: at once if they are large, else with ``ship``. The caller
-        has called ``StreamOrder.depart``. Raises ``PeerLostError``, or what encoding raised.
+    def send_all(self, share: LocalPass, found: Iterable[Answers]) -> None:
+        """Send gradients to the senders of their messages, at once. The caller has called ``StreamOrder.depart``.
+        Raises ``PeerLostError``, or what encoding raised.
         """
         spec = share.spec
-        observer = self._worker.observer if spec.profiles else None
         for answers in found:
-            peer = self._claim(share, answers)
-            if observer is not None or spec.create or peer.link is not seam.NO_LINK:
-                for each in _one_by_one(answers):
-                    self._send_alone(share, peer, each, observer)
-                continue
-            most = min(TOGETHER, _TOGETHER_IF_COUNTED) if peer.plain else TOGETHER
-            fits = _described(answers) <= _MAX_PARCEL_BYTES and len(answers[2]) <= most
-            for each in (answers,) if fits else _one_by_one(answers):
-                self._add(share, peer, each, parcels, most)
+            to, recvs, messages, counts, grads, nbytes = answers
+            peer = self._claim(share, to, recvs)
+            count = len(messages)
+            one_frame = count == 1 or (
+                count <= TOGETHER and nbytes + _DESCRIPTION_BYTES * count <= _MAX_PARCEL_BYTES and not peer.plain
+            )
+            if one_frame and not (spec.profiles or spec.create) and peer.link is seam.NO_LINK:
+                self._send(share, peer, messages, counts, grads)
+            else:
+                parcels: Parcels = {}
+                self._put(share, peer, answers, parcels)
+                self.ship(share, parcels)
+
+    def put(self, share: LocalPass, found: Iterable[Answers], parcels: Parcels) -> None:
+        """As ``send_all``, but small gradients are left for ``ship``."""
+        for answers in found:
+            self._put(share, self._claim(share, answers[0], answers[1]), answers, parcels)
+
+    def ship(self, share: LocalPass, parcels: Parcels) -> None:
+        """Send all parcels."""
+        for parcel in parcels.values():
+            self._send(share, parcel.peer, parcel.messages, parcel.counts, parcel.grads)
+
+    def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
+        """Send the gradients of one message at once."""
+        seam.streams.depart()
+        self.send_all(share, (answers_of((recv, grads)),))
+
+    def _put(self, share: LocalPass, peer: Peer, answers: Answers, parcels: Parcels) -> None:
+        observer = self._worker.observer if share.spec.profiles else None
+        if observer is not None or share.spec.create or peer.link is not seam.NO_LINK:
+            for each in _one_by_one(answers):
+                self._send_alone(share, peer, each, observer)
+            return
+        most = min(TOGETHER, _TOGETHER_IF_COUNTED) if peer.plain else TOGETHER
+        fits = _described(answers) <= _MAX_PARCEL_BYTES and len(answers[2]) <= most
+        for each in (answers,) if fits else _one_by_one(answers):
+            self._add(share, peer, each, parcels, most)
 
     def _add(self, share: LocalPass, peer: Peer, answers: Answers, parcels: Parcels, most: int) -> None:
         """Add gradients to the parcel of a worker, and send what becomes too large. ``most``: as ``TOGETHER``."""
@@ -86,7 +114,7 @@ class GradientOutbox:
         if parcel is not None and (
             parcel.nbytes + nbytes > _MAX_PARCEL_BYTES or len(parcel.messages) + len(messages) > most
         ):
-            self._send(share, parcel)
+            self.ship(share, {to: parcel})
             parcel = None
         if parcel is None:
             parcel = parcels[to] = _Parcel(peer)
@@ -95,24 +123,10 @@ class GradientOutbox:
         parcel.grads += grads
         parcel.nbytes += nbytes
         if parcel.nbytes > _MAX_PARCEL_BYTES or len(parcel.messages) >= most:
-            del parcels[to]
-            self._send(share, parcel)
+            self.ship(share, {to: parcels.pop(to)})
 
-    def ship(self, share: LocalPass, parcels: Parcels) -> None:
-        """Send all parcels."""
-        for parcel in parcels.values():
-            self._send(share, parcel)
-
-    def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
-        """Send the gradients of one message at once."""
-        seam.streams.depart()
-        parcels: Parcels = {}
-        self.put(share, (answers_of((recv, grads)),), parcels)
-        self.ship(share, parcels)
-
-    def _claim(self, share: LocalPass, answers: Answers) -> Peer:
-        """The worker that gradients go to. Raises an error if it cannot take them."""
-        to, recvs, *_ = answers
+    def _claim(self, share: LocalPass, to: int, recvs: list[Recv]) -> Peer:
+        """The worker that gradients of these messages go to. Raises an error if it cannot take them."""
         context = share.context
         for recv in recvs if context.losses else ():
             if (loss := context.orphaned(recv)) is not None:
@@ -120,15 +134,20 @@ class GradientOutbox:
         share.spend(recvs)
         return self._peers.with_id(to) or self._peers.find(to)  # which raises the error
 
-    def _send(self, share: LocalPass, parcel: _Parcel) -> None:
+    def _send(
+        self,
+        share: LocalPass,
+        peer: Peer,
+        messages: list[MessageId],
+        counts: list[int],
+        grads: Grads,
+    ) -> None:
         if share.failed:
             raise aborted(share.spec)
-        peer, grads = parcel.peer, parcel.grads
         # No two messages may get one tensor: the receiver makes gradients of leaves of them.
-        apart = len(parcel.messages) > 1
+        apart = len(messages) > 1
         encoded = encode_values(grads, ["a gradient"] * len(grads), False, peer.plain, None, apart)
-        frame, now = _frame(share, peer, parcel, encoded)
-        self._send_frame(share, peer, parcel.messages, encoded, frame, now=now)
+        self._send_encoded(share, peer, messages, counts, encoded)
 
     def _send_alone(self, share: LocalPass, peer: Peer, answers: Answers, observer: Observer | None) -> None:
         """Send the gradients of one message: they are part of the graph, on a device, or part of a profile."""
@@ -156,24 +175,34 @@ class GradientOutbox:
                 replied=not recv.replied,
             )
         try:
-            frame, now = _frame(share, peer, answers, encoded, note)
-            if observer is not None:
-                key = key_of(spec, recv.message)
-                observer.gradient(spec.profiles, key, to, begun, frame.nbytes)
-            self._send_frame(share, peer, answers.messages, encoded, frame, now=now)
+            nbytes = self._send_encoded(share, peer, answers.messages, answers.counts, encoded, note=note)
         except BaseException:
             if note is not None:
                 share.context.drop_send(note.message)  # its record keeps the graph
             raise
+        if observer is not None:
+            observer.gradient(spec.profiles, key_of(spec, recv.message), to, begun, nbytes)
 
-    def _send_frame(
-        self, share: LocalPass, peer: Peer, messages: Iterable[int], encoded: Encoded, frame: Frame, *, now: bool
-    ) -> None:
+    def _send_encoded(
+        self,
+        share: LocalPass,
+        peer: Peer,
+        messages: list[MessageId],
+        counts: list[int],
+        encoded: Encoded,
+        *,
+        note: AutogradNote | None = None,
+    ) -> int:
+        """Send the frame of gradients. Returns its size."""
+        tally, now = share.depart(peer.record.id, few=peer.plain)
+        body = pack(Gradients(share.spec, messages, counts, encoded.payload, note, tally))
+        frame = Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep)
         if peer.plain:
             check_size(frame, peer, "a message of gradients")
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
-            peer.link.depart_with(() if encoded.lease is None else (encoded.lease,), channel)
+            if encoded.lease is not None or peer.link is not seam.NO_LINK:
+                peer.link.depart_with(() if encoded.lease is None else (encoded.lease,), channel)
             left = None if share.deadline is None else max(share.deadline - self._worker.runtime.now(), 0.0)
             if now:
                 channel.send(frame, timeout=left)
@@ -182,16 +211,8 @@ class GradientOutbox:
                 channel.send_soon(frame, timeout=left)
         except (ChannelClosedError, PeerLostError) as error:
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
-            raise peer_lost(share.spec, peer.info.name, reason, list(messages)) from error
-
-
-def _frame(
-    share: LocalPass, peer: Peer, of: Answers | _Parcel, encoded: Encoded, note: AutogradNote | None = None
-) -> tuple[Frame, bool]:
-    """The frame of gradients, and whether it is sent at once."""
-    tally, now = share.depart(peer.record.id, few=peer.plain)
-    body = pack(Gradients(share.spec, list(of.messages), list(of.counts), encoded.payload, note, tally))
-    return Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep), now
+            raise peer_lost(share.spec, peer.info.name, reason, messages) from error
+        return frame.nbytes if note is not None or share.spec.profiles else 0
 
 
 def answers_of(fired: Fired) -> Answers:

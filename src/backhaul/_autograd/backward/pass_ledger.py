@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Mapping
 
 from backhaul._autograd.backward import pass_errors
 from backhaul._autograd.messages import PassSpec, PassTally
@@ -27,10 +28,10 @@ class PassLedger:
         self._ledger = Ledger()
         self._lost: dict[int, tuple[str, str]] = {}  # workers lost since the pass began: name, and why
 
-    def account(self, tally: PassTally) -> PeerLostError | None:
+    def account(self, consumed: Iterable[int], produced: Mapping[int, int]) -> PeerLostError | None:
         """Messages were consumed and produced. Ends the pass if a lost worker took part, and returns that error."""
         with self._lock:
-            balanced = self._ledger.report(tally.consumed, tally.produced)
+            balanced = self._ledger.report(consumed, produced)
             loss = self._loss() if self._lost else None  # a worker may be lost before a report says that it took part
         if loss is not None:
             self.end(loss)

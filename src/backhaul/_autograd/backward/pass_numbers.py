@@ -18,7 +18,7 @@ class PassNumbers:
         >>> numbers = PassNumbers()
         >>> numbers.begin(7), numbers.begin(7), numbers.begin(8)
         ((1, 1), (2, 1), (3, 3))
-        >>> numbers.end(7, 1)
+        >>> numbers.end(1)
         >>> numbers.begin(7)
         (4, 2)
     """
@@ -28,20 +28,20 @@ class PassNumbers:
     def __init__(self) -> None:
         self.new = itertools.count(1).__next__
         self._lock = threading.Lock()  # guards _under_way, and is held while a pass gets its number
-        self._under_way: dict[int, set[int]] = {}  # context -> passes
+        self._under_way: dict[int, int] = {}  # number -> context
 
     def begin(self, context: int, number: int = 0) -> tuple[int, int]:
         """Begin a pass. Returns its number, and the oldest number of a pass under way. ``number``: it has one."""
+        under_way = self._under_way
         with self._lock:
             number = number or self.new()
-            passes = self._under_way.setdefault(context, set())
-            passes.add(number)
-            return number, min(passes)
+            under_way[number] = context
+            oldest = number
+            if len(under_way) > 1:
+                oldest = min([each for each, of in under_way.items() if of == context])
+        return number, oldest
 
-    def end(self, context: int, number: int) -> None:
+    def end(self, number: int) -> None:
         """A pass is over."""
         with self._lock:
-            passes = self._under_way.get(context, set())
-            passes.discard(number)
-            if not passes:
-                self._under_way.pop(context, None)
+            self._under_way.pop(number, None)

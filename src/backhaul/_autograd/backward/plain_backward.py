@@ -19,6 +19,7 @@ from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ContextId
 from backhaul._autograd.torch_engine import entry
 from backhaul._autograd.torch_engine.run import LeafNode, Node
+from backhaul._native import core
 from backhaul._runtime.compile_marks import graph_break
 from backhaul.errors import BackhaulError
 
@@ -65,7 +66,7 @@ def take(  # noqa: PLR0917 (torch's signature)
         raise BackhaulError(
             "is_grads_batched and torch.func transforms cannot go back to another worker; use bh.remote_op for the call"
         )
-    if any(isinstance(each, torch.Tensor) and hasattr(each, "owner_name") for each in inputs):
+    if inputs and any(isinstance(each, torch.Tensor) and hasattr(each, "owner_name") for each in inputs):
         raise BackhaulError(
             "inputs= names a parameter of another worker, and a pass can only be limited to tensors of this worker; "
             "call backward() without inputs=, and read .grad of the parameter"
@@ -120,6 +121,8 @@ def _key(given: Root) -> object:
 
 def received_behind(roots: Sequence[Root]) -> list[PlainRecv]:
     """The messages outside contexts whose received tensors lie behind ``roots``."""
+    if core is not None and (listed := core.received_behind(roots)) is not None:
+        return listed  # type: ignore[no-any-return]
     found: dict[PlainRecv, None] = {}
     seen: set[Node] = set()
     stack: list[Node] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]

@@ -8,8 +8,9 @@ answered exactly once, with gradients or with none. Knows no frame and no worker
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from backhaul._autograd.ids import ROOTS, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._autograd.plain_graph import PlainGraph
 from backhaul._autograd.plan.plan import Orders
+from backhaul._autograd.torch_engine.graph_task import new_task_number
 from backhaul._autograd.torch_engine.patches import sharded_share
 from backhaul._devices import seam
 
@@ -75,6 +77,7 @@ class ReadyGroups:
         inputs: The tensors that the pass is restricted to, on its driver.
         results: See ``LocalPass``.
         ran: See ``PassGraph``.
+        task_number: Returns the number of the pass's ``GraphTask``; None: the number is made here.
     """
 
     _graph: PassGraph | None = None
@@ -91,6 +94,7 @@ class ReadyGroups:
         results: GradientTable | None = None,
         *,
         ran: Ran | None = None,
+        task_number: Callable[[], int] | None = None,
     ) -> None:
         self._spec = spec
         self._context = context
@@ -98,6 +102,7 @@ class ReadyGroups:
         self._leaves = Leaves(context, spec, inputs, results, self._sharded)
         self._starts = roots, inputs
         self._ran = ran
+        self._task_number = task_number or itertools.repeat(new_task_number()).__next__
         self._walking = threading.Lock()  # held while the graph is walked
         self._lock = threading.Lock()  # guards what follows, _orders and _asked
         self._waiting: dict[MessageId, Grads] = {}  # arrived, but their groups have not run
@@ -118,7 +123,7 @@ class ReadyGroups:
                     )
                 else:
                     graph = PassGraph(self._spec, self._context, self._leaves.join, *self._starts, ran=self._ran)
-                self._group_run = GroupRun(self._spec, self._leaves, graph.ends, self._sharded)
+                self._group_run = GroupRun(self._spec, self._leaves, graph.ends, self._sharded, self._task_number)
                 self._graph = graph
             return self._graph
 

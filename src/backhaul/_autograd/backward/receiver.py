@@ -20,7 +20,8 @@ from backhaul._autograd.forward.functions import record_recv
 from backhaul._autograd.ids import PLAIN, MessageId, split
 from backhaul._autograd.messages import Abort, AutogradKind, GradientsEnvelope, PassSpec, PassTally, Report
 from backhaul._autograd.untrusted import check_abort, check_gradients, check_report
-from backhaul._devices.seam import NO_DEVICES
+from backhaul._devices.seam import NO_DEVICES, NO_LINK
+from backhaul._native import core
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.security.policy import internal
 from backhaul._runtime import interrupts
@@ -92,29 +93,28 @@ class GradientReceiver:
 
     def local_pass_of(self, context: Context, spec: PassSpec) -> LocalPass:
         """This worker's share of a pass, made at the first use. Drops the shares of passes that are over."""
-        key = spec.driver, spec.number
+        key, runs = (spec.driver, spec.number), context.runs
+        share = runs.get(key)
+        if share is not None:
+            return share
+        made = LocalPass(
+            self._worker,
+            spec,
+            context,
+            outbox=self._outbox,
+            messenger=self._messenger,
+            request_orders=self._request_orders,
+        )
+        if context.replay is not None:
+            context.replay.begin_passes(context)
         with context.lock:
-            share = context.runs.get(key)
-        if share is None:
-            made = LocalPass(
-                self._worker,
-                spec,
-                context,
-                outbox=self._outbox,
-                messenger=self._messenger,
-                request_orders=self._request_orders,
-            )
-            if context.replay is not None:
-                context.replay.begin_passes(context)
-            with context.lock:
-                share = context.runs.setdefault(key, made)
+            share = runs.setdefault(key, made)
+            if len(runs) > 1:
+                for old in [run for run in runs if run[0] == spec.driver and run[1] < spec.oldest]:
+                    del runs[old]
+            if context.aborted:
                 share.failed = share.failed or key in context.aborted
-                for driver, number in list(context.runs):
-                    if driver == spec.driver and number < spec.oldest:
-                        del context.runs[driver, number]
-                for driver, number in list(context.aborted):
-                    if driver == spec.driver and number < spec.oldest:
-                        context.aborted.discard((driver, number))
+                context.aborted -= {run for run in context.aborted if run[0] == spec.driver and run[1] < spec.oldest}
         return share
 
     def told(self, spec: PassSpec) -> PassTally:
@@ -161,22 +161,20 @@ class GradientReceiver:
             with share.observed(sources[0], sender, arrived):
                 self._take_gradients(share, channel, message, buffers, 0)
             return
-        parcels: Parcels = {}
         grads = self._decode(share, channel, message, buffers)
-        if grads is not None:
-            if len(sources) == 1:
-                share.enter(sources, message.counts, grads, parcels)
-            else:
-                self._take_some(share, sources, message.counts, grads, parcels)
-        share.send(sources[0], parcels)
+        if grads is None:
+            share.send(sources[0], {})
+        elif len(sources) == 1:
+            share.take(sources, message.counts, grads)
+        else:
+            self._take_some(share, sources, message.counts, grads)
 
     def _take_some(
         self,
         share: LocalPass,
-        sources: Sequence[MessageId],
-        counts: Sequence[int],
-        grads: Sequence[torch.Tensor | None],
-        parcels: Parcels,
+        sources: list[MessageId],
+        counts: list[int],
+        grads: list[torch.Tensor | None],
     ) -> None:
         """Run as many of the sources at once as most likely take no longer than ``SHARE_OUT_SECONDS``, then others. If
         they take longer, leave the rest to other threads.
@@ -185,29 +183,39 @@ class GradientReceiver:
             share.prepare()  # its time is not that of the first gradients
         except BaseException as error:
             share.fail(sources[0], error)
+            share.send(sources[0], {})
             return
         now, done, used = self._worker.runtime.now, 0, 0
+        parcels: Parcels = {}
         began = now()
         while done < len(sources) and not share.failed:
             some = max(int(SHARE_OUT_SECONDS / self._source_seconds), 1)
+            if not done and some >= len(sources):
+                share.take(sources, counts, grads)
+                self._measure(now() - began, len(sources))
+                return
             piece = counts[done : done + some]
             following = used + sum(piece)
             share.enter(sources[done : done + some], piece, grads[used:following], parcels)
             done, used = done + len(piece), following
             before, began = began, now()
-            took = began - before
-            self._source_seconds += (took / len(piece) - self._source_seconds) / 4
-            self._source_seconds = max(self._source_seconds, _SHORTEST_SECONDS)
-            if took > SHARE_OUT_SECONDS:
+            self._measure(began - before, len(piece))
+            if began > before + SHARE_OUT_SECONDS:
                 self._share_out(share, sources[done:], counts[done:], grads[used:])
-                return
+                break
+        share.send(sources[0], parcels)
+
+    def _measure(self, seconds: float, sources: int) -> None:
+        """Gradients of so many messages took so long."""
+        self._source_seconds += (seconds / sources - self._source_seconds) / 4
+        self._source_seconds = max(self._source_seconds, _SHORTEST_SECONDS)
 
     def _share_out(
         self,
         share: LocalPass,
-        sources: Sequence[MessageId],
-        counts: Sequence[int],
-        grads: Sequence[torch.Tensor | None],
+        sources: list[MessageId],
+        counts: list[int],
+        grads: list[torch.Tensor | None],
     ) -> None:
         """Leave gradients to other threads, one task for each source."""
         used = 0
@@ -219,21 +227,25 @@ class GradientReceiver:
             self._worker.thread_pool.submit(functools.partial(run, self._take_one, share, source, own))
 
     @staticmethod
-    def _take_one(share: LocalPass, source: MessageId, grads: Sequence[torch.Tensor | None]) -> None:
-        parcels: Parcels = {}
-        if not share.failed:
-            share.enter((source,), (len(grads),), grads, parcels)
-        share.send(source, parcels)
+    def _take_one(share: LocalPass, source: MessageId, grads: list[torch.Tensor | None]) -> None:
+        if share.failed:
+            share.send(source, {})
+        else:
+            share.take([source], [len(grads)], grads)
 
     def _decode(
         self, share: LocalPass, channel: Channel, message: GradientsEnvelope, buffers: Sequence[Buffer]
-    ) -> Sequence[torch.Tensor | None] | None:
+    ) -> list[torch.Tensor | None] | None:
         """The gradients in a frame; None if the pass has failed, or fails because nobody can decode them."""
         if share.failed:
             self._decline(channel, message, buffers)
             return None
         sources, note = message.messages, message.note
         try:
+            if core is not None and note is None and self._link_of(channel) is NO_LINK:
+                read = core.read_gradients(message.payload, buffers)
+                if read is not None and len(sources) == len(message.counts) and sum(message.counts) == len(read):
+                    return read  # type: ignore[no-any-return]
             payload = read_values(message.payload, buffers)
             tensors = payload.tensors(self._link_of(channel).arrive(channel))
             if note is not None:
@@ -261,9 +273,9 @@ class GradientReceiver:
     def _bring(
         self,
         share: LocalPass,
-        sources: Sequence[MessageId],
-        counts: Sequence[int],
-        grads: Sequence[torch.Tensor | None],
+        sources: list[MessageId],
+        counts: list[int],
+        grads: list[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
         """Move gradients to the devices of their tensors."""
         found: list[torch.Tensor | None] = []
@@ -296,7 +308,7 @@ class GradientReceiver:
         if report.fault is None and report.lost < 0:
             driver = self._drivers.get((report.spec.context, report.spec.number))
             if driver is not None:
-                driver.ledger.account(report.tally)
+                driver.ledger.account(report.tally.consumed, report.tally.produced)
             return None
         return functools.partial(self._take_fault, channel, report, frame)
 

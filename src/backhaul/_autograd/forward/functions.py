@@ -25,6 +25,7 @@ and recv nodes.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -174,6 +175,26 @@ class PlainRecv(Recv, eq=False, weakref=True):
 
 live: set[MessageId] = set()
 """The messages outside contexts whose received tensors are part of a graph of this process."""
+
+Spent = tuple[weakref.ref[PlainRecv], int, MessageId]
+"""A received message whose sender frees its record, the sender, and the id of the message."""
+
+
+def _claim(recvs: list[Recv], retain: bool, spent: list[Spent]) -> PlainRecv | None:
+    """The gradients of messages are about to be sent. Returns the first message outside contexts that is spent already.
+    Until then, marks each as spent unless ``retain``, and adds it to ``spent``.
+    """
+    for recv in recvs:
+        if type(recv) is PlainRecv:
+            if recv.spent:
+                return recv
+            if not retain:
+                recv.spent = True
+                spent.append((weakref.ref(recv), recv.sender, recv.message))
+    return None
+
+
+claim: Callable[[list[Recv], bool, list[Spent]], PlainRecv | None] = _claim if core is None else core.claim
 
 if core is not None:
     core.set_names(MARK, PlainRecv, GradientEdge)

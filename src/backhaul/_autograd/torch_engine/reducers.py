@@ -24,28 +24,17 @@ class Reducers:
         """Search once more at the next question: modules may have been made that ``on_submodule`` did not see."""
         self._searched = False
 
-    @property
-    def none(self) -> bool:
-        """Whether there are no DDP modules in this process."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return True
-        self._search()
-        return not self._parameters
-
     def module_of(self, leaf: torch.Tensor) -> int | None:
         """The id of the DDP module that reduces ``leaf``; None if no module does."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return None  # there are no DDP modules
-        self._search()
-        found: int | None = self._parameters.get(leaf)
-        return found
-
-    def _search(self) -> None:
         if not self._searched:
             self._searched = True
             for thing in gc.get_objects():
                 if issubclass(type(thing), DistributedDataParallel):  # not isinstance: there may be dead proxies
                     self._note(thing, thing)
+        found: int | None = self._parameters.get(leaf)
+        return found
 
     def on_submodule(self, module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
         """Torch calls this when ``module`` gets a submodule."""

@@ -66,22 +66,27 @@ def run_engine(
     return found
 
 
+SEND_EARLY_NODES = 64
+"""A group with more nodes than this sends the gradients of a message while the rest of the group still runs."""
+
+
 @interrupts.calls_out
-def run_sources(
+def run_sources(  # noqa: PLR0917 (by place, which takes less time)
     index: Any,
+    records: dict[Any, Any],
     sources: list[Any],
     counts: list[int],
     grads: list[torch.Tensor | None],
-    *,
     retain: bool,
-    most_nodes: int,
     forget: bool,
     checkpoints: bool,
-) -> tuple[Any, list[Any]] | None:
-    """Run the engine once for several sources of the native core; see ``backward.simple_runs``. None: the core does not
-    run these.
+) -> tuple[Any, list[Any], dict[int, int]] | None:
+    """Run the engine once for several sources; see ``backward.simple_runs`` and the native core. None: the core does
+    not run these.
     """
-    found: tuple[Any, list[Any]] | None = core.run_sources(index, sources, counts, grads, retain, most_nodes, forget)
+    found: tuple[Any, list[Any], dict[int, int]] | None = core.run_sources(
+        index, records, sources, counts, grads, retain, SEND_EARLY_NODES, forget
+    )
     return found
 
 

@@ -46,8 +46,11 @@ def _states_by_module() -> Any:
 
 def states() -> list[State]:
     """The states of all FSDP2 modules of this process, in the order in which they were made."""
-    module, table = _loaded(_STATES), _states_by_module()
-    if module is None or (table is not None and not table):
+    module = _loaded(_STATES)
+    if module is None:
+        return []
+    table = _states_by_module()
+    if table is not None and not table:
         return []
     require("torch.distributed.fsdp.fully_shard")
     found = dict.fromkeys(reference() for reference in list((table or {}).values()))

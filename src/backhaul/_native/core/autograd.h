@@ -1,8 +1,11 @@
 // The functions of autograd that Python calls; as in `module.cpp`.
 #pragma once
 
+#include <array>
+
 #include "engine_run.h"
 #include "guarded.h"
+#include "values.h"
 
 namespace backhaul {
 
@@ -42,21 +45,58 @@ inline PyObject* find_received(PyObject*, PyObject* roots) {
   });
 }
 
-// run_sources(index, sources, counts, gradients, retain, most_nodes, forget) -> (gradients of leaves, answers)
+// run_sources(index, records, sources, counts, gradients, retain, most_nodes, forget)
+//   -> (gradients of leaves, answers, produced messages with their workers)
 inline PyObject* run_sources(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 7)) return nullptr;
+  if (!expect(count, 8)) return nullptr;
   return or_none([&]() -> PyObject* {
-    if (Py_TYPE(arguments[0]) != &SourceIndex::type) throw NotMine();
-    for (int i = 1; i <= 3; ++i)
-      if (!PyList_CheckExact(arguments[i])) throw NotMine();
-    if (PyList_GET_SIZE(arguments[1]) != PyList_GET_SIZE(arguments[2])) throw NotMine();
-    const size_t most = PyLong_AsSize_t(arguments[5]);
-    if (PyErr_Occurred()) throw PythonError();
-    EngineRun run(SourceIndex::of(arguments[0]), arguments[1], arguments[2], arguments[3], most,
-                  arguments[6] == Py_True);
+    const auto [index, records, sources, counts, grads, retain, nodes, forget] =
+        std::array<PyObject*, 8>{arguments[0], arguments[1], arguments[2], arguments[3],
+                                 arguments[4], arguments[5], arguments[6], arguments[7]};
+    if (Py_TYPE(index) != &SourceIndex::type || !PyDict_CheckExact(records) || !PyList_CheckExact(sources) ||
+        !PyList_CheckExact(counts) || !PyList_CheckExact(grads) || PyList_GET_SIZE(sources) != PyList_GET_SIZE(counts))
+      throw NotMine();
+    const Py_ssize_t most = PyLong_AsSsize_t(nodes);
+    if (most == -1 && PyErr_Occurred()) throw PythonError();
+    EngineRun run(SourceIndex::of(index), records, sources, counts, grads, most, forget == Py_True);
     HANDLE_TH_ERRORS
-    return run(arguments[4] == Py_True).release();
+    return run(retain == Py_True).release();
     END_HANDLE_TH_ERRORS
+  });
+}
+
+// claim(recvs, retain, spent) -> the first message outside contexts that is spent already, or None. Marks the others as
+// spent unless `retain`, and adds (weak reference, sender, message) of each to `spent`; as `LocalPass.spend`.
+inline PyObject* claim(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (!expect(count, 3)) return nullptr;
+  static PyObject *spent = interned("spent"), *sender = interned("sender"), *message = interned("message");
+  return or_none([&]() -> PyObject* {
+    if (!PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[2]))
+      return PyErr_SetString(PyExc_TypeError, "claim needs lists"), nullptr;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[0]); ++i) {
+      PyObject* recv = PyList_GET_ITEM(arguments[0], i);
+      if (reinterpret_cast<PyObject*>(Py_TYPE(recv)) != names.plain_recv) continue;
+      const Object before(PyObject_GetAttr(recv, spent));
+      if (before.get() == Py_True) return Py_NewRef(recv);
+      if (arguments[1] == Py_True) continue;
+      const Object from(PyObject_GetAttr(recv, sender)), id(PyObject_GetAttr(recv, message));
+      const Object weak(PyWeakref_NewRef(recv, nullptr)), item(PyTuple_Pack(3, weak.get(), from.get(), id.get()));
+      if (PyObject_SetAttr(recv, spent, Py_True) || PyList_Append(arguments[2], item.get())) throw PythonError();
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+// read_gradients(body, buffers) -> the gradients of a payload, none of which requires grad
+inline PyObject* read_gradients(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (!expect(count, 2)) return nullptr;
+  return or_none([&]() -> PyObject* {
+    if (!PyList_Check(arguments[1]) && !PyTuple_Check(arguments[1])) throw NotMine();
+    const View body(arguments[0]);
+    Reader in(body.bytes());
+    const Payload payload(in, arguments[1]);
+    if (in.left() || payload.requires_grad()) throw NotMine();
+    return payload.values(payload.tensors(), Py_None).release();
   });
 }
 
@@ -65,6 +105,8 @@ inline PyMethodDef autograd_functions[] = {
     {"record_sent", fast(record_sent), METH_FASTCALL, nullptr},
     {"received_behind", find_received, METH_O, nullptr},
     {"run_sources", fast(run_sources), METH_FASTCALL, nullptr},
+    {"claim", fast(claim), METH_FASTCALL, nullptr},
+    {"read_gradients", fast(read_gradients), METH_FASTCALL, nullptr},
     {},
 };
 

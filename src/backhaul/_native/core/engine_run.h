@@ -45,16 +45,31 @@ class OnThisThread {
 
 inline bool is_ordinary(const at::Tensor& tensor) { return has_ordinary_keys(tensor); }
 
-// Whether a gradient of `leaf` is only added: no hook sees it, and the leaf still needs it.
-inline bool adds_only(const at::Tensor& leaf) {
-  return leaf.defined() && leaf.requires_grad() && is_ordinary(leaf) && torch::autograd::impl::hooks(leaf).empty() &&
-         !torch::autograd::impl::post_acc_grad_hooks(leaf);
+// Whether nobody looks at a node that does not run. Hooks of tensors are called nevertheless.
+inline bool is_unhooked(const Node& node) { return node.pre_hooks().empty() && node.post_hooks().empty(); }
+
+// Whether the gradient of a leaf is only added: no hook or reducer sees it, and the leaf still needs it.
+inline bool adds_only(const AccumulateGrad& node) {
+  const at::Tensor& leaf = node.variable;
+  return is_unhooked(node) && leaf.defined() && leaf.requires_grad() && is_ordinary(leaf) &&
+         torch::autograd::impl::hooks(leaf).empty() && !torch::autograd::impl::post_acc_grad_hooks(leaf);
+}
+
+// Whether only `tensor` refers to its tensor. An object of Python's is a reference of its own: if there may be one, it
+// must be all that is left.
+inline bool is_sole(at::Tensor& tensor) {
+  if (tensor.use_count() != 2) return tensor.use_count() == 1;
+  const Object object(THPVariable_Wrap(tensor));
+  tensor.reset();
+  const bool sole = Py_REFCNT(object.get()) == 1 && THPVariable_Unpack(object.get()).use_count() == 1;
+  tensor = THPVariable_Unpack(object.get());
+  return sole;
 }
 
 // Whether nothing else refers to a gradient or to its memory, so that its only owner may change it in place.
-inline bool is_own(const at::Tensor& grad) {
-  return grad.use_count() == 1 && is_ordinary(grad) && grad.storage().use_count() == 1 &&
-         grad.is_non_overlapping_and_dense() && !grad.requires_grad();
+inline bool is_own(at::Tensor& grad) {
+  return is_ordinary(grad) && grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense() &&
+         !grad.requires_grad() && is_sole(grad);
 }
 
 // Gradients of leaves that are still to be added, as an object of Python's.
@@ -187,9 +202,11 @@ struct Answers {
 
   Answers() : recvs(PyList_New(0)), messages(PyList_New(0)), counts(PyList_New(0)), grads(PyList_New(0)) {}
 
-  void add(PyObject* recv, const std::vector<at::Tensor>& found) {
+  // Returns the id of the message.
+  Object add(PyObject* recv, const std::vector<at::Tensor>& found) {
     static PyObject* message = interned("message");
-    const Object id(PyObject_GetAttr(recv, message)), count(PyLong_FromSize_t(found.size()));
+    Object id(PyObject_GetAttr(recv, message));
+    const Object count(PyLong_FromSize_t(found.size()));
     if (PyList_Append(recvs.get(), recv) || PyList_Append(messages.get(), id.get()) ||
         PyList_Append(counts.get(), count.get()))
       throw PythonError();
@@ -198,6 +215,7 @@ struct Answers {
       if (PyList_Append(grads.get(), grad.get())) throw PythonError();
       if (each.defined()) nbytes += size_of(each);
     }
+    return id;
   }
 
   // About what a gradient takes in a frame. One that is not ordinary goes alone.
@@ -217,21 +235,21 @@ struct Answers {
 // One run of the engine, and what is needed to understand what it has found. It keeps all of the graph that it uses.
 class EngineRun {
  public:
-  // `counts[i]` of the gradients belong to `sources[i]`. Throws `NotMine` unless this core may run all of them. `forget`:
-  // from now on others need not look for these sources.
-  EngineRun(SourceIndex* index, PyObject* sources, PyObject* counts, PyObject* grads, size_t most_nodes, bool forget)
+  // `counts[i]` of the gradients belong to `sources[i]`: a source, or the id of a message in `records`. Throws `NotMine`
+  // unless this core may run all of them. `forget`: from now on others need not look for these sources.
+  EngineRun(SourceIndex* index, PyObject* records, PyObject* sources, PyObject* counts, PyObject* grads,
+            Py_ssize_t most_nodes, bool forget)
       : sums_(reinterpret_cast<PyObject*>(LeafGradients::make())) {
     index->update();
     std::unordered_set<Node*> leaves;
+    std::unordered_set<Source*> seen;
     Py_ssize_t used = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sources); ++i) {
-      PyObject* object = PyList_GET_ITEM(sources, i);
-      if (Py_TYPE(object) != &Source::type) throw NotMine();
-      Source& source = *Source::of(object);
-      if (source.index != index || !source.alone()) throw NotMine();
-      if (source.nodes.size() > most_nodes && !source.messages.empty()) throw NotMine();
+      Source& source = find(records, PyList_GET_ITEM(sources, i));
+      if (source.index != index || !source.alone() || !seen.insert(&source).second) throw NotMine();
+      if (static_cast<Py_ssize_t>(source.nodes.size()) > most_nodes && !source.messages.empty()) throw NotMine();
       for (Node* leaf : source.leaves)
-        if (leaves.insert(leaf).second && !adds_only(static_cast<AccumulateGrad*>(leaf)->variable)) throw NotMine();
+        if (leaves.insert(leaf).second && !adds_only(*static_cast<AccumulateGrad*>(leaf))) throw NotMine();
       const Py_ssize_t count = PyLong_AsSsize_t(PyList_GET_ITEM(counts, i));
       if (count < 0 || count > PyList_GET_SIZE(grads) - used || static_cast<size_t>(count) > source.edges.size())
         throw NotMine();
@@ -241,17 +259,19 @@ class EngineRun {
         kept_.push_back(Object::borrowed(message.recv));
         messages_.push_back({message.recv, message.nodes.size()});
         for (const auto& [place, node] : message.nodes) {
+          if (!is_unhooked(*node)) throw NotMine();
           places_.push_back(place);
           outputs_.emplace_back(hold(node), 0);
         }
       }
     }
     for (Node* leaf : leaves) outputs_.emplace_back(hold(leaf), 0);
-    for (Py_ssize_t i = 0; forget && i < PyList_GET_SIZE(sources); ++i)
-      index->remove(*Source::of(PyList_GET_ITEM(sources, i)));
+    for (Source* source : seen)
+      if (forget) index->remove(*source);
   }
 
-  // Runs the engine. Returns (gradients of leaves, [(worker, recvs, messages, counts, gradients, bytes), ...]).
+  // Runs the engine. Returns (gradients of leaves, [(worker, recvs, messages, counts, gradients, bytes), ...], the
+  // messages that are answered, with their workers).
   Object operator()(bool retain) {
     add_seeds();
     variable_list found(outputs_.size());
@@ -263,8 +283,8 @@ class EngineRun {
     roots_.clear();
     seeds_.clear();
     take_leaves(found);
-    const Object answers = answer(found);
-    return Object(PyTuple_Pack(2, sums_.get(), answers.get()));
+    const Object produced(PyDict_New()), answers = answer(found, produced.get());
+    return Object(PyTuple_Pack(3, sums_.get(), answers.get(), produced.get()));
   }
 
  private:
@@ -272,6 +292,17 @@ class EngineRun {
     PyObject* recv;
     size_t nodes;
   };
+
+  static Source& find(PyObject* records, PyObject* object) {
+    static PyObject* name = interned("source");
+    if (Py_TYPE(object) == &Source::type) return *Source::of(object);
+    PyObject* record = PyDict_GetItemWithError(records, object);
+    if (!record && PyErr_Occurred()) throw PythonError();
+    if (!record) throw NotMine();
+    const Object source(PyObject_GetAttr(record, name));  // which the record keeps
+    if (Py_TYPE(source.get()) != &Source::type) throw NotMine();
+    return *Source::of(source.get());
+  }
 
   // A gradient that has arrived at an edge.
   void enter(const Edge& edge, PyObject* object) {
@@ -307,7 +338,7 @@ class EngineRun {
     }
   }
 
-  Object answer(const variable_list& found) {
+  Object answer(const variable_list& found, PyObject* produced) {
     static PyObject *sender = interned("sender"), *count = interned("count");
     std::vector<std::pair<long long, Answers>> by_worker;
     size_t used = 0;
@@ -321,7 +352,8 @@ class EngineRun {
       const long long worker = number_of(message.recv, sender);
       auto known = std::find_if(by_worker.begin(), by_worker.end(), [&](const auto& one) { return one.first == worker; });
       if (known == by_worker.end()) known = by_worker.emplace(by_worker.end(), worker, Answers());
-      known->second.add(message.recv, grads);
+      const Object to(PyLong_FromLongLong(worker));
+      if (PyDict_SetItem(produced, known->second.add(message.recv, grads).get(), to.get())) throw PythonError();
     }
     Object list(PyList_New(static_cast<Py_ssize_t>(by_worker.size())));
     for (size_t i = 0; i < by_worker.size(); ++i)

@@ -24,5 +24,5 @@ def test_a_pass_counts_as_under_way_when_it_has_a_number() -> None:
 def test_passes_of_other_contexts_do_not_count() -> None:
     numbers = PassNumbers()
     assert [numbers.begin(1), numbers.begin(2), numbers.begin(1, number=7)] == [(1, 1), (2, 2), (7, 1)]
-    numbers.end(1, 1)
+    numbers.end(1)
     assert numbers.begin(1) == (3, 3)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import GradientEdge
 
-from backhaul._autograd.backward.simple_runs import SimpleRuns
+from backhaul._autograd.backward.simple_runs import Answers, run_simple
 from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Recv, SendRecord, receive, recv_of
 from backhaul._autograd.ids import ContextId, MessageId
@@ -25,6 +25,17 @@ from tests.unit.autograd.graphs import CONTEXT, Graph
 pytestmark = pytest.mark.skipif(core is None, reason="the native core is not compiled, or is switched off")
 SEEDS = st.integers(0, 1 << 32)
 SPEC = PassSpec(CONTEXT, 7, 1, retain=True)
+
+
+def run(
+    context: Context, sources: list[Any], counts: list[int], grads: list[torch.Tensor | None], spec: PassSpec = SPEC
+) -> list[Answers] | None:
+    ran = run_simple(spec, context, sources, counts, grads, task_number=lambda: 1 << 62)
+    if ran is None:
+        return None
+    answers, produced = ran
+    assert produced == {message: to for to, _, messages, *_ in answers for message in messages}
+    return answers
 
 
 class Indexed:
@@ -43,7 +54,7 @@ class Indexed:
 
     def runs(self, source: MessageId) -> bool:
         """Whether the core would run a source. Without gradients, nothing is done."""
-        return core.run_sources(self.context.index, [self.sources[source]], [0], [], True, 64, False) is not None
+        return core.run_sources(self.context.index, {}, [self.sources[source]], [0], [], True, 64, False) is not None
 
     def simple(self) -> set[MessageId]:
         """The sources that the core runs, found by looking at every node."""
@@ -99,9 +110,9 @@ def test_one_run_for_all(seed: int) -> None:
         if pairs
         else [None] * (len(recvs) + len(leaves))
     )
-    answers = SimpleRuns(SPEC, made.context).run(
-        [made.sources[source] for source in sources], [len(grads[source]) for source in sources], seeds
-    )
+    for source in sources:
+        made.context.add_send(SendRecord(source, 1, (source,), made.sources[source]))
+    answers = run(made.context, list(sources), [len(grads[source]) for source in sources], seeds)
     assert answers is not None
     sent = {}
     for to, messages, ids, counts, values, _ in answers:
@@ -148,7 +159,7 @@ def test_messages_of_other_contexts_are_left_to_python() -> None:
     context = Context(CONTEXT)
     (tensor,) = receive(Recv(MessageId(9), 1, (), context=ContextId(2)), [torch.ones(2)])
     _, source, _ = core.record_sent(context.index, [tensor * 2], frozenset())
-    assert SimpleRuns(SPEC, context).run([source], [1], [torch.ones(2)]) is None
+    assert run(context, [source], [1], [torch.ones(2)]) is None
 
 
 def test_the_index_keeps_no_graph() -> None:
@@ -156,13 +167,13 @@ def test_the_index_keeps_no_graph() -> None:
     first, second = leaf * 2, leaf * 3
     _, one, _ = core.record_sent(context.index, [first], frozenset())
     _, two, _ = core.record_sent(context.index, [second], frozenset())
-    assert SimpleRuns(SPEC, context).run([one, two], [1, 1], [torch.ones(2), torch.ones(2)]) == []
+    assert run(context, [one, two], [1, 1], [torch.ones(2), torch.ones(2)]) == []
     mark = torch.nn.Module()  # anything that can be referred to weakly
     first.grad_fn.metadata["kept"] = mark  # type: ignore[union-attr]
     gone = weakref.ref(mark)
     del mark, first, one
     assert gone() is None
-    assert SimpleRuns(SPEC, context).run([two], [1], [torch.ones(2)]) == []
+    assert run(context, [two], [1], [torch.ones(2)]) == []
 
 
 def test_a_source_that_is_dropped_leaves_its_nodes_to_others() -> None:
@@ -171,27 +182,34 @@ def test_a_source_that_is_dropped_leaves_its_nodes_to_others() -> None:
     shared = leaf * 2
     _, one, _ = core.record_sent(context.index, [shared * 3], frozenset())
     _, two, _ = core.record_sent(context.index, [shared * 5], frozenset())
-    run = SimpleRuns(SPEC, context).run
-    assert run([one], [1], [torch.ones(2)]) is None
-    assert run([two], [1], [torch.ones(2)]) is None
+    assert run(context, [one], [1], [torch.ones(2)]) is None
+    assert run(context, [two], [1], [torch.ones(2)]) is None
     del one
-    assert run([two], [1], [torch.ones(2)]) == []
+    assert run(context, [two], [1], [torch.ones(2)]) == []
     assert context.gradients[leaf].tolist() == [10.0, 10.0]
 
 
-@pytest.mark.parametrize("change", ["hook", "post-hook", "frozen", "node hook"])
-def test_what_the_core_leaves_to_python(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", ["hook", "post-hook", "frozen", "node hook", "node prehook", "hook of a recv node"])
+def test_what_the_core_leaves_to_python(change: str) -> None:
     context, leaf = Context(CONTEXT), torch.ones(2, requires_grad=True)
-    _, source, _ = core.record_sent(context.index, [leaf * 2], frozenset())
+    (received,) = receive(Recv(MessageId(9), 1, (), context=CONTEXT), [torch.ones(2)])
+    sent = leaf * received
+    _, source, _ = core.record_sent(context.index, [sent], frozenset())
+    node: Any = sent.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert type(node) is LeafNode
     if change == "hook":
         leaf.register_hook(lambda grad: grad)
     elif change == "post-hook":
         leaf.register_post_accumulate_grad_hook(lambda leaf: None)
     elif change == "frozen":
         leaf.requires_grad_(False)
+    elif change == "node hook":
+        node.register_hook(lambda *_: None)
+    elif change == "node prehook":
+        node.register_prehook(lambda *_: None)
     else:
-        monkeypatch.setattr("backhaul._autograd.torch_engine.hooks.node_hooks.possible", True)
-    assert SimpleRuns(SPEC, context).run([source], [1], [torch.ones(2)]) is None
+        received.grad_fn.register_hook(lambda *_: None)  # type: ignore[union-attr]
+    assert run(context, [source], [1], [torch.ones(2)]) is None
 
 
 def test_gradients_in_grad_have_memory_of_their_own() -> None:
@@ -202,7 +220,7 @@ def test_gradients_in_grad_have_memory_of_their_own() -> None:
     seed = torch.ones(2)
     for step in (1.0, 2.0):
         before = leaf.grad
-        assert SimpleRuns(spec, context).run(sources, [1, 1, 1], [seed, seed, seed]) == []
+        assert run(context, sources, [1, 1, 1], [seed, seed, seed], spec) == []
         assert leaf.grad is not None
         assert other.grad is not None
         assert leaf.grad.tolist() == other.grad.tolist() == [2 * step, 2 * step]
@@ -216,11 +234,11 @@ def test_gradients_that_are_not_dense() -> None:
     spec = PassSpec(CONTEXT, 7, 1, into_grad=True, retain=True)
     _, source, _ = core.record_sent(context.index, [table(torch.tensor([1, 1, 3]))], frozenset())
     for expected in (1.0, 2.0):
-        assert SimpleRuns(spec, context).run([source], [1], [torch.ones(3, 2)]) == []
+        assert run(context, [source], [1], [torch.ones(3, 2)], spec) == []
         assert table.weight.grad is not None
         assert table.weight.grad.layout is torch.sparse_coo
         assert table.weight.grad.to_dense()[:, 0].tolist() == [0.0, 2 * expected, 0.0, expected]
-    assert SimpleRuns(SPEC, context).run([source], [1], [torch.ones(3, 2)]) == []
+    assert run(context, [source], [1], [torch.ones(3, 2)]) == []
     assert context.gradients[table.weight].to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
 
 
@@ -237,5 +255,5 @@ def test_an_error_in_a_backward_function_is_raised() -> None:
     context, leaf = Context(CONTEXT), torch.ones(2, requires_grad=True)
     _, source, _ = core.record_sent(context.index, [Failing.apply(leaf)], frozenset())
     with pytest.raises(LookupError, match="on purpose"):
-        SimpleRuns(SPEC, context).run([source], [1], [torch.ones(2)])
+        run(context, [source], [1], [torch.ones(2)])
     assert not context.gradients
