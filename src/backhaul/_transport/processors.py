@@ -38,17 +38,14 @@ class ControlGroup(NamedTuple):
 
 
 def control_groups(root: Path) -> list[ControlGroup]:
-    """The control groups of this process that count its processor time: its own, then those around it.
+    """The control groups of this process that count its processor time: its own, then those around it. Raises
+    ``OSError`` or ``ValueError`` if the system does not tell.
 
     Args:
         root: Where the file system begins.
     """
     groups: list[ControlGroup] = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return groups
-    for line in lines:
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mounts = [root / "sys/fs/cgroup"]
@@ -119,7 +116,9 @@ class Processors:
 
     def _survey(self) -> None:
         allowed, online = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-        groups = control_groups(self._root)
+        groups: list[ControlGroup] = []
+        with contextlib.suppress(OSError, ValueError):  # else the system does not tell
+            groups = control_groups(self._root)
         limited = [group for group in groups if group.processors is not None]
         self._own = groups[0] if groups else None
         self._limited = min(limited, key=_quota_of, default=None)

@@ -129,11 +129,11 @@ def test_a_part_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found.free() == pytest.approx(5)
 
 
-@pytest.mark.parametrize("text", ["", "nonsense\n", "0.5 0.5 0.5 x/y 1\n"])
+@pytest.mark.parametrize("text", ["", "nonsense\n", "1:2\n", "0.5 0.5 0.5 x/y 1\n"])
 def test_files_that_nobody_understands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     system = System(tmp_path, monkeypatch, 16, 16)
     system.write("proc/loadavg", text)
-    system.write("proc/self/cgroup", "0::/\n")
+    system.write("proc/self/cgroup", text and f"0::/\n{text}")
     system.write("sys/fs/cgroup/cpu.max", text)
     system.write("sys/fs/cgroup/cpu.stat", text)
     found = Processors(tmp_path)
