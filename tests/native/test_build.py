@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,19 +145,20 @@ def test_a_cache_that_cannot_be_written(environment: Callable[[str], Environment
     assert "cannot be kept" in build.build()
 
 
-def test_libraries_of_old_versions_are_removed(environment: Callable[[str], Environment]) -> None:
+def test_libraries_that_nobody_uses_are_removed(environment: Callable[[str], Environment]) -> None:
     environment(WORKS)
     path = build.library_path()
     path.parent.mkdir(parents=True)
-    for number in range(20):
-        old = path.with_name(f"core-{number:016}.so")
-        for each in (old, old.with_suffix(".lock")):
+    days = {"old": 40, "used": 40, "recent": 20}
+    for name, age in days.items():
+        for each in (path.with_name(f"core-{name}.so"), path.with_name(f"core-{name}.lock")):
             each.write_text("")
-            os.utime(each, (number, number))
+            os.utime(each, (0, time.time() - age * 24 * 3600))
+    build.note_use(path.with_name("core-used.so"))
+    build.note_use(path.with_name("core-missing.so"))
     build.build()
-    left = sorted(each.name for each in path.parent.glob("core-*.so") if each != path)
-    assert left == [f"core-{number:016}.so" for number in range(12, 20)]
-    assert not path.with_name("core-0000000000000003.lock").exists()
+    left = {each.name for each in path.parent.iterdir()} - {path.name, path.with_suffix(".lock").name}
+    assert left == {"core-used.so", "core-used.lock", "core-recent.so", "core-recent.lock"}
 
 
 def test_other_sources_or_another_torch_need_another_library(
@@ -224,8 +227,6 @@ def test_a_worker_that_starts_compiles_it_in_the_background(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    import threading
-
     environment(WORKS)
     caplog.set_level(logging.INFO, "backhaul")
     monkeypatch.setattr(_native, "core", None)
@@ -250,8 +251,6 @@ def test_what_failed_is_not_tried_again_by_workers(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    import threading
-
     environment(FAILS)
     caplog.set_level(logging.INFO, "backhaul")
     monkeypatch.setattr(_native, "core", None)

@@ -40,6 +40,7 @@ def _load() -> Any:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
+        build.note_use(path)
     except Exception as error:
         log.warning("the native core of Backhaul cannot be loaded, so Backhaul runs without it: %s", error)
         return None

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,8 @@ SOURCES = Path(__file__).parent / "core"
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden")
 
 COMPILE_SECONDS = 600  # more than any machine needs
-_MAX_KEPT = 8  # libraries of other versions
+_KEPT_SECONDS = 30 * 24 * 3600.0  # since a library was last used
+_USE_SECONDS = 24 * 3600.0  # a use of a library is noted at most once in this time
 
 NO_COMPILER = "There is no C++ compiler, or no Python.h, so Backhaul runs without its native core."
 
@@ -125,7 +127,7 @@ def build(*, wait: bool = True, again: bool = True) -> str:
             said = _compile(path)
             if path.exists():
                 failed.unlink(missing_ok=True)
-                _forget_old(path)
+                _forget_old(path.parent)
             else:
                 failed.write_text(said)
             return said
@@ -167,12 +169,19 @@ def _compile(path: Path) -> str:
     return f"The native core was compiled to {path}."
 
 
-def _forget_old(path: Path) -> None:
-    """Remove libraries of other versions, except the latest."""
-    libraries = [other for other in path.parent.glob("core-*.so") if other != path]
-    for other in sorted(libraries, key=lambda each: each.stat().st_mtime, reverse=True)[_MAX_KEPT:]:
-        for each in path.parent.glob(f"{other.stem}.*"):
-            each.unlink(missing_ok=True)
+def note_use(path: Path) -> None:
+    """Note that the library was used, so that it is kept."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime < time.time() - _USE_SECONDS:
+            os.utime(path)
+
+
+def _forget_old(folder: Path) -> None:
+    """Remove libraries that were not used for a long time: those of other versions."""
+    for path in folder.glob("core-*.so"):
+        if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
+            for each in folder.glob(f"{path.stem}.*"):
+                each.unlink(missing_ok=True)
 
 
 def build_later() -> None:
