@@ -26,10 +26,10 @@ Pointer make_node(const std::string& message) {
 }
 
 // A reference to a node that other references keep.
-template <class AnyNode>
-NodePointer hold(AnyNode* node) {
-  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<AnyNode>>) return node->getptr();
-  else return NodePointer::unsafe_reclaim_from_nonowning(node);
+template <class Pointer = NodePointer, class AnyNode>
+Pointer hold(AnyNode* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<AnyNode>>) return node->getptr();
+  else return Pointer::unsafe_reclaim_from_nonowning(node);
 }
 
 // `tensor` as the output of a new boundary node that has `mark` in its metadata, as `BoundaryNode.put` makes it.
