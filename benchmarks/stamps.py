@@ -69,6 +69,8 @@ WATCHED: dict[str, list[str]] = {
     "graph": [
         "backhaul._autograd.backward.ready_groups:ReadyGroups.arrive",
         "backhaul._autograd.backward.leaves:Leaves.compute",
+        "backhaul._autograd.backward.local_pass:LocalPass._run_roots",
+        "backhaul._autograd.backward.local_pass:LocalPass._run_simple",
     ],
     "release": [
         "backhaul._autograd.backward.context_release:ContextRelease.release",

@@ -28,7 +28,7 @@ def run(*command: str) -> str:
 
 def test_every_stamp() -> None:
     shown = run("stages.py", "chain", "--repeat", "3", "--one")
-    for stamp in ("START", "CallClient.call >", "Engine.backward >", "Leaves.compute <", "END"):
+    for stamp in ("START", "CallClient.call >", "Engine.backward >", "LocalPass._run_roots <", "END"):
         assert f"worker0/1: {stamp}" in shown, shown
     assert "worker1/" in shown
 

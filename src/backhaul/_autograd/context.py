@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from backhaul._autograd.failure.replay import ReplayLog
 
 
+# Over the limit because each attribute is what one part of autograd keeps for a context, under one lock.
 class Context(GradientTable):
     """One worker's share of a context. Thread-safe. It is its own gradient table, so that a pass reaches gradients in
     one step.

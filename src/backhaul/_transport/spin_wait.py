@@ -43,6 +43,9 @@ BRIEF_SECONDS = 0.002
 LONG_SECONDS = 0.02
 """The longest time of a long spin, unless ``Options.spin`` says another one."""
 
+ANY_NUMBER = 1 << 62
+"""More polls than any spin takes."""
+
 offer = os.sched_yield
 """Called between two polls."""
 
@@ -53,8 +56,6 @@ _SWITCHES = 2  # so many switches to others end a spin; one may be an accident
 _PREEMPTED_SECONDS = 0.001  # time without the processor, during one spin, that means that processors are scarce
 _MIN_PAUSE, _MAX_PAUSE = 4, 128  # waits without spinning after processors were scarce
 _READY, _OVER, _CROWDED = range(3)  # how a spin of the native core ends
-_ANY_NUMBER = 1 << 62  # of polls
-_MAX_SPINNERS = 3  # threads of an endpoint that spin without the interpreter
 _SOON_SECONDS = 0.0005  # a message that comes within this time would come sooner if the thread did not sleep
 
 
@@ -265,7 +266,7 @@ class SpinPolicy:
             end = core.spin(descriptors, signal, expected, limit.brief_spins, limit.brief_seconds)
             if end == _OVER and (seconds := self._long_seconds(most)) > 0.0:
                 pause = self._long_pause
-                end = core.spin(descriptors, signal, expected, _ANY_NUMBER, seconds)
+                end = core.spin(descriptors, signal, expected, ANY_NUMBER, seconds)
         finally:
             del process.spinners[me]
         if end == _CROWDED:
@@ -312,43 +313,6 @@ class SpinPolicy:
             self._pause.begin(self._waits)
         else:
             self._pause.shorten()
-
-
-class SignalWait:
-    """Decides whether threads spin that wait for another thread. Threads may race here: a race does no harm."""
-
-    def __init__(self, limit: SpinLimit) -> None:
-        self._limit = limit
-        self._soon_share = 1.0  # share of the recent waits that a long spin would have seen the end of
-
-    def spin(self, process: Busyness, signal: Signal[int], most: float | None) -> None:
-        """Spin until ``signal``, which was 0 at first, has changed, or it takes too long. Does nothing where no spin is
-        worthwhile.
-
-        Args:
-            process: The endpoint.
-            signal: Changed by the thread that is waited for.
-            most: The longest time that the thread wants to wait; None: any time.
-        """
-        limit = self._limit
-        if not limit.allows_company or len(process.spinners) >= _MAX_SPINNERS:
-            return
-        if self._soon_share < 0.25:
-            self._soon_share += 0.01  # tries again after a while
-            return
-        seconds, me = limit.seconds(), threading.get_ident()
-        if seconds > 0.0:
-            process.spinners[me] = me
-            try:
-                core.spin((), signal, 0, _ANY_NUMBER, seconds if most is None else min(seconds, most))
-            finally:
-                del process.spinners[me]
-            self._soon_share += ((signal[0] != 0) - self._soon_share) / 8
-
-
-def may_spin_idly(process: Busyness) -> bool:
-    """Whether a thread may spin that waits for whatever comes. Where handlers wait, it takes the next request."""
-    return not process.spinners or (process.blocked > 0 and len(process.spinners) < _MAX_SPINNERS)
 
 
 class _Watch:

@@ -6,9 +6,8 @@ stay in.
 
 from __future__ import annotations
 
-import collections
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from backhaul._native import core
 from backhaul._wire.frames import (
@@ -29,9 +28,9 @@ from backhaul._wire.frames import (
     Slots,
 )
 from backhaul._wire.memory import Buffer, Recycler
+from backhaul._wire.partial_frame import PartialFrame
 from backhaul.errors import ProtocolError
 
-_TABLE, _BODY, _BUFFERS = range(3)  # pieces of a frame
 _MAX_CONTROL_BYTES = 64
 _MAX_READ_BYTES = 1 << 20  # how much one system call may read, see ``FrameReader._make_space``
 
@@ -72,7 +71,7 @@ class FrameReader:
         self._block: Buffer = b""
         self._large: memoryview | None = None
         self._filled = 0
-        self._partial: _PartialFrame | None = None  # the frame being read, once its header is complete
+        self._partial: PartialFrame | None = None  # the frame being read, once its header is complete
         # Of a frame in pieces: how many bytes there are until the next gap; and the size of the gap that is being read,
         # with the 4 bytes of its size. 0: none is.
         self._to_gap = self._gap = 0
@@ -182,7 +181,7 @@ class FrameReader:
             frames.append(frame)
         return True
 
-    def _read_pieces(self, partial: _PartialFrame, count: int, frames: list[Frame]) -> bool:
+    def _read_pieces(self, partial: PartialFrame, count: int, frames: list[Frame]) -> bool:
         """Like ``_read_on``, for the payload of a frame in pieces. What has come with its head is less than a piece."""
         if self._gap:
             self._end += count
@@ -212,7 +211,7 @@ class FrameReader:
             frames.append(frame)
         return True
 
-    def _advance(self, partial: _PartialFrame, count: int) -> None:
+    def _advance(self, partial: PartialFrame, count: int) -> None:
         self._filled += count
         self._to_gap -= count
         partial.left -= count
@@ -259,7 +258,7 @@ class FrameReader:
         if count == 0 and payload:
             raise ProtocolError(f"malformed frame: no buffers, but a payload of {payload} bytes")
         self._start += HEADER_BYTES
-        self._partial = _PartialFrame(kind, number, flags, (count, body, payload), self._slots)
+        self._partial = PartialFrame(kind, number, flags, (count, body, payload), self._slots)
 
     def _check_flags(self, flags: int, count: int, body: int) -> None:
         if flags not in (SLOTS, CONTROL, PIECES, SLOTS | PIECES) or (self._slots is None and flags != PIECES):
@@ -268,101 +267,6 @@ class FrameReader:
             raise ProtocolError(f"malformed control frame: {count} buffers, {body} bytes")
         if flags & SLOTS and not count:
             raise ProtocolError("malformed frame: it has slots but no buffers")
-
-
-class _PartialFrame:
-    """A frame of which only the header and some pieces have arrived.
-
-    Attributes:
-        missing: The sizes of the pieces still to come: table (if any), body, buffers.
-        left: How much of a payload in pieces is still to come.
-    """
-
-    __slots__ = (
-        "_body",
-        "_buffers",
-        "_flags",
-        "_kind",
-        "_number",
-        "_payload",
-        "_places",
-        "_reads",
-        "_slots",
-        "_slotted",
-        "left",
-        "missing",
-    )
-
-    def __init__(self, kind: int, number: int, flags: int, sizes: tuple[int, int, int], slots: Slots | None) -> None:
-        count, body, payload = sizes
-        table = 16 * count if flags & SLOTS else 8 * count
-        self.missing = collections.deque((table, body) if count else (body,))
-        self._kind = kind
-        self._number = number
-        self._flags = flags
-        self._payload = payload
-        self._slots = slots
-        self._reads = _TABLE if count else _BODY  # what the next piece is
-        self._body: Buffer = b""
-        self._buffers: list[Buffer] = []
-        self._places: tuple[int, ...] = ()  # of a frame with slots, whose buffers there are in ``_slotted``
-        self.left = 0
-        self._slotted: list[Buffer] = []
-
-    @property
-    def in_pieces(self) -> bool:
-        """Whether the payload comes in pieces, and is next."""
-        return self._reads == _BUFFERS and self._flags & PIECES != 0
-
-    def close(self) -> None:
-        """Release the slots."""
-        self._slots = None
-        self._slotted = []
-
-    def add(self, piece: Buffer) -> None:
-        """Take the first of the missing pieces. Raises ``ProtocolError`` if the table contradicts the header."""
-        self.missing.popleft()
-        if self._reads == _BUFFERS:
-            self._buffers.append(piece)
-        elif self._reads == _BODY:
-            self._body = piece
-            self._reads = _BUFFERS
-            if self._flags & PIECES:
-                self.left = sum(self.missing)
-                if self.left <= PIECE_BYTES:
-                    raise ProtocolError(f"malformed frame: {self.left} bytes need no pieces")
-        else:
-            self._reads = _BODY
-            lengths = struct.unpack(f"<{len(piece) // 8}Q", piece)
-            if self._flags & SLOTS:
-                lengths, self._places = lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :]
-            if sum(lengths) != self._payload:
-                raise ProtocolError(
-                    f"malformed frame: the buffers have {sum(lengths)} bytes, but the header says {self._payload}"
-                )
-            self.missing.extend(self._resolve(lengths) if self._flags & SLOTS else lengths)
-
-    def _resolve(self, lengths: Sequence[int]) -> list[int]:
-        """Look up the buffers that are in slots; return the lengths of the others."""
-        assert self._slots is not None
-        inline = []
-        for length, place in zip(lengths, self._places, strict=True):
-            if place:
-                self._slotted.append(self._slots.resolve(place, length))
-            else:
-                inline.append(length)
-        return inline
-
-    def finish(self) -> Frame | None:
-        """Return the complete frame. A control frame goes to ``slots`` instead."""
-        if self._flags == CONTROL:
-            assert self._slots is not None
-            self._slots.control(self._kind, self._number, bytes(self._body))
-            return None
-        if self._flags & SLOTS:
-            inline, slotted = iter(self._buffers), iter(self._slotted)
-            self._buffers = [next(slotted if place else inline) for place in self._places]
-        return Frame(self._kind, self._number, self._body, self._buffers)
 
 
 def cut_frames_in_python(  # noqa: PLR0917 (as the native core takes them)

@@ -13,9 +13,10 @@ from backhaul._native import core
 from backhaul._runtime.runtime import OneShotEvent
 from backhaul._transport.base import Received
 from backhaul._transport.processors import Processors
+from backhaul._transport.signal_wait import SignalWait
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.endpoint import SocketEndpoint
-from backhaul._transport.spin_wait import SignalWait, SpinLimit, SpinPolicy, new_signal
+from backhaul._transport.spin_wait import SpinLimit, SpinPolicy, new_signal
 from backhaul._wire.frames import Frame
 
 pytestmark = pytest.mark.skipif(core is None, reason="the native core is not compiled")

@@ -17,6 +17,7 @@ from backhaul._runtime.runtime import OneShotEvent
 from backhaul._transport.base import Channel, Endpoint, Event
 from backhaul._transport.shm.segments import default_ceiling
 from backhaul._transport.shm.slots import Budget
+from backhaul._transport.signal_wait import SignalWait, may_spin_idly
 from backhaul._transport.sockets.acceptor import Acceptor
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.connector import Connector
@@ -24,7 +25,7 @@ from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.pending_connections import PendingConnection
 from backhaul._transport.sockets.shared_memory_link import Trimmer
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket
-from backhaul._transport.spin_wait import SignalWait, SpinLimit, SpinPolicy, may_spin_idly, new_signal
+from backhaul._transport.spin_wait import SpinLimit, SpinPolicy, new_signal
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import MAX_BUFFERS
 from backhaul._wire.memory import Recycler
