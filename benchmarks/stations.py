@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,14 +49,15 @@ class Twin:
             frame: Frame = self.reply(17, encoded, notes)
             return frame
 
-        frame_reader.cut_frames = self.cut
-        request, reply = (_received(frame) for frame in (encode_request(), encode_reply()))
+        request, reply = (b"".join(frame.parts()) for frame in (encode_request(), encode_reply()))
 
         def read_request() -> Any:
+            frame_reader.cut_frames = self.cut
             read = self.read_request(_received(request))
             return read.values(read.tensors(None), None)
 
         def read_reply() -> Any:
+            frame_reader.cut_frames = self.cut
             read = self.read_reply(_received(reply))
             return read.value(read.tensors(None), None)
 
@@ -71,23 +72,23 @@ class Twin:
 _reader = FrameReader(1 << 30)
 
 
-def _received(frame: Frame) -> Frame:
+def _received(wire: bytes) -> Frame:
     """The frame as it arrives: cut out of the memory that bytes were received into."""
-    wire = b"".join(frame.parts())
     _reader.space[: len(wire)] = wire
     (found,) = _reader.fed(len(wire))
     return found
 
 
-def _cold(station: Station, work: Callable[[], object], rounds: int) -> float:
-    """The median time of a station, in microseconds, each time after ``work``."""
-    took = []
+def _cold(stations: Sequence[Station], work: Callable[[], object], rounds: int) -> list[float]:
+    """The median time of each station, in microseconds, each time after ``work``. The stations take turns."""
+    took: list[list[float]] = [[] for _ in stations]
     for _ in range(rounds):
-        work()
-        begun = time.perf_counter()
-        station()
-        took.append(time.perf_counter() - begun)
-    return statistics.median(took) * 1e6
+        for station, times in zip(stations, took, strict=True):
+            work()
+            begun = time.perf_counter()
+            station()
+            times.append(time.perf_counter() - begun)
+    return [statistics.median(times) * 1e6 for times in took]
 
 
 def _hot(station: Station, rounds: int) -> float:
@@ -134,11 +135,8 @@ def main() -> None:
         stations = [twin.stations(values, b"n" * 30) for twin in twins]
         for after, work in {**_works(), "nothing": None}.items():
             for station in stations[0]:
-                took = []
-                for twin, each in zip(twins, stations, strict=True):
-                    frame_reader.cut_frames = twin.cut
-                    run = each[station]
-                    took.append(_hot(run, 10 * rounds) if work is None else _cold(run, work, rounds))
+                runs = [each[station] for each in stations]
+                took = [_hot(run, 10 * rounds) for run in runs] if work is None else _cold(runs, work, rounds)
                 print(f"{case:<18} {after:<16} {station:<15}", *(f"{each:7.1f}" for each in took), flush=True)
 
 
