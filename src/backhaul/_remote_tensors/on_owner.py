@@ -20,6 +20,7 @@ from backhaul._remote_tensors.addresses import Kind, Place, Places, travels_by_f
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul._rref.registry import current_rrefs
+from backhaul._wire.callables import name_of, resolve
 from backhaul._wire.pickling import reducers
 
 
@@ -57,6 +58,7 @@ def _reduce_form(form: TensorForm, parcels: list[Any]) -> Any:
 
 
 reducers[TensorForm] = _reduce_form
+reducers[torch._ops.OpOverload] = lambda operation, parcels: (resolve, (name_of(operation),))
 
 
 @travels_by_fields

@@ -43,7 +43,7 @@ class NotNestedError(Exception):
 
 _TENSOR, _LIST, _TUPLE, _DICT = int(Tag.TENSOR), int(Tag.LIST), int(Tag.TUPLE), int(Tag.DICT)
 _FUNCTION, _METHOD, _MADE, _DATA = map(int, NestedTag)
-_FUNCTION_TYPES = frozenset((types.FunctionType, types.BuiltinFunctionType, type, torch._ops.OpOverload))
+_FUNCTION_TYPES = frozenset((types.FunctionType, types.BuiltinFunctionType, type))
 _by_value: set[Any] = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES  # modules that users send by value
 
 
