@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from backhaul._remote_tensors.addresses import travels_by_fields
 from backhaul._remote_tensors.on_owner import Containers
 from backhaul._rref.owner_calls import Named
 from backhaul._worker.worker import blocking
 
 
+@travels_by_fields
 @dataclasses.dataclass(frozen=True, slots=True)
 class Changes:
     """Changes of a module's parameters that belong together, by the indices of the parameters.

@@ -67,7 +67,7 @@ class LiveProxies:
                 continue
             message = Message(self._container.owner().id)
             message.number(self._container)
-            kept = message.send(self._container, keep, kind, list(in_use), label="keep tensors").wait()
+            kept = message.send_and_wait(self._container, keep, kind, list(in_use), label="keep tensors")
             for proxies, reference in zip(in_use.values(), kept, strict=True):
                 if reference is not None:
                     for proxy in proxies:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import threading
 import weakref
@@ -164,7 +165,7 @@ class ModuleGradients:
         self.send_changes()
         message = Message(address.owner)
         arguments = message.place(address), message.argument(gradient)
-        message.send(self.container, accumulate, *arguments, label="accumulate a gradient").wait()
+        message.send_and_wait(self.container, accumulate, *arguments, label="accumulate a gradient")
         self.used = True
         self.forget()
 
@@ -173,7 +174,7 @@ class ModuleGradients:
         self.keep(address.kind)
         message = Message(address.owner)
         arguments = message.place(address), message.argument(value)
-        form: TensorForm = message.send(self.container, rebind, *arguments, label="set .data").wait()
+        form: TensorForm = message.send_and_wait(self.container, rebind, *arguments, label="set .data")
         return form
 
     def require_grad(self, index: int, wanted: bool) -> None:
@@ -317,10 +318,13 @@ class DrivenModules:
             messages = self._messages(changes, errors)
         finally:
             self._sending.here = False
-        for message, made, via in messages:
+        for place, (message, made, via) in enumerate(messages):
             with _collecting(errors):
-                driver = via._rrefs.worker.incarnation
-                futures.append(message.send(via, change_all, driver, made, label="change parameters"))
+                call = via, change_all, via._rrefs.worker.incarnation, made
+                if place + 1 < len(messages):
+                    futures.append(message.send(*call, label="change parameters"))
+                else:
+                    message.send_and_wait(*call, label="change parameters")
         for future in futures:
             with _collecting(errors):
                 future.wait()
@@ -371,15 +375,20 @@ class DrivenModules:
             try:
                 for each, _ in modules:
                     message.number(each.container)
-                via = modules[0][0].container
-                calls.append((modules, asks_module, message.send(via, describe_gradients, label="list gradients")))
+                call = modules[0][0].container, describe_gradients
+                wait = (
+                    functools.partial(message.send_and_wait, *call, label="list gradients")
+                    if len(by_owner) == 1
+                    else message.send(*call, label="list gradients").wait
+                )
+                calls.append((modules, asks_module, wait))
             except Exception:
                 if asks_module:
                     raise
         answer: Gradients | None = None
-        for modules, asks_module, call in calls:
+        for modules, asks_module, wait in calls:
             try:
-                found = call.wait()
+                found = wait()
             except Exception:
                 if asks_module:
                     raise

@@ -16,10 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from backhaul._remote_tensors.addresses import Kind, Place, Places
+from backhaul._remote_tensors.addresses import Kind, Place, Places, travels_by_fields
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul._rref.registry import current_rrefs
+from backhaul._wire.callables import name_of, resolve
+from backhaul._wire.pickling import reducers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +46,22 @@ class TensorForm:
         return cls(tuple(tensor.shape), tensor.stride() if strided else None, tensor.dtype, tensor.layout)
 
 
+def _make_form(
+    shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: str, layout: str, has_graph: bool
+) -> TensorForm:
+    return TensorForm(shape, stride, getattr(torch, dtype), getattr(torch, layout), has_graph)
+
+
+def _reduce_form(form: TensorForm, parcels: list[Any]) -> Any:
+    dtype, layout = str(form.dtype).removeprefix("torch."), str(form.layout).removeprefix("torch.")
+    return _make_form, (form.shape, form.stride, dtype, layout, form.has_graph)
+
+
+reducers[TensorForm] = _reduce_form
+reducers[torch._ops.OpOverload] = lambda operation, parcels: (resolve, (name_of(operation),))
+
+
+@travels_by_fields
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stays:
     """A result that stays here.

@@ -138,7 +138,7 @@ def _with_copies(leaves: Sequence[Any], owner: int) -> list[Any]:
 
 
 class _Call:
-    """An operation that runs on the owner of its tensors. It starts at once; the result is awaited later."""
+    """An operation that runs on the owner of its tensors. ``result`` starts it, unless ``start`` has, and waits."""
 
     def __init__(self, owner: int, func: Any, leaves: Sequence[Any], form: Any) -> None:
         self._name = str(func)
@@ -154,12 +154,21 @@ class _Call:
         )
         for name in ("device", "pin_memory"):  # those of the owner
             kwargs.pop(name, None)
-        self._future: Future[Any] = message.send(self._via, on_owner.run, func, args, kwargs, label=self._name)
+        self._run = self._via, on_owner.run, func, args, kwargs
+        self._future: Future[Any] | None = None
+
+    def start(self) -> None:
+        """Start it, since others are to run at the same time."""
+        self._future = self._message.send(*self._run, label=self._name)
 
     def result(self) -> Any:
         """The result; remote tensors stand for what stays on the owner."""
         try:
-            return tree_map(self._receive, self._future.wait())
+            if self._future is not None:
+                found = self._future.wait()
+            else:
+                found = self._message.send_and_wait(*self._run, label=self._name)
+            return tree_map(self._receive, found)
         except Exception as error:
             error.add_note(f"{self._name} ran on worker '{self._via.owner_name()}', which has its tensors")
             raise
@@ -192,6 +201,8 @@ def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return tree_flatten(([_take(each, indices, count) for each in args], _take_all(kwargs, indices, count)))
 
     calls = {owner: _Call(owner, func, *share(indices)) for owner, indices in by_owner.items() if owner != HERE}
+    for call in list(calls.values())[1:]:
+        call.start()
     results = {HERE: _run_here(func, *share(by_owner[HERE]))} if HERE in by_owner else {}
     results.update((owner, call.result()) for owner, call in calls.items())
     if not func._schema.returns or not isinstance(next(iter(results.values())), list | tuple):
@@ -224,6 +235,8 @@ def _check_and_unscale(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor,
     for owner, remote in by_owner.items():
         leaves, form = tree_flatten(((remote, torch.zeros_like(found_inf), inverse_scale), {}))
         calls.append(_Call(owner, on_owner.check_and_unscale, leaves, form))
+    for each in calls[1:]:
+        each.start()
     if here:
         torch._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inverse_scale)
     for call in calls:

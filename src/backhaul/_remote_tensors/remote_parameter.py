@@ -112,8 +112,8 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
         send_changes(self._gradients.worker)
         container: RRef[Any] = self._address.container
         function = on_owner.differentiable_gradient
-        call = container._call(function, (self._address.key,), {}, None, label="fetch a gradient")
-        copy: torch.Tensor = call.wait()
+        key = self._address.key
+        copy: torch.Tensor = container._call_and_wait(function, (key,), None, None, label="fetch a gradient")
         return copy
 
     def _gradient_of(self, form: TensorForm) -> RemoteTensor:
@@ -171,7 +171,8 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
             message = Message(self._address.owner)
             send_changes(self._gradients.worker)
             made = message.place(self._address), self.requires_grad
-            rref, description = message.send(container, on_owner.copy_parameter, *made, label="copy a parameter").wait()
+            copied = message.send_and_wait(container, on_owner.copy_parameter, *made, label="copy a parameter")
+            rref, description = copied
             ((form, requires_grad),) = description.forms
             memo[id(self)] = RemoteParameter(gradients_at(rref), 0, form, requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
@@ -248,6 +249,7 @@ def differentiable(parameters: Sequence[RemoteParameter]) -> list[torch.Tensor]:
         return []
     send_changes(parameters[0]._gradients.worker)
     by_module: dict[ModuleGradients, list[int]] = {}
+    call: Any
     for index, parameter in enumerate(parameters):
         by_module.setdefault(parameter._gradients, []).append(index)
     calls = []
@@ -256,7 +258,10 @@ def differentiable(parameters: Sequence[RemoteParameter]) -> list[torch.Tensor]:
         gradients.forget()
         container: RRef[Any] = gradients.container
         keys = [parameters[index]._address.key for index in indices]
-        calls.append((indices, container._call(on_owner.differentiable, (keys,), {}, None, label="fetch parameters")))
+        call = on_owner.differentiable, (keys,), None, None
+        if len(by_module) == 1:
+            return container._call_and_wait(*call, label="fetch parameters")  # type: ignore[no-any-return]
+        calls.append((indices, container._call(*call, label="fetch parameters")))
     made: dict[int, torch.Tensor] = {}
     for indices, call in calls:
         made.update(zip(indices, call.wait(), strict=True))

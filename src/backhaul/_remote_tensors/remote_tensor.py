@@ -129,7 +129,7 @@ class RemoteTensor(torch.Tensor):
             message = Message(self._address.owner)
             place = message.place(self._address)
             container = self._address.container
-            stored, form = message.send(container, on_owner.store, sent, place, label="set .data").wait()
+            stored, form = message.send_and_wait(container, on_owner.store, sent, place, label="set .data")
             self._address = Address(stored)
         self._change_form(form)
 
@@ -175,6 +175,8 @@ def fetch(tensors: Sequence[RemoteTensor]) -> list[torch.Tensor]:
         message = Message(owner)
         places = [message.place(tensors[index]._address) for index in indices]
         via = tensors[indices[0]]._address.container
+        if len(by_owner) == 1:
+            return message.send_and_wait(via, on_owner.fetch, places, label="fetch tensors")  # type: ignore[no-any-return]
         calls.append((indices, message.send(via, on_owner.fetch, places, label="fetch tensors")))
     made: dict[int, torch.Tensor] = {}
     for indices, call in calls:

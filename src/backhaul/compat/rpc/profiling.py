@@ -111,11 +111,10 @@ _wrap_legacy_profiler()
 
 def is_on() -> bool:
     """Whether the legacy profiler records on this thread. Other profilers do not record calls."""
-    return (
-        _profiler_enabled()
-        and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.LEGACY
-        and bool(getattr(_open_profiles, "stack", None))
-    )
+    if not _profiler_enabled():
+        return False
+    types = torch._C._profiler.ActiveProfilerType
+    return torch._C._autograd._profiler_type() == types.LEGACY and bool(getattr(_open_profiles, "stack", None))
 
 
 def name_of(function: Any) -> str:
