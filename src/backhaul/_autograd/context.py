@@ -26,6 +26,7 @@ class Context(GradientTable):
         index: The native core's index of ``sends``; None without the core.
         known: Ids of the workers with which this one exchanged messages of the context.
         sends: Send records by message.
+        pending: See ``PlainGraph``.
         recvs: Recv ends by message.
         spent: Messages whose graph a pass without ``retain_graph`` has freed.
         runs: Passes on this worker that may not be over, by driver and number.
@@ -40,6 +41,7 @@ class Context(GradientTable):
 
     replay: ReplayLog | None = None
     doubtful: frozenset[int] = frozenset()
+    pending: dict[MessageId, bool] | None = None
 
     def __init__(self, number: ContextId) -> None:
         super().__init__()

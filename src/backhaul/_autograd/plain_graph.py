@@ -48,12 +48,13 @@ class PlainGraph(Context):
     """
 
     sources: PlainSources
+    pending: dict[MessageId, bool]
 
     def __init__(self) -> None:
         super().__init__(PLAIN)
         self.mark = _new_mark()
         self.index = None if core is None else core.SourceIndex(self.mark)
-        self.pending: dict[MessageId, bool] = {}
+        self.pending = {}
         self._losses: dict[int, tuple[int, str, str]] = {}  # worker -> how often it was lost, its name, the last reason
         self.losses = self._losses
         self._on_death: Callable[[tuple[int, MessageId]], None] = lambda death: None

@@ -203,24 +203,37 @@ class Leaves:
             # Before the calls below, whose argument is one more reference.
             shared = sys.getrefcount(grad) > _SOLE_REFERENCE_COUNT or id(grad) in seen
             seen.add(id(grad))
-            if plain or not (leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf))):
+            if plain:
                 self.keep(leaf, grad, order, shared=shared)
-            elif self._spec.create or not _is_simple(leaf) or self._must_run_node(leaf):
-                run_nodes.append((leaf, grad))
             else:
-                add_to_grad(leaf, grad, shared=shared)
+                self._keep(leaf, grad, order, run_nodes, shared=shared)
         if run_nodes:
             self._run_nodes([leaf for leaf, _ in run_nodes], [grad for _, grad in run_nodes])
 
     def add(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
-        """Keep gradients of leaves without hooks, each with whether other code may see its memory."""
+        """Keep gradients of leaves, each with whether other code may see its memory. Tensor hooks have seen them."""
+        run_nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
         for leaf, grad, shared in gradients:
-            if not self._spec.into_grad:
-                self.keep(leaf, grad, shared=shared)
-            elif grad.layout is torch.strided and _is_simple(leaf):
-                add_to_grad(leaf, grad, shared=shared)
-            else:
-                self._run_nodes([leaf], [grad])
+            self._keep(leaf, grad, (), run_nodes, shared=shared)
+        if run_nodes:
+            self._run_nodes([leaf for leaf, _ in run_nodes], [grad for _, grad in run_nodes])
+
+    def _keep(
+        self,
+        leaf: torch.Tensor,
+        grad: torch.Tensor,
+        order: tuple[int, ...],
+        run_nodes: list[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        shared: bool,
+    ) -> None:
+        """Keep the gradient of a leaf, or add it to those whose accumulation nodes have to run."""
+        if not (leaf.is_leaf and (self._spec.into_grad or self._must_run_node(leaf))):
+            self.keep(leaf, grad, order, shared=shared)
+        elif self._spec.create or grad.layout is not torch.strided or not _is_simple(leaf) or self._must_run_node(leaf):
+            run_nodes.append((leaf, grad))
+        else:
+            add_to_grad(leaf, grad, shared=shared)
 
     def _run_nodes(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         create = self._spec.create

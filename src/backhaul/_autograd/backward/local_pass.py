@@ -253,7 +253,14 @@ class LocalPass:
             return False
         source = [found[1]]
         ran = run_simple(
-            self.spec, self.context, source, [len(seeds)], seeds, task_number=self._task_number, roots=True
+            self.spec,
+            self.context,
+            source,
+            [len(seeds)],
+            seeds,
+            task_number=self._task_number,
+            send_early=self._send_early,
+            roots=True,
         )
         if ran is None:
             return False
@@ -331,7 +338,15 @@ class LocalPass:
         """Run all of these at once in the native core; None if it does not run them."""
         if not self._simple or (self._groups is not None and self._groups.joins(sources)):
             return None
-        ran = run_simple(self.spec, self.context, sources, counts, grads, task_number=self._task_number)
+        ran = run_simple(
+            self.spec,
+            self.context,
+            sources,
+            counts,
+            grads,
+            task_number=self._task_number,
+            send_early=self._send_early,
+        )
         if ran is None:
             return None
         self._account_simple(sources, ran[1])

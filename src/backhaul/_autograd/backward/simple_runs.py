@@ -1,9 +1,10 @@
-"""Runs sources that meet no others and that no hook looks at: all those of a frame at once, in the native core.
+"""Runs sources that meet no others, in the native core: all those of a frame at once.
 
 The core asks the engine for the gradients of all leaves and recv nodes that the sources reach, and adds the gradients
-of the leaves. It sees the hooks of every node, also those of a DDP reducer. ``ReadyGroups`` does the same source by
-source, in Python. It takes what the core does not: a source that meets another one, hooks, devices, and passes with
-options. Knows no frame and no worker.
+of the leaves. It sees the hooks of every node, also those of a DDP reducer. If leaves have hooks, the core runs a
+source only if there is no other, and leaves the gradients of the leaves to Python. ``ReadyGroups`` does the same source
+by source, in Python. It takes what the core does not: sources that meet, devices, and passes with options. Knows no
+frame and no worker.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from backhaul._autograd.backward.early_sends import SendEarly
 from backhaul._autograd.backward.groups import nodes_behind
 from backhaul._autograd.backward.leaves import Leaves
 from backhaul._autograd.context import Context
@@ -68,6 +70,7 @@ def run_simple(
     grads: list[torch.Tensor | None],
     *,
     task_number: Callable[[], int],
+    send_early: SendEarly,
     roots: bool = False,
 ) -> tuple[list[Answers], dict[int, int]] | None:
     """Run sources whose gradients have arrived, and add the gradients of their leaves. Returns the gradients of the
@@ -81,18 +84,23 @@ def run_simple(
         counts: How many of the gradients belong to each.
         grads: The gradients.
         task_number: Returns the number of the pass's ``GraphTask``.
+        send_early: Sends the gradients of a message while a large group still runs. They are not returned.
         roots: Whether the source is the roots of the pass, which no other pass may meet.
     """
     records, retain = context.sends, spec.retain
     if RemovableHandle.next_id > hooks.own_handles:  # multi-grad hooks may ask which nodes run
         with GraphTask(task_number(), lambda: _nodes(records, sources)):
-            found = run_sources(context.index, records, sources, counts, grads, retain, roots, spec.into_grad)
+            found = run_sources(
+                context.index, records, sources, counts, grads, retain, send_early, roots, spec.into_grad
+            )
     else:
-        found = run_sources(context.index, records, sources, counts, grads, retain, roots, spec.into_grad)
+        found = run_sources(context.index, records, sources, counts, grads, retain, send_early, roots, spec.into_grad)
     if found is None:
         return None
-    leaves, answers, produced = found
-    if spec.into_grad:
+    leaves, hooked, answers, produced = found
+    if hooked:
+        left = leaves.rest()
+    elif spec.into_grad:
         with grad_writers.lock:
             left = leaves.rest() if grad_writers.count else leaves.add_to_grad()
     else:

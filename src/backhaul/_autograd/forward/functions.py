@@ -38,6 +38,7 @@ from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine.boundary import MARK, BoundaryNode
 from backhaul._autograd.torch_engine.run import Node, leaf_edge
 from backhaul._native import core
+from backhaul._wire.messages import pack
 from backhaul._wire.tensors.subclasses import TensorList, mark_refused, may_require_grad
 
 if TYPE_CHECKING:
@@ -314,6 +315,40 @@ def record_send(
     message = message or container.new_message()
     record = SendRecord(message, to, place, source, kept, devices, born_in, replied)
     return AutogradNote(context.id, message, positions, place) if context.add_send(record) else None
+
+
+def send_note(
+    container: Container,
+    context: Context,
+    to: int,
+    tensors: Sequence[torch.Tensor],
+    *,
+    place: tuple[int, ...],
+    message: MessageId = ROOTS,
+    replied: bool = False,
+    copies: frozenset[int] = frozenset(),
+) -> bytes | None:
+    """As ``record_send``. Returns the encoded note."""
+    if context.index is not None and not context.released:
+        context.known.add(to)
+        noted: bytes | None = core.record_message(
+            context.index,
+            context.sends,
+            context.pending,
+            SendRecord,
+            context.id,
+            to,
+            tensors,
+            copies,
+            place,
+            container.new_message,
+            message,
+            replied,
+        )
+        if noted is not None:
+            return noted
+    note = record_send(container, context, to, tensors, place=place, message=message, replied=replied, copies=copies)
+    return None if note is None else pack(note)
 
 
 def record_recv(

@@ -18,7 +18,7 @@ import torch
 from backhaul._autograd.container import Container
 from backhaul._autograd.context import Context
 from backhaul._autograd.failure.replay import ReplayEntry
-from backhaul._autograd.forward.functions import receive_outside, record_recv, record_send
+from backhaul._autograd.forward.functions import receive_outside, record_recv, record_send, send_note
 from backhaul._autograd.ids import NO_CONTEXT, PLAIN, ROOTS, ContextId, MessageId, split
 from backhaul._autograd.messages import AutogradNote
 from backhaul._autograd.torch_engine import anomaly
@@ -157,12 +157,16 @@ class ForwardRecorder:
         if encoded.unrecorded:
             raise _lost_gradient(encoded, context)
         copies = encoded.copies if context.id == PLAIN else _NO_COPIES
+        log, level = context.replay, anomaly.level()
+        if log is None and not level:
+            noted = send_note(self._container, context, peer.record.id, encoded.tensors, place=place, copies=copies)
+            return noted, None if noted is None else context
         note = record_send(self._container, context, peer.record.id, encoded.tensors, place=place, copies=copies)
         if note is None:
             return None, None
-        if level := anomaly.level():
+        if level:
             note = msgspec.structs.replace(note, anomaly=level)
-        if (log := context.replay) is not None:
+        if log is not None:
             entry = log.begin(context, note, peer)
             return self._encode(msgspec.structs.replace(note, replay=0, epoch=log.epoch)), entry
         return self._encode(note), context
@@ -192,7 +196,7 @@ class ForwardRecorder:
         context, place = kept.context, kept.next_place()
         if encoded.unrecorded:
             raise _lost_gradient(encoded, context)
-        note = record_send(
+        return send_note(
             self._container,
             context,
             peer.record.id,
@@ -202,7 +206,6 @@ class ForwardRecorder:
             replied=True,
             copies=encoded.copies if context.id == PLAIN else _NO_COPIES,
         )
-        return self._encode(note) if note is not None else None
 
     def reply_in(self, peer: Peer, kept: Any, note: bytes | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if kept is _NO_GRAD:

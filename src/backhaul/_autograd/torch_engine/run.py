@@ -78,14 +78,15 @@ def run_sources(  # noqa: PLR0917 (by place, which takes less time)
     counts: list[int],
     grads: list[torch.Tensor | None],
     retain: bool,
+    send_early: Callable[..., None],
     forget: bool,
     checkpoints: bool,
-) -> tuple[Any, list[Any], dict[int, int]] | None:
+) -> tuple[Any, bool, list[Any], dict[int, int]] | None:
     """Run the engine once for several sources; see ``backward.simple_runs`` and the native core. None: the core does
     not run these.
     """
-    found: tuple[Any, list[Any], dict[int, int]] | None = core.run_sources(
-        index, records, sources, counts, grads, retain, SEND_EARLY_NODES, forget
+    found: tuple[Any, bool, list[Any], dict[int, int]] | None = core.run_sources(
+        index, records, sources, counts, grads, retain, SEND_EARLY_NODES, send_early, forget
     )
     return found
 

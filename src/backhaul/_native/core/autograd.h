@@ -37,6 +37,67 @@ inline PyObject* record_sent(PyObject*, PyObject* const* arguments, Py_ssize_t c
   });
 }
 
+// What `record_message` needs besides the message.
+struct SendArguments {
+  PyObject *index, *records, *pending, *make, *context, *to, *tensors, *copies, *place, *new_message, *message, *replied;
+};
+
+inline int64_t integer_of(PyObject* object) {
+  const long long number = PyLong_AsLongLong(object);
+  if (number == -1 && PyErr_Occurred()) throw PythonError();
+  return number;
+}
+
+// Keeps the record of an outgoing message. Returns its note, as msgspec encodes an `AutogradNote`.
+inline PyObject* write_note(const SendArguments& given) {
+  Sent sent(given.tensors, given.copies);
+  if (!sent.on_host) throw NotMine();
+  Writer note;
+  note.array(7);
+  note.integer(integer_of(given.context));
+  if (sent.edges.empty()) {
+    note.natural(0);
+  } else {
+    const Object id = PyLong_AsLongLong(given.message) ? Object::borrowed(given.message)
+                                                       : Object(PyObject_CallNoArgs(given.new_message));
+    const Object source(Source::make(SourceIndex::of(given.index), std::move(sent.edges)));
+    PyObject* fields[] = {id.get(), given.to, given.place, source.get(), Py_None, Py_None, Py_None, given.replied};
+    const Object record(PyObject_Vectorcall(given.make, fields, 8, nullptr));
+    note.natural(static_cast<uint64_t>(integer_of(id.get())));
+    if (PyDict_SetItem(given.records, id.get(), record.get())) throw PythonError();
+    if (given.pending != Py_None && PyDict_SetItem(given.pending, id.get(), Py_True)) throw PythonError();
+  }
+  note.array(sent.places.size());
+  for (const Py_ssize_t place : sent.places) note.natural(static_cast<uint64_t>(place));
+  note.array(static_cast<size_t>(PyTuple_GET_SIZE(given.place)));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given.place); ++i)
+    note.integer(integer_of(PyTuple_GET_ITEM(given.place, i)));
+  note.integer(-1);  // no replay
+  note.natural(0);
+  note.natural(0);
+  return PyBytes_FromStringAndSize(note.bytes.data(), static_cast<Py_ssize_t>(note.bytes.size()));
+}
+
+// record_message(index, records, pending, make, context, to, tensors, copies, place, new_message, message, replied)
+//   -> note
+inline PyObject* record_message(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (!expect(count, 12)) return nullptr;
+  return or_none([&]() -> PyObject* {
+    const SendArguments given{a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]};
+    const bool listed = PyList_Check(given.tensors) || PyTuple_Check(given.tensors);
+    if (Py_TYPE(given.index) != &SourceIndex::type || !PyDict_CheckExact(given.records) || !listed ||
+        !PyAnySet_Check(given.copies) || !PyTuple_CheckExact(given.place))
+      throw NotMine();
+    HANDLE_TH_ERRORS
+    try {
+      return write_note(given);
+    } catch (const NotMine&) {
+      Py_RETURN_NONE;
+    }
+    END_HANDLE_TH_ERRORS
+  });
+}
+
 // received_behind(roots) -> [recv, ...]
 inline PyObject* find_received(PyObject*, PyObject* roots) {
   return or_none([&]() -> PyObject* {
@@ -45,20 +106,20 @@ inline PyObject* find_received(PyObject*, PyObject* roots) {
   });
 }
 
-// run_sources(index, records, sources, counts, gradients, retain, most_nodes, forget)
-//   -> (gradients of leaves, answers, produced messages with their workers)
+// run_sources(index, records, sources, counts, gradients, retain, most_nodes, send, forget)
+//   -> (gradients of leaves, whether hooks must see them, answers, produced messages with their workers)
 inline PyObject* run_sources(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 8)) return nullptr;
+  if (!expect(count, 9)) return nullptr;
   return or_none([&]() -> PyObject* {
-    const auto [index, records, sources, counts, grads, retain, nodes, forget] =
-        std::array<PyObject*, 8>{arguments[0], arguments[1], arguments[2], arguments[3],
-                                 arguments[4], arguments[5], arguments[6], arguments[7]};
+    const auto [index, records, sources, counts, grads, retain, nodes, send, forget] =
+        std::array<PyObject*, 9>{arguments[0], arguments[1], arguments[2], arguments[3], arguments[4],
+                                 arguments[5], arguments[6], arguments[7], arguments[8]};
     if (Py_TYPE(index) != &SourceIndex::type || !PyDict_CheckExact(records) || !PyList_CheckExact(sources) ||
         !PyList_CheckExact(counts) || !PyList_CheckExact(grads) || PyList_GET_SIZE(sources) != PyList_GET_SIZE(counts))
       throw NotMine();
     const Py_ssize_t most = PyLong_AsSsize_t(nodes);
     if (most == -1 && PyErr_Occurred()) throw PythonError();
-    EngineRun run(SourceIndex::of(index), records, sources, counts, grads, most, forget == Py_True);
+    EngineRun run(SourceIndex::of(index), records, sources, counts, grads, most, send, forget == Py_True);
     HANDLE_TH_ERRORS
     return run(retain == Py_True).release();
     END_HANDLE_TH_ERRORS
@@ -103,6 +164,7 @@ inline PyObject* read_gradients(PyObject*, PyObject* const* arguments, Py_ssize_
 inline PyMethodDef autograd_functions[] = {
     {"set_names", fast(set_names), METH_FASTCALL, nullptr},
     {"record_sent", fast(record_sent), METH_FASTCALL, nullptr},
+    {"record_message", fast(record_message), METH_FASTCALL, nullptr},
     {"received_behind", find_received, METH_O, nullptr},
     {"run_sources", fast(run_sources), METH_FASTCALL, nullptr},
     {"claim", fast(claim), METH_FASTCALL, nullptr},

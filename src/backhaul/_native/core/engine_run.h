@@ -48,11 +48,10 @@ inline bool is_ordinary(const at::Tensor& tensor) { return has_ordinary_keys(ten
 // Whether nobody looks at a node that does not run. Hooks of tensors are called nevertheless.
 inline bool is_unhooked(const Node& node) { return node.pre_hooks().empty() && node.post_hooks().empty(); }
 
-// Whether the gradient of a leaf is only added: no hook or reducer sees it, and the leaf still needs it.
+// Whether the gradient of a leaf is only added: no hook or reducer sees it.
 inline bool adds_only(const AccumulateGrad& node) {
-  const at::Tensor& leaf = node.variable;
-  return is_unhooked(node) && leaf.defined() && leaf.requires_grad() && is_ordinary(leaf) &&
-         torch::autograd::impl::hooks(leaf).empty() && !torch::autograd::impl::post_acc_grad_hooks(leaf);
+  return is_unhooked(node) && torch::autograd::impl::hooks(node.variable).empty() &&
+         !torch::autograd::impl::post_acc_grad_hooks(node.variable);
 }
 
 // Whether only `tensor` refers to its tensor. An object of Python's is a reference of its own: if there may be one, it
@@ -195,6 +194,33 @@ inline PyTypeObject LeafGradients::type = {
     .tp_methods = leaf_gradients_methods,
 };
 
+// A message that a run answers.
+struct Message {
+  PyObject* recv;  // kept by the run
+  std::vector<Py_ssize_t> places;
+  std::vector<at::Tensor> found;  // by place
+  size_t missing = 0;             // nodes whose gradients have not arrived; 0 also if nobody counts them
+  bool sent = false;              // before the end of the run
+
+  Message(PyObject* recv, size_t count) : recv(recv), found(count) {}
+
+  void take(size_t node, const at::Tensor& grad) {
+    const auto place = static_cast<size_t>(places[node]);
+    if (place >= found.size()) throw std::out_of_range("a recv node has no place in its message");
+    found[place] = grad;
+  }
+
+  Object grads() const {
+    Object list(PyList_New(static_cast<Py_ssize_t>(found.size())));
+    for (size_t i = 0; i < found.size(); ++i) {
+      PyObject* grad = found[i].defined() ? THPVariable_Wrap(found[i]) : Py_NewRef(Py_None);
+      if (!grad) throw PythonError();
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), grad);
+    }
+    return list;
+  }
+};
+
 // Gradients on their way to one worker.
 struct Answers {
   Object recvs, messages, counts, grads;
@@ -202,20 +228,14 @@ struct Answers {
 
   Answers() : recvs(PyList_New(0)), messages(PyList_New(0)), counts(PyList_New(0)), grads(PyList_New(0)) {}
 
-  // Returns the id of the message.
-  Object add(PyObject* recv, const std::vector<at::Tensor>& found) {
-    static PyObject* message = interned("message");
-    Object id(PyObject_GetAttr(recv, message));
-    const Object count(PyLong_FromSize_t(found.size()));
-    if (PyList_Append(recvs.get(), recv) || PyList_Append(messages.get(), id.get()) ||
-        PyList_Append(counts.get(), count.get()))
+  void add(const Message& message, PyObject* id) {
+    const Object count(PyLong_FromSize_t(message.found.size())), found = message.grads();
+    const Py_ssize_t end = PyList_GET_SIZE(grads.get());
+    if (PyList_Append(recvs.get(), message.recv) || PyList_Append(messages.get(), id) ||
+        PyList_Append(counts.get(), count.get()) || PyList_SetSlice(grads.get(), end, end, found.get()))
       throw PythonError();
-    for (const at::Tensor& each : found) {
-      const Object grad = each.defined() ? Object(THPVariable_Wrap(each)) : Object::borrowed(Py_None);
-      if (PyList_Append(grads.get(), grad.get())) throw PythonError();
+    for (const at::Tensor& each : message.found)
       if (each.defined()) nbytes += size_of(each);
-    }
-    return id;
   }
 
   // About what a gradient takes in a frame. One that is not ordinary goes alone.
@@ -232,50 +252,114 @@ struct Answers {
   }
 };
 
+// Sends the gradients of a message as soon as all of them have arrived, while the engine still runs. One object serves
+// one run, on its thread.
+class EarlySends {
+ public:
+  explicit EarlySends(PyObject* send) : send_(send), outer_(std::exchange(current, this)) {}
+  EarlySends(const EarlySends&) = delete;
+  EarlySends& operator=(const EarlySends&) = delete;
+  ~EarlySends() { current = outer_; }
+
+  // Waits for the gradients of a message. Hooks of the user's tensors see them first.
+  void watch(Message& message, const std::vector<Node*>& nodes) {
+    message.missing = nodes.size();
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      watched_.emplace(nodes[i], std::pair(&message, i));
+      const auto& hooks = nodes[i]->tensor_pre_hooks();
+      if (hooks.empty() || !dynamic_cast<Hook*>(hooks.back().get()))
+        nodes[i]->add_tensor_pre_hook(std::make_unique<Hook>(nodes[i]));
+    }
+  }
+
+ private:
+  struct Hook : torch::autograd::FunctionPreHook {
+    explicit Hook(Node* node) : node(node) {}
+
+    variable_list operator()(const variable_list& grads) override {
+      if (current && node->tensor_pre_hooks().back().get() == this) current->arrive(node, grads.at(0));
+      return grads;
+    }
+
+    Node* const node;  // which owns this
+  };
+
+  void arrive(Node* node, const at::Tensor& grad) {
+    const auto found = watched_.find(node);
+    if (found == watched_.end()) return;
+    auto& [message, place] = found->second;
+    pybind11::gil_scoped_acquire interpreter;
+    try {
+      message->take(place, grad);
+      if (--message->missing) return;
+      message->sent = true;
+      const Object grads = message->grads();
+      const Object done(PyObject_CallFunctionObjArgs(send_, message->recv, grads.get(), nullptr));
+    } catch (const PythonError&) {
+      python_error error;
+      error.persist();
+      throw std::move(error);
+    }
+  }
+
+  static inline thread_local EarlySends* current = nullptr;
+
+  PyObject* const send_;
+  EarlySends* const outer_;
+  std::unordered_map<Node*, std::pair<Message*, size_t>> watched_;
+};
+
 // One run of the engine, and what is needed to understand what it has found. It keeps all of the graph that it uses.
 class EngineRun {
  public:
   // `counts[i]` of the gradients belong to `sources[i]`: a source, or the id of a message in `records`. Throws `NotMine`
-  // unless this core may run all of them. `forget`: from now on others need not look for these sources.
+  // unless this core may run all of them. `send(recv, grads)` sends gradients of sources with more than `most_nodes`
+  // nodes as soon as they have arrived. `forget`: from now on others need not look for these sources.
   EngineRun(SourceIndex* index, PyObject* records, PyObject* sources, PyObject* counts, PyObject* grads,
-            Py_ssize_t most_nodes, bool forget)
-      : sums_(reinterpret_cast<PyObject*>(LeafGradients::make())) {
+            Py_ssize_t most_nodes, PyObject* send, bool forget)
+      : sums_(reinterpret_cast<PyObject*>(LeafGradients::make())), send_(send) {
     index->update();
+    // Hooks of a leaf must see the sum of all its gradients. With one source there is nothing to add.
+    const bool hooks_allowed = index->size == 1;
     std::unordered_set<Node*> leaves;
     std::unordered_set<Source*> seen;
     Py_ssize_t used = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sources); ++i) {
       Source& source = find(records, PyList_GET_ITEM(sources, i));
       if (source.index != index || !source.alone() || !seen.insert(&source).second) throw NotMine();
-      if (static_cast<Py_ssize_t>(source.nodes.size()) > most_nodes && !source.messages.empty()) throw NotMine();
-      for (Node* leaf : source.leaves)
-        if (leaves.insert(leaf).second && !adds_only(*static_cast<AccumulateGrad*>(leaf))) throw NotMine();
+      for (Node* node : source.leaves) {
+        if (!leaves.insert(node).second) continue;
+        const auto& leaf = static_cast<AccumulateGrad&>(*node);
+        if (!is_ordinary(leaf.variable)) throw NotMine();
+        if (leaf.variable.requires_grad() && !adds_only(leaf)) hooked_ = true;
+      }
+      if (hooked_ && !hooks_allowed) throw NotMine();
       const Py_ssize_t count = PyLong_AsSsize_t(PyList_GET_ITEM(counts, i));
       if (count < 0 || count > PyList_GET_SIZE(grads) - used || static_cast<size_t>(count) > source.edges.size())
         throw NotMine();
       for (Py_ssize_t place = 0; place < count; ++place, ++used)
         enter(source.edges[static_cast<size_t>(place)], PyList_GET_ITEM(grads, used));
-      for (const ReachedMessage& message : source.messages) {
-        kept_.push_back(Object::borrowed(message.recv));
-        messages_.push_back({message.recv, message.nodes.size()});
-        for (const auto& [place, node] : message.nodes) {
-          if (!is_unhooked(*node)) throw NotMine();
-          places_.push_back(place);
-          outputs_.emplace_back(hold(node), 0);
-        }
-      }
+      const bool early = static_cast<Py_ssize_t>(source.nodes.size()) > most_nodes;
+      for (const ReachedMessage& message : source.messages) reach(message, early);
     }
     for (Node* leaf : leaves) outputs_.emplace_back(hold(leaf), 0);
     for (Source* source : seen)
       if (forget) index->remove(*source);
   }
 
-  // Runs the engine. Returns (gradients of leaves, [(worker, recvs, messages, counts, gradients, bytes), ...], the
-  // messages that are answered, with their workers).
+  // Runs the engine. Returns (gradients of leaves, whether hooks or reducers must see them, [(worker, recvs, messages,
+  // counts, gradients, bytes), ...], the messages that are answered with their workers).
   Object operator()(bool retain) {
     add_seeds();
     variable_list found(outputs_.size());
     if (!roots_.empty() && !outputs_.empty()) {
+      EarlySends early(send_);
+      size_t used = 0;
+      for (Message& message : messages_) {
+        std::vector<Node*> nodes;
+        for (size_t i = 0; i < message.places.size(); ++i) nodes.push_back(outputs_[used++].function.get());
+        if (message.missing) early.watch(message, nodes);
+      }
       OnThisThread one;
       WithoutInterpreter without;
       found = torch::autograd::Engine::get_default_engine().execute(roots_, seeds_, retain, false, false, outputs_);
@@ -284,15 +368,10 @@ class EngineRun {
     seeds_.clear();
     take_leaves(found);
     const Object produced(PyDict_New()), answers = answer(found, produced.get());
-    return Object(PyTuple_Pack(3, sums_.get(), answers.get(), produced.get()));
+    return Object(PyTuple_Pack(4, sums_.get(), hooked_ ? Py_True : Py_False, answers.get(), produced.get()));
   }
 
  private:
-  struct Message {
-    PyObject* recv;
-    size_t nodes;
-  };
-
   static Source& find(PyObject* records, PyObject* object) {
     static PyObject* name = interned("source");
     if (Py_TYPE(object) == &Source::type) return *Source::of(object);
@@ -309,17 +388,32 @@ class EngineRun {
     if (object == Py_None) return;
     if (!THPVariable_CheckExact(object)) throw NotMine();
     const at::Tensor& grad = THPVariable_Unpack(object);
-    if (grad.requires_grad()) throw NotMine();
+    if (grad.requires_grad() || !grad.device().is_cpu()) throw NotMine();
     if (is_leaf(*edge.function)) {
-      const at::Tensor& leaf = static_cast<AccumulateGrad&>(*edge.function).variable;
-      if (!is_ordinary(grad) || !grad.sizes().equals(leaf.sizes()) || grad.scalar_type() != leaf.scalar_type())
-        throw NotMine();
-      arrived_.push_back({leaf, grad});
-      return;
+      const auto& node = static_cast<AccumulateGrad&>(*edge.function);
+      if (!node.variable.requires_grad()) return;  // frozen since the forward: its gradient is dropped
+      if (adds_only(node)) {
+        if (!is_ordinary(grad) || !grad.sizes().equals(node.variable.sizes()) ||
+            grad.scalar_type() != node.variable.scalar_type())
+          throw NotMine();
+        arrived_.push_back({node.variable, grad});
+        return;
+      }
     }
-    if (!grad.device().is_cpu()) throw NotMine();
     roots_.push_back(edge);
     seeds_.push_back(grad);
+  }
+
+  void reach(const ReachedMessage& reached, bool early) {
+    static PyObject* count = interned("count");
+    kept_.push_back(Object::borrowed(reached.recv));
+    Message& message = messages_.emplace_back(reached.recv, static_cast<size_t>(number_of(reached.recv, count)));
+    message.missing = early;
+    for (const auto& [place, node] : reached.nodes) {
+      if (!is_unhooked(*node)) throw NotMine();
+      message.places.push_back(place);
+      outputs_.emplace_back(hold(node), 0);
+    }
   }
 
   // Adds the gradients that have arrived at leaves.
@@ -329,9 +423,11 @@ class EngineRun {
   }
 
   void take_leaves(variable_list& found) {
-    for (size_t i = places_.size(); i < found.size(); ++i) {
-      if (!found[i].defined()) continue;
+    size_t used = 0;
+    for (const Message& message : messages_) used += message.places.size();
+    for (size_t i = used; i < found.size(); ++i) {
       const at::Tensor& leaf = static_cast<AccumulateGrad&>(*outputs_[i].function).variable;
+      if (!found[i].defined() || !leaf.requires_grad()) continue;
       at::Tensor grad = std::move(found[i]);
       const bool own = is_own(grad);
       LeafGradients::of(sums_.get()).push_back({leaf, std::move(grad), own});
@@ -339,21 +435,18 @@ class EngineRun {
   }
 
   Object answer(const variable_list& found, PyObject* produced) {
-    static PyObject *sender = interned("sender"), *count = interned("count");
+    static PyObject *sender = interned("sender"), *id = interned("message");
     std::vector<std::pair<long long, Answers>> by_worker;
     size_t used = 0;
-    for (const Message& message : messages_) {
-      std::vector<at::Tensor> grads(static_cast<size_t>(number_of(message.recv, count)));
-      for (size_t i = 0; i < message.nodes; ++i, ++used) {
-        const auto place = static_cast<size_t>(places_[used]);
-        if (place >= grads.size()) throw std::out_of_range("a recv node has no place in its message");
-        grads[place] = found[used];
-      }
+    for (Message& message : messages_) {
+      for (size_t i = 0; i < message.places.size(); ++i) message.take(i, found[used++]);
       const long long worker = number_of(message.recv, sender);
+      const Object to(PyLong_FromLongLong(worker)), number(PyObject_GetAttr(message.recv, id));
+      if (PyDict_SetItem(produced, number.get(), to.get())) throw PythonError();
+      if (message.sent) continue;
       auto known = std::find_if(by_worker.begin(), by_worker.end(), [&](const auto& one) { return one.first == worker; });
       if (known == by_worker.end()) known = by_worker.emplace(by_worker.end(), worker, Answers());
-      const Object to(PyLong_FromLongLong(worker));
-      if (PyDict_SetItem(produced, known->second.add(message.recv, grads).get(), to.get())) throw PythonError();
+      known->second.add(message, number.get());
     }
     Object list(PyList_New(static_cast<Py_ssize_t>(by_worker.size())));
     for (size_t i = 0; i < by_worker.size(); ++i)
@@ -362,12 +455,13 @@ class EngineRun {
   }
 
   Object sums_;
+  PyObject* const send_;
+  bool hooked_ = false;
   std::vector<std::pair<at::Tensor, at::Tensor>> arrived_;  // leaves and gradients
   edge_list roots_, outputs_;                               // outputs: recv nodes, then leaves
   variable_list seeds_;
   std::vector<Object> kept_;
   std::vector<Message> messages_;
-  std::vector<Py_ssize_t> places_;  // of the recv nodes in their messages
 };
 
 }  // namespace backhaul

@@ -66,7 +66,7 @@ struct Source {
   PyObject_HEAD
   SourceIndex* index;  // a reference
   edge_list edges;
-  bool walked, ordinary;            // ordinary: it reaches no message of another context
+  bool indexed, walked, ordinary;   // ordinary: it reaches no message of another context
   size_t place;                     // among the sources that are not walked
   std::vector<Node*> nodes, leaves;  // those it has reached first; without leaves and recv nodes; all leaves
   std::vector<Node*> recv_nodes;
@@ -91,6 +91,7 @@ struct SourceIndex {
   std::unordered_map<Node*, Source*> owner;  // the source that has reached a node first
   std::unordered_map<PyObject*, Source*> owner_of_message;
   std::vector<Source*> pending;  // not walked yet
+  size_t size;                   // how many sources there are
 
   static PyTypeObject type;
   static SourceIndex* of(PyObject* self) { return reinterpret_cast<SourceIndex*>(self); }
@@ -102,6 +103,7 @@ struct SourceIndex {
     auto* made = PyObject_New(SourceIndex, kind);
     if (!made) return nullptr;
     made->mark = mark;
+    made->size = 0;
     new (&made->owner) decltype(made->owner)();
     new (&made->owner_of_message) decltype(made->owner_of_message)();
     new (&made->pending) decltype(made->pending)();
@@ -198,6 +200,8 @@ struct SourceIndex {
 
   // A source is gone, or is not to be met. Those whose walks have stopped at what it owns are walked again.
   void remove(Source& source) {
+    if (!std::exchange(source.indexed, false)) return;
+    --size;
     if (source.walked) {
       unwalk(source);
     } else {
@@ -240,6 +244,8 @@ inline PyObject* Source::make(SourceIndex* index, edge_list edges) {
   new (&made->messages) decltype(made->messages)();
   new (&made->stops) decltype(made->stops)();
   new (&made->stoppers) decltype(made->stoppers)();
+  made->indexed = true;
+  ++index->size;
   index->await_walk(*made);
   return reinterpret_cast<PyObject*>(made);
 }

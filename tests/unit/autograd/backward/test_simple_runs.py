@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from backhaul._autograd.context import Context
 from backhaul._autograd.forward.functions import Recv, SendRecord, receive, recv_of
 from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
+from backhaul._autograd.torch_engine import patches as torch_patches
+from backhaul._autograd.torch_engine import run as torch_run
 from backhaul._autograd.torch_engine.run import LeafNode
 from backhaul._native import core
 from tests.unit.autograd.graphs import CONTEXT, Graph
@@ -27,10 +30,21 @@ SEEDS = st.integers(0, 1 << 32)
 SPEC = PassSpec(CONTEXT, 7, 1, retain=True)
 
 
+@pytest.fixture
+def patches() -> Iterator[None]:
+    torch_patches.install()
+    yield
+    torch_patches.uninstall()
+
+
+def never(recv: Recv, grads: Any) -> None:
+    raise AssertionError("sent early")
+
+
 def run(
     context: Context, sources: list[Any], counts: list[int], grads: list[torch.Tensor | None], spec: PassSpec = SPEC
 ) -> list[Answers] | None:
-    ran = run_simple(spec, context, sources, counts, grads, task_number=lambda: 1 << 62)
+    ran = run_simple(spec, context, sources, counts, grads, task_number=lambda: 1 << 62, send_early=never)
     if ran is None:
         return None
     answers, produced = ran
@@ -54,11 +68,14 @@ class Indexed:
 
     def runs(self, source: MessageId) -> bool:
         """Whether the core would run a source. Without gradients, nothing is done."""
-        return core.run_sources(self.context.index, {}, [self.sources[source]], [0], [], True, 64, False) is not None
+        return (
+            core.run_sources(self.context.index, {}, [self.sources[source]], [0], [], True, 64, never, False)
+            is not None
+        )
 
     def simple(self) -> set[MessageId]:
         """The sources that the core runs, found by looking at every node."""
-        hooked = {id(leaf) for leaf in self.graph.hooked}
+        hooked = {id(leaf) for leaf in self.graph.hooked if len(self.sources) > 1}
         alone = {source for group in self.graph.groups() if len(group) == 1 for source in group}
         return {source for source in alone if not self.graph.leaves_of([source]) & hooked}
 
@@ -189,27 +206,60 @@ def test_a_source_that_is_dropped_leaves_its_nodes_to_others() -> None:
     assert context.gradients[leaf].tolist() == [10.0, 10.0]
 
 
-@pytest.mark.parametrize("change", ["hook", "post-hook", "frozen", "node hook", "node prehook", "hook of a recv node"])
-def test_what_the_core_leaves_to_python(change: str) -> None:
+def test_a_leaf_that_needs_no_gradient_any_more() -> None:
+    """The nodes that lead to it run nevertheless, with their hooks."""
     context, leaf = Context(CONTEXT), torch.ones(2, requires_grad=True)
+    inner, seen = leaf * 2, []
+    inner.register_hook(seen.append)
+    _, source, _ = core.record_sent(context.index, [inner * 3, leaf], frozenset())
+    leaf.requires_grad_(False)
+    assert run(context, [source], [2], [torch.ones(2), torch.ones(2)]) == []
+    assert [grad.tolist() for grad in seen] == [[3.0, 3.0]]
+    assert not context.gradients
+
+
+Change = Callable[[torch.Tensor, Any, torch.Tensor, Callable[..., None]], object]
+CHANGES: dict[str, Change] = {
+    "hook": lambda leaf, node, received, see: leaf.register_hook(see),
+    "post-hook": lambda leaf, node, received, see: leaf.register_post_accumulate_grad_hook(see),
+    "node hook": lambda leaf, node, received, see: node.register_hook(see),
+    "node prehook": lambda leaf, node, received, see: node.register_prehook(see),
+    "hook of a recv node": lambda leaf, node, received, see: received.grad_fn.register_hook(see),
+}
+
+
+def hooked(change: str) -> tuple[Context, torch.Tensor, Any, list[Any]]:
+    context, leaf, seen = Context(CONTEXT), torch.ones(2, requires_grad=True), []
     (received,) = receive(Recv(MessageId(9), 1, (), context=CONTEXT), [torch.ones(2)])
     sent = leaf * received
     _, source, _ = core.record_sent(context.index, [sent], frozenset())
     node: Any = sent.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     assert type(node) is LeafNode
-    if change == "hook":
-        leaf.register_hook(lambda grad: grad)
-    elif change == "post-hook":
-        leaf.register_post_accumulate_grad_hook(lambda leaf: None)
-    elif change == "frozen":
-        leaf.requires_grad_(False)
-    elif change == "node hook":
-        node.register_hook(lambda *_: None)
-    elif change == "node prehook":
-        node.register_prehook(lambda *_: None)
-    else:
-        received.grad_fn.register_hook(lambda *_: None)  # type: ignore[union-attr]
+    CHANGES[change](leaf, node, received, lambda *given: seen.append(given))
+    return context, leaf, source, seen
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_hooks_beside_other_sources_are_left_to_python(change: str) -> None:
+    context, _, source, seen = hooked(change)
+    _, other, _ = core.record_sent(context.index, [torch.ones(2, requires_grad=True) * 2], frozenset())
     assert run(context, [source], [1], [torch.ones(2)]) is None
+    assert run(context, [other], [1], [torch.ones(2)]) == []
+    assert not seen
+
+
+@pytest.mark.usefixtures("patches")
+@pytest.mark.parametrize("into_grad", [False, True])
+@pytest.mark.parametrize("change", [change for change in CHANGES if change != "hook of a recv node"])
+def test_hooks_of_the_only_source(change: str, into_grad: bool) -> None:
+    context, leaf, source, seen = hooked(change)
+    spec = PassSpec(CONTEXT, 7, 1, retain=True, into_grad=into_grad)
+    for step in (1, 2):
+        assert run(context, [source], [1], [torch.ones(2)], spec) is not None
+        assert len(seen) == step
+        found = leaf.grad if into_grad else context.gradients[leaf]
+        assert found is not None
+        assert found.tolist() == [float(step)] * 2
 
 
 def test_gradients_in_grad_have_memory_of_their_own() -> None:
@@ -257,3 +307,45 @@ def test_an_error_in_a_backward_function_is_raised() -> None:
     with pytest.raises(LookupError, match="on purpose"):
         run(context, [source], [1], [torch.ones(2)])
     assert not context.gradients
+
+
+def test_gradients_leave_before_the_end_of_a_large_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message as soon as the gradients of all its tensors are there, after all hooks of the user's."""
+    monkeypatch.setattr(torch_run, "SEND_EARLY_NODES", 1)
+    context, order = Context(CONTEXT), []
+    recvs = [Recv(MessageId(9), 1, (), context=CONTEXT), Recv(MessageId(10), 2, (), context=CONTEXT)]
+    (first,) = receive(recvs[0], [torch.ones(2)])
+    second, third = receive(recvs[1], [torch.ones(2), torch.ones(2)])
+    inner = first * second
+    inner.register_hook(lambda grad: order.append("inner"))
+    last = inner * 3
+    last.register_hook(lambda grad: order.append("last"))
+    _, source, _ = core.record_sent(context.index, [last, third * 5], frozenset())
+
+    def send(recv: Recv, grads: list[torch.Tensor | None]) -> None:
+        order.append((recv.message, [None if grad is None else grad.tolist() for grad in grads]))
+
+    for factor in (1.0, 7.0):  # the second hook is registered after the first run has begun to watch
+        first.register_hook(lambda grad, factor=factor: grad * factor)
+        expected = [7.0 * 3 if factor > 1 else 3.0] * 2
+        order.clear()
+        ran = run_simple(
+            SPEC, context, [source], [2], [torch.ones(2), torch.ones(2)], task_number=lambda: 1 << 62, send_early=send
+        )
+        assert ran == ([], {9: 1, 10: 2})
+        assert order[:2] == ["last", "inner"]
+        assert sorted(order[2:]) == [(9, [expected]), (10, [[3.0, 3.0], [5.0, 5.0]])]
+    order.clear()
+    ran = run_simple(SPEC, context, [source], [1], [torch.ones(2)], task_number=lambda: 1 << 62, send_early=send)
+    assert ran is not None
+    ((to, (recv,), *_, grads, _),) = ran[0]  # no gradient comes to one of its tensors, so it is sent in the end
+    assert (to, recv, grads[1]) == (2, recvs[1], None)
+
+
+def test_an_error_while_gradients_leave_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_run, "SEND_EARLY_NODES", 0)
+    context = Context(CONTEXT)
+    (received,) = receive(Recv(MessageId(9), 1, (), context=CONTEXT), [torch.ones(2)])
+    _, source, _ = core.record_sent(context.index, [received * 2], frozenset())
+    with pytest.raises(AssertionError, match="sent early"):
+        run(context, [source], [1], [torch.ones(2)])
