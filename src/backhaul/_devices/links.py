@@ -60,7 +60,12 @@ class DeviceLink:
         """Whether there is anything to do. A worker without devices needs no link, unless its CPU tensors are to arrive
         on a device of the peer, or those of the peer here.
         """
-        return self.device_context is not None or self.onward.takes_host or self.back.takes_host
+        return self.device_context is not None or self.takes_host
+
+    @property
+    def takes_host(self) -> bool:
+        """See ``seam.PeerLink``."""
+        return self.onward.takes_host or self.back.takes_host
 
     def opened(self, channel: Channel) -> None:
         """A channel to the peer is open."""

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 # See [Note: null callables].
 _without_argument: Callable[[], None] = [].clear
+_false: Callable[[], object] = "".isdigit  # the empty string has no digits
 _ignore: Callable[[Any], None] = collections.deque[Any](maxlen=0).append  # keeps nothing
 _ignore_two: Callable[[Any, Any], object] = operator.is_
 _return_second: Callable[[Any, Any], Any] = dict[Any, Any]().get  # the first argument must be hashable
@@ -50,6 +51,9 @@ class Mark:
 
 class ProcessStreams(Protocol):
     """The order of work on the device streams of this process. The real one is ``StreamOrder``."""
+
+    def in_use(self) -> object:
+        """Whether this process uses a device. If not, every tensor is on the CPU and there is no order to keep."""
 
     def depart(self) -> object:
         """A message, or a value for another thread, leaves this thread."""
@@ -78,6 +82,10 @@ class ProcessStreams(Protocol):
 
 class PeerLink(Protocol):
     """How tensors on devices travel between a worker and one peer. The real one is ``DeviceLink``."""
+
+    @property
+    def takes_host(self) -> bool:
+        """Whether CPU tensors go through the link too, because they are to arrive on a device, or come from one."""
 
     def request(self, channel: Channel | None, /) -> Link | None:
         """The codec's link for requests to the peer, and for gradients of the peer's replies."""
@@ -134,9 +142,10 @@ class WorkerDevices(Protocol):
 
 
 class _NoStreams:
-    __slots__ = ("adopt", "arrive", "depart", "explain", "join", "mark", "value_of")
+    __slots__ = ("adopt", "arrive", "depart", "explain", "in_use", "join", "mark", "value_of")
 
     def __init__(self) -> None:
+        self.in_use = _false
         self.depart = self.arrive = _without_argument
         self.adopt = self.mark = _ignore
         self.join = _return_second
@@ -150,6 +159,7 @@ class _NoStreams:
 
 class _NoLink:
     __slots__ = ("answer", "arrive", "depart", "depart_with", "lost", "opened", "request")
+    takes_host = False
 
     def __init__(self) -> None:
         self.request = self.answer = self.arrive = self.opened = self.lost = _ignore

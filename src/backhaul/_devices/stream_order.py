@@ -72,6 +72,10 @@ class StreamOrder:
         """Whether nothing can be done on the devices any more."""
         return self.streams.failed()
 
+    def in_use(self) -> bool:
+        """Whether this process uses a device."""
+        return bool(self._backend.devices())
+
     # Threads.
 
     def enter(self) -> None:

@@ -69,9 +69,6 @@ class Channel(abc.ABC):
     peer: str
     """Where the other end is, for people."""
 
-    more_follow: bool = False
-    """While the frames of one event are handed out: whether more of them follow. Set by the thread that does it."""
-
     bytes_sent: int = 0
     """How many bytes were sent."""
 

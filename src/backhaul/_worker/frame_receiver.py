@@ -125,11 +125,7 @@ class FrameReceiver:
             later = self.on_gone.notify(event.channel)
             return [functools.partial(self._tell_lost, event), *(task for task in later if task is not None)]
         channel, frames, tasks = event.channel, event.frames, []
-        last = frames[-1]
-        channel.more_follow = True
         for frame in frames:
-            if frame is last:
-                channel.more_follow = False
             try:  # repeats ``route``, without a call: most frames come through here
                 task = self._handlers.get(frame.kind, _refuse)(channel, frame)
             except Exception as error:

@@ -73,7 +73,7 @@ class GradientOutbox:
             one_frame = count == 1 or (
                 count <= TOGETHER and nbytes + _DESCRIPTION_BYTES * count <= _MAX_PARCEL_BYTES and not peer.plain
             )
-            if one_frame and not (spec.profiles or spec.create) and peer.link is seam.NO_LINK:
+            if one_frame and not (spec.profiles or spec.create) and _is_on_host(peer):
                 self._send(share, peer, messages, counts, grads)
             else:
                 parcels: Parcels = {}
@@ -97,7 +97,7 @@ class GradientOutbox:
 
     def _put(self, share: LocalPass, peer: Peer, answers: Answers, parcels: Parcels) -> None:
         observer = self._worker.observer if share.spec.profiles else None
-        if observer is not None or share.spec.create or peer.link is not seam.NO_LINK:
+        if observer is not None or share.spec.create or not _is_on_host(peer):
             for each in _one_by_one(answers):
                 self._send_alone(share, peer, each, observer)
             return
@@ -213,6 +213,12 @@ class GradientOutbox:
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
             raise peer_lost(share.spec, peer.info.name, reason, messages) from error
         return frame.nbytes if note is not None or share.spec.profiles else 0
+
+
+def _is_on_host(peer: Peer) -> bool:
+    """Whether all tensors that travel to a peer and back are in the memory of the host."""
+    link = peer.link
+    return link is seam.NO_LINK or not (link.takes_host or seam.streams.in_use())
 
 
 def answers_of(fired: Fired) -> Answers:

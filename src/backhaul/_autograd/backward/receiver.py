@@ -20,7 +20,8 @@ from backhaul._autograd.forward.functions import record_recv
 from backhaul._autograd.ids import PLAIN, MessageId, split
 from backhaul._autograd.messages import Abort, AutogradKind, GradientsEnvelope, PassSpec, PassTally, Report
 from backhaul._autograd.untrusted import check_abort, check_gradients, check_report
-from backhaul._devices.seam import NO_DEVICES, NO_LINK
+from backhaul._devices import seam
+from backhaul._devices.seam import NO_DEVICES
 from backhaul._native import core
 from backhaul._rpc.cluster.peers import Peers
 from backhaul._rpc.security.policy import internal
@@ -242,7 +243,7 @@ class GradientReceiver:
             return None
         sources, note = message.messages, message.note
         try:
-            if core is not None and note is None and self._link_of(channel) is NO_LINK:
+            if core is not None and note is None and not seam.streams.in_use():
                 read = core.read_gradients(message.payload, buffers)
                 if read is not None and len(sources) == len(message.counts) and sum(message.counts) == len(read):
                     return read  # type: ignore[no-any-return]

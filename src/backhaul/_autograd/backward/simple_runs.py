@@ -57,7 +57,7 @@ def suits(spec: PassSpec, context: Context) -> bool:
         or spec.deterministic
         or spec.anomaly
         or context.replay is not None
-        or seam.streams is not seam.NO_STREAMS
+        or seam.streams.in_use()
         or sharded.states()
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from backhaul._rpc.cluster.peers import Peer
@@ -38,7 +38,7 @@ class ServedCall(CancelScope):
     function: Any = None  # once it is known
     kept: Sequence[tuple[Interceptor, Any]] = ()  # values that interceptors keep for the reply
     trace: ServeTrace | None = None
-    followed = False  # more requests came together with it, and are served after it
+    waiting: Collection[int] = ()  # the numbers of the requests of its channel that wait for a thread
     later = False  # no thread runs it any more; its reply follows when a future is done
     orphaned = False  # the channel that it came through is gone
     spared = False  # it goes on even if its channel is gone

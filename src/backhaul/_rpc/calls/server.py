@@ -69,6 +69,7 @@ class CallServer:
         self._context = worker.context.copy()  # of handlers; each runs in a copy
         self._context.run(in_handler.set, True)
         self._requests: dict[tuple[Channel, int], ServedCall] = {}  # under way
+        self._waiting: dict[Channel, set[int]] = {}  # by channel, the numbers of requests that wait for a thread
         self._lock = threading.Lock()  # guards served and dropped
         self.served = 0
         self.dropped = 0
@@ -94,8 +95,11 @@ class CallServer:
         if peer is None:
             raise ProtocolError("a request from a peer that has not said who it is")
         self._requests[channel, frame.number] = call = ServedCall(peer, channel, frame.number, worker.runtime.now)
-        if channel.more_follow:
-            call.followed = True
+        waiting = self._waiting.get(channel)
+        if waiting is None:
+            waiting = self._waiting.setdefault(channel, set())
+        waiting.add(frame.number)
+        call.waiting = waiting
         arrived = 0 if observer is None else observer.now()
         return functools.partial(self._context.copy().run, self._run, call, frame, arrived)
 
@@ -108,6 +112,7 @@ class CallServer:
 
     def _on_gone(self, channel: Channel) -> Task | None:
         """Cancel what came through a channel that is gone: no reply can go back."""
+        self._waiting.pop(channel, None)
         calls = [call for call in self.under_way if call.channel is channel and not call.cancelled]
         for call in calls:
             call.lose_channel()
@@ -125,6 +130,9 @@ class CallServer:
     # Running.
 
     def _run(self, call: ServedCall, frame: Frame, arrived: int) -> None:
+        waiting = self._waiting.get(call.channel)
+        if waiting is not None:
+            waiting.discard(call.number)
         deadlines.current.set(call)
         if not torch.is_grad_enabled():  # an earlier handler may have switched it off for this thread
             torch.set_grad_enabled(True)
@@ -317,7 +325,7 @@ class CallServer:
             if frame.nbytes > _LARGE_REPLY_BYTES:
                 with self._worker.thread_pool.blocking():  # this thread will not need the interpreter for a while
                     call.channel.send(frame, timeout=self._send_timeout)
-            elif call.followed:  # more replies follow
+            elif call.waiting:  # more replies to this caller follow
                 call.channel.send_soon(frame, timeout=self._send_timeout)
             else:
                 call.channel.send(frame, timeout=self._send_timeout)
