@@ -124,8 +124,10 @@ os.register_at_fork(after_in_child=_forget)
 Wait = Callable[[OneShotEvent, "float | None"], bool]
 """Waits until an event opens; False if so many seconds passed first."""
 
-sleep: Wait = OneShotEvent.wait
-"""Waits for nothing else."""
+
+def sleep(one_shot: OneShotEvent, timeout: float | None) -> bool:
+    """Wait for nothing else."""
+    return one_shot.wait(timeout)
 
 
 def wait(one_shot: OneShotEvent, timeout: float | None, what: str, how: Wait = sleep) -> bool:
