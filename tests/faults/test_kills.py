@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from backhaul._autograd.backward.local_pass import ReportBuffer
 from backhaul._autograd.backward.pass_ledger import PassLedger
+from backhaul._autograd.backward.report_buffer import ReportBuffer
 from backhaul._autograd.ids import ContextId
 from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._runtime.runtime import Runtime

@@ -48,7 +48,7 @@ def test_the_example_of_make_run(open_report: Open, tmp_path: Path) -> None:
     command = [sys.executable, "train_transformer.py", "--steps", "2", "--profile", str(tmp_path)]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert "rpc_async#RemoteModule.forward(driver -> head)" in done.stdout
+    assert "rpc_sync#RemoteModule.forward(driver -> head)" in done.stdout
     assert (tmp_path / "trace.json").stat().st_size
     page = open_report(tmp_path / "report.html")
     assert page.locator("h1").inner_text() == "Three steps of a transformer"

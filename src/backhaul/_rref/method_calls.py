@@ -20,6 +20,7 @@ class MethodCalls:
         self.__call = call
         self.__timeout = timeout
 
+    @graph_break
     def __getattr__(self, name: str) -> Call:
         return functools.partial(self.__run, name)
 

@@ -175,13 +175,11 @@ class GradientOutbox:
                 replied=not recv.replied,
             )
         try:
-            nbytes = self._send_encoded(share, peer, answers.messages, answers.counts, encoded, note=note)
+            self._send_encoded(share, peer, answers.messages, answers.counts, encoded, note=note, begun=begun)
         except BaseException:
             if note is not None:
                 share.context.drop_send(note.message)  # its record keeps the graph
             raise
-        if observer is not None:
-            observer.gradient(spec.profiles, key_of(spec, recv.message), to, begun, nbytes)
 
     def _send_encoded(
         self,
@@ -192,13 +190,18 @@ class GradientOutbox:
         encoded: Encoded,
         *,
         note: AutogradNote | None = None,
-    ) -> int:
-        """Send the frame of gradients. Returns its size."""
+        begun: int = 0,
+    ) -> None:
+        """Send the frame of gradients. ``begun``: when its encoding began, if a profile records it."""
         tally, now = share.depart(peer.record.id, few=peer.plain)
         body = pack(Gradients(share.spec, messages, counts, encoded.payload, note, tally))
         frame = Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep)
         if peer.plain:
             check_size(frame, peer, "a message of gradients")
+        observer = self._worker.observer if begun else None
+        if observer is not None:
+            spec = share.spec
+            observer.gradient(spec.profiles, key_of(spec, messages[0]), peer.record.id, begun, frame.nbytes)
         try:
             channel = peer.channel or self._peers.channel_to(peer, self._worker.options.connect_timeout)
             if encoded.lease is not None or peer.link is not seam.NO_LINK:
@@ -212,7 +215,6 @@ class GradientOutbox:
         except (ChannelClosedError, PeerLostError) as error:
             reason = (error.reason if isinstance(error, PeerLostError) else None) or str(error)
             raise peer_lost(share.spec, peer.info.name, reason, messages) from error
-        return frame.nbytes if note is not None or share.spec.profiles else 0
 
 
 def _is_on_host(peer: Peer) -> bool:

@@ -67,6 +67,7 @@ inline bool is_sole(at::Tensor& tensor) {
 
 // Whether nothing else refers to a gradient or to its memory, so that its only owner may change it in place.
 inline bool is_own(at::Tensor& grad) {
+  if (grad.layout() == at::kSparse) return !grad.requires_grad() && is_sole(grad);  // its parts belong to it alone
   return is_ordinary(grad) && grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense() &&
          !grad.requires_grad() && is_sole(grad);
 }

@@ -32,6 +32,7 @@ def run_here(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         return function(*args, **kwargs)
 
 
+# Over the limit because each attribute is what one part keeps for a call, and most calls need few of them.
 class ServedCall(CancelScope):
     """One request: where its reply goes, what the reply needs, and how long the caller waits for it."""
 
