@@ -14,13 +14,12 @@ Call = Callable[..., Any]
 class MethodCalls:
     """Stands for the value: calling a method of it calls the method on the owner."""
 
-    __slots__ = ("__call", "__timeout")
+    # No slots: the compiler asks for ``__dict__``, which would be a method of the value then.
 
     def __init__(self, call: Call, timeout: float | None) -> None:
         self.__call = call
         self.__timeout = timeout
 
-    @graph_break
     def __getattr__(self, name: str) -> Call:
         return functools.partial(self.__run, name)
 
