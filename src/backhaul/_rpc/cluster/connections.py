@@ -49,6 +49,7 @@ class _Links(dict[Channel, PeerLink]):
         return NO_LINK
 
 
+# Over the limit because channels open, are found and are lost under one lock.
 class Connections:
     """The channels of one worker to all members. Thread-safe.
 
