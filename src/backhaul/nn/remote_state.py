@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from backhaul._remote_tensors.on_owner import on_cpu
+from backhaul._rpc.compression import as_it_is
 from backhaul.nn import owner
 from backhaul.nn.listed_tensors import ListedTensors
 
@@ -49,7 +50,8 @@ class RemoteState(ListedTensors):
             if f"{name}.".startswith(prefix)
         }
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, errors, description = self._ask_owner(owner.load, state, versions, assign)
+        with as_it_is():
+            missing, unexpected, errors, description = self._ask_owner(owner.load, state, versions, assign)
         self._describe_again(description)
         missing_keys.extend(prefix + name for name in missing)
         if strict:
