@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from backhaul._devices.seam import PeerLink
 from backhaul._rpc.cluster.connections import Connections
 from backhaul._rpc.cluster.membership_table import MembershipTable, Refusal, Standing, WorkerRecord
+from backhaul._rpc.cluster.reconnecting import SilentPeer
 from backhaul._rpc.compression import PeerCompression
 from backhaul._runtime.runtime import Lock
 from backhaul._transport.base import Channel
@@ -26,11 +27,12 @@ _SMALL_BYTES = 1 << 15  # every worker accepts frames of this size
 class ConnectAttempts:
     """The attempts to open a channel to one peer. Only ``Connections`` uses it."""
 
-    __slots__ = ("failures", "lock")
+    __slots__ = ("failures", "lock", "silence")
 
     def __init__(self, lock: Lock) -> None:
         self.lock = lock  # held by the thread that opens a channel
         self.failures = 0  # attempts that failed; guarded by the lock
+        self.silence = SilentPeer()
 
 
 # Over the limit because a call reads most of these attributes, and an attribute of its own is the cheapest to read.
