@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._wire.tensors.buffer_forms import LOSSY, readable_forms
 
 from .mixed import mixed_cluster
+from .processes import run_processes
 
 TCP = functools.partial(SocketEndpoint, secret=b"the tests' own", unix=False, bind="127.0.0.1")
 UNIX = functools.partial(SocketEndpoint, secret=b"the tests' own")
@@ -286,3 +288,31 @@ def test_training_comes_to_the_same_loss() -> None:
         found = train(bh.Codec(forward=name, backward=name))  # type: ignore[arg-type]
         assert found != exactly
         assert found == pytest.approx(exactly, rel=bound)
+
+
+def step_in_process(rank: int, store: str, compression: bh.Codec | None) -> tuple[float, float, float]:
+    """A step of two processes: bytes that this one has sent, the loss, and the first number of the gradient."""
+    how = options(compression, transport="tcp", init_method=f"file://{store}", security=bh.Security(secret="ours"))
+    bh.init(f"worker{rank}", rank=rank, world_size=2, options=how)
+    loss, slope = 0.0, 0.0
+    if rank == 0:
+        x = numbers()
+        y = bh.rpc_sync("worker1", triple, args=(x,)).square().sum()
+        y.backward()
+        assert x.grad is not None
+        loss, slope = y.item(), x.grad[0].item()
+    me = bh.current_worker()
+    bh.shutdown()  # after that all bytes are counted
+    return me.counters["bytes_sent"]() / BYTES, loss, slope
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    codec = bh.Codec(forward="fp16", backward="int8", where="always")
+    exactly, halved = (run_processes(step_in_process, 2, str(tmp_path / f"{each}"), each) for each in (None, codec))
+    first = 3 * float(numbers().detach()[0])
+    assert exactly[0][2] == pytest.approx(6 * first, rel=1e-6)
+    assert halved[0][2] == pytest.approx(6 * first, abs=6 * 1.5 * 3 / 100)
+    assert halved[0][2] != exactly[0][2]
+    assert halved[0][1] == pytest.approx(exactly[0][1], rel=1e-3)
+    assert [each[0] for each in exactly] == approx(2, 2)
+    assert [each[0] for each in halved] == approx(0.75, 0.75)

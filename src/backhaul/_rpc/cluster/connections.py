@@ -50,6 +50,7 @@ class _Links(dict[Channel, PeerLink]):
         return NO_LINK
 
 
+# Over the limit because channels are opened, lost and counted in one table under one lock.
 class Connections:
     """The channels of one worker to all members. Thread-safe.
 
