@@ -43,8 +43,8 @@ def _load() -> Any:
         build.note_use(path)
     except Exception as error:
         log.warning(
-            "the native core of Backhaul cannot be loaded, so Backhaul runs without it: %s. If the file is broken, remove "
-            "it: it is compiled again",
+            "the native core of Backhaul cannot be loaded, so Backhaul runs without it: %s. If the file is broken, "
+            "remove it: it is compiled again",
             error,
         )
         return None
