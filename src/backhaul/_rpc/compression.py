@@ -38,9 +38,9 @@ class compression:
     """Choose the codec of some calls, in place of ``Options.compression``.
 
     As a context manager: the arguments of calls that are made in the block have this codec. As a decorator: the
-    arguments and the results of calls to the function have it, if both workers import the function with the decorator.
-    The codec of a block counts more than that of a function. Gradients are not affected: they have the codec of the
-    options. ``where`` and what the peer can read count as they do in the options.
+    arguments and the results of ``rpc_sync`` and ``rpc_async`` to the function have it, if both workers import the
+    function with the decorator. The codec of a block counts more than that of a function. Gradients are not affected:
+    they have the codec of the options. ``where`` and what the peer can read count as they do in the options.
 
     Args:
         codec: The codec; its ``forward`` counts. None: tensors travel as they are.
