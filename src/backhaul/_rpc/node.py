@@ -69,6 +69,7 @@ class Node:
         MembershipEvents(worker, self.peers)
         self.membership = Membership(worker, self.peers, self.admission, calls)
         Enrollment(worker, self.peers, self.admission, self.membership, calls)
+        self.heartbeat.waits += (self.client.pending.workers, self.server.callers)
         self.leaving = Leaving(worker, self.peers, calls, self.client.idleness.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
         worker.devices.start(self.peers)
