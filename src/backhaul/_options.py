@@ -90,20 +90,20 @@ class Liveness:
             in errors. 0: never.
         lost_after: A peer that has been silent this long is lost: its channel is closed, and everything that waits
             for it fails with ``PeerLostError``. 0: never.
-        quiet_heartbeats: How many heartbeats per second this worker sends at most, to all peers together, where nothing
-            waits for a peer. With more channels than it can serve at ``heartbeat_interval``, the heartbeats of each
-            become rarer, up to one a minute. A peer that nothing waits for may then be silent for so much longer.
+        quiet_above: A worker with more channels than this sends heartbeats less often over channels whose peers nothing
+            waits for: the time between two grows with the square of the number of channels, up to a minute. Such a peer
+            may then be silent for that much longer. ``inf``: every channel gets one each ``heartbeat_interval``.
     """
 
     heartbeat_interval: float = 0.5
     suspect_after: float = 2.0
     lost_after: float = 10.0
-    quiet_heartbeats: float = 10.0
+    quiet_above: float = 16
 
     def __post_init__(self) -> None:
         _check_times(self, ("heartbeat_interval", "suspect_after", "lost_after"))
-        if not self.quiet_heartbeats > 0:
-            raise ValueError(f"quiet_heartbeats must be more than 0, got {self.quiet_heartbeats}")
+        if not self.quiet_above > 0:
+            raise ValueError(f"quiet_above must be more than 0, got {self.quiet_above}")
         if self.heartbeat_interval == float("inf"):
             raise ValueError("heartbeat_interval must be finite; 0 switches heartbeats off")
         for name in ("suspect_after", "lost_after"):

@@ -29,7 +29,8 @@ log = logging.getLogger("backhaul")
 
 _APPROACH_SECONDS = 3.0  # for a worker to say hello after this worker has approached it
 _POLL_SECONDS = 0.1  # between checks whether that worker has said hello
-_MAX_EXPECTED = 64  # joiners that were announced and have not said hello
+_MAX_EXPECTED = 1 << 12  # joiners that were announced and have not said hello
+_MAX_EXPECTED_UNTRUSTED = 64  # the same where members do not trust each other
 
 Investigation = Callable[[WorkerRecord], Task | None]
 
@@ -215,15 +216,33 @@ class Admission:
     def _expect(self, record: WorkerRecord, by: WorkerRecord, seconds: float = 0.0) -> None:
         until = self._worker.runtime.now() + max(seconds, self._connections.answer_seconds)
         self._expected[record.incarnation] = _Expected(record, until, by.incarnation)
-        while len(self._expected) > _MAX_EXPECTED:
+        while len(self._expected) > (_MAX_EXPECTED if self.trusts_any_member else _MAX_EXPECTED_UNTRUSTED):
             self._expected.popitem(last=False)
 
     @property
     def expected(self) -> tuple[WorkerRecord, ...]:
         """The joiners that were enrolled recently and have not said hello yet."""
         with self._peers.changing:
-            now = self._worker.runtime.now()
-            return tuple(expected.record for expected in self._expected.values() if now < expected.until)
+            return self._expected_now()
+
+    def _expected_now(self) -> tuple[WorkerRecord, ...]:
+        now = self._worker.runtime.now()
+        return tuple(expected.record for expected in self._expected.values() if now < expected.until)
+
+    @property
+    def known(self) -> tuple[WorkerRecord, ...]:
+        """The members and ``expected``, each once."""
+        with self._peers.changing:
+            found = {record.id: record for record in (*self._expected_now(), *self._peers.records)}
+            return tuple(found.values())
+
+    def has_come(self, record: WorkerRecord) -> bool:
+        """Whether a joiner that was enrolled has said hello, or need not any more."""
+        with self._peers.changing:
+            come = (
+                self._table.member(record.incarnation) is not None or self._table.gone(record.incarnation) is not None
+            )
+            return come or record.incarnation not in self._expected
 
     def enrollment_of(self, incarnation: str) -> WorkerRecord | None:
         """The record of a worker that is a member or has been enrolled."""

@@ -2,14 +2,15 @@
 and no clock of its own.
 
 A peer shows a sign of life when the count of bytes that its channel has received changes. The detector is called at
-regular times and adds up the time without a sign of life. One tick adds at most two intervals, however late it comes: a
-worker that was stopped, or did not get the processor, has not listened and must not blame its peers for that. The same
-holds where bytes have arrived that this worker has not read: a channel is asked for such bytes before its peer is
-suspected or lost.
+regular times and adds up the time for which this worker has listened. One tick adds at most two intervals, however late
+it comes: a worker that was stopped, or did not get the processor, has not listened and must not blame its peers for
+that. The same holds where bytes have arrived that this worker has not read: a channel is asked for such bytes before
+its peer is suspected or lost.
 
 [Note: quiet channels] With a heartbeat on each channel in each interval, the cost of an idle cluster would grow with
-the square of its size. So the time between two heartbeats grows with the number of channels, except where something
-waits. Each heartbeat says how long the peer may have to wait for the next one (``Pace``), so the peer knows how long
+the square of its size. So above some number of channels the time between two heartbeats grows with the square of their
+number, except where something waits: all heartbeats of a full mesh together then cost the same at any size. Each
+heartbeat says how long the peer may have to wait for the next one (``Pace``), so the peer knows how long
 silence means nothing. A worker that waits for a silent peer *asks*: its heartbeat says that it waits. The peer then
 sends heartbeats at the full rate, and its silence counts from the question on. A worker waits for a peer if a call or a
 pass does, and also if it has sent anything since the last sign of life: what it sent may be what others wait for.
@@ -94,6 +95,7 @@ class LivenessReport(Generic[K]):
         alarmed: Those of them that were not suspected before.
         recovered: Channels that are suspected no longer.
         lost: Channels that were silent for too long, with their seconds of silence; they are watched no more.
+        look_at: When to look at each channel again, even if its counters and its pace are the same.
     """
 
     beat: dict[K, Pace] = field(default_factory=dict)
@@ -101,31 +103,32 @@ class LivenessReport(Generic[K]):
     alarmed: list[K] = field(default_factory=list)
     recovered: list[K] = field(default_factory=list)
     lost: dict[K, float] = field(default_factory=dict)
+    look_at: dict[K, float] = field(default_factory=dict)
 
 
 class _ChannelState:
-    """A channel, as of the last tick.
+    """A channel, as of the last look at it.
 
     Attributes:
         received, sent: See ``Sighting``.
         told: What the last heartbeat over the channel said; None: there was none yet.
         owed: Whether something was sent since the last sign of life.
         since: When something was last sent, as far as a tick has seen it.
-        silence: Seconds without a sign of life.
-        unanswered: The same since this worker has asked the peer; 0 if it has not.
+        heard: The last sign of life, in seconds for which this worker has listened.
+        asked: When this worker began to ask, likewise.
         suspected: Whether the peer is suspected.
     """
 
-    __slots__ = ("owed", "received", "sent", "silence", "since", "suspected", "told", "unanswered")
+    __slots__ = ("asked", "heard", "owed", "received", "sent", "since", "suspected", "told")
 
-    def __init__(self, sighting: Sighting) -> None:
+    def __init__(self, sighting: Sighting, listened: float) -> None:
         self.received = sighting.received
         self.sent = sighting.sent
-        self.told: Pace | None = None  # a heartbeat always follows the first tick
+        self.told: Pace | None = None  # a heartbeat always follows the first look
         self.owed = False
         self.since = -_NEVER
-        self.silence = 0.0
-        self.unanswered = 0.0
+        self.heard = listened
+        self.asked = _NEVER
         self.suspected = False
 
 
@@ -136,7 +139,7 @@ class FailureDetector(Generic[K]):
         interval: Planned seconds from one tick to the next.
         suspect_after: Seconds of silence after which a peer is suspected; 0: never.
         lost_after: Seconds of silence after which a peer is lost; 0: never.
-        rate: Heartbeats per second over all channels where nothing waits.
+        quiet_above: With more channels than this, heartbeats are rare where nothing waits.
 
     Example:
         >>> detector = FailureDetector(1.0, suspect_after=2.0, lost_after=3.0)
@@ -145,55 +148,61 @@ class FailureDetector(Generic[K]):
         ([{}, {}, {'peer': 2.0}, {}], {'peer': 3.0})
     """
 
-    def __init__(self, interval: float, *, suspect_after: float, lost_after: float, rate: float = _NEVER) -> None:
+    def __init__(
+        self, interval: float, *, suspect_after: float, lost_after: float, quiet_above: float = _NEVER
+    ) -> None:
         self._interval = interval
         self._suspect_after = suspect_after or _NEVER
         self._lost_after = lost_after or _NEVER
-        self._least = min(self._suspect_after, self._lost_after)
-        self._rate = rate
+        self._quiet_above = quiet_above
         self._last: float | None = None
+        self._listened = 0.0  # seconds
+        self._wish = interval
         self._watched: dict[K, _ChannelState] = {}
 
     def tick(
         self, now: float, sightings: Mapping[K, Sighting], unread: Callable[[K], bool] = lambda _: False
     ) -> LivenessReport[K]:
-        """Look at all channels. The detector forgets channels that are no longer among ``sightings``.
+        """Look at channels: at least at all that are new or whose sighting has changed, and at those whose time has
+        come (``LivenessReport.look_at``).
 
         Args:
             now: The time.
             sightings: What each channel shows.
             unread: Whether bytes wait to be read on a channel. Asked only before its peer is suspected or lost.
         """
-        passed = 0.0 if self._last is None else min(max(now - self._last, 0.0), 2 * self._interval)
+        if self._last is not None:
+            self._listened += min(max(now - self._last, 0.0), 2 * self._interval)
         self._last = now
-        wish = max(min(len(sightings) / self._rate, _LONGEST_QUIET_SECONDS), self._interval)
-        report: LivenessReport[K] = LivenessReport()
-        before, self._watched = self._watched, {}
         for key, sighting in sightings.items():
-            state = before.get(key)
-            heard = False
-            if state is None:
-                state = _ChannelState(sighting)
-            elif sighting.received != state.received:
-                state.received, state.silence, state.unanswered, heard = sighting.received, 0.0, 0.0, True
-            else:
-                state.silence += passed
-                if state.told is not None and state.told.waits:
-                    state.unanswered += passed
-            if (pace := self._due(state, sighting, now, wish, heard)) is not None:
+            if key not in self._watched:
+                self._watched[key] = _ChannelState(sighting, self._listened)
+        crowd = max(len(self._watched) / self._quiet_above, 1.0)
+        self._wish = max(min(self._interval * crowd**2, _LONGEST_QUIET_SECONDS), self._interval)
+        report: LivenessReport[K] = LivenessReport()
+        for key, sighting in sightings.items():
+            state = self._watched[key]
+            heard = sighting.received != state.received
+            if heard:
+                state.received, state.heard = sighting.received, self._listened
+            if (pace := self._due(state, sighting, now, heard)) is not None:
                 report.beat[key] = state.told = pace
                 state.since = now
-            if state.suspected or state.silence >= self._least:
-                if self._silent(state, sighting) and unread(key):
-                    state.silence = state.unanswered = 0.0
-                if not self._judge(key, state, sighting, report):
-                    continue
-            self._watched[key] = state
+            if self._silent(state, sighting) and unread(key):
+                state.heard = self._listened
+            if self._judge(key, state, sighting, report):
+                report.look_at[key] = self._look_at(state, sighting, now)
+            else:
+                del self._watched[key]
         return report
+
+    def forget(self, key: K) -> None:
+        """A channel is gone."""
+        self._watched.pop(key, None)
 
     # Sending.
 
-    def _due(self, state: _ChannelState, sighting: Sighting, now: float, wish: float, heard: bool) -> Pace | None:
+    def _due(self, state: _ChannelState, sighting: Sighting, now: float, heard: bool) -> Pace | None:
         """The heartbeat that is due on a channel; None: none is due."""
         told, pace = state.told, sighting.pace
         used, state.sent = sighting.sent > state.sent, sighting.sent
@@ -210,10 +219,20 @@ class FailureDetector(Generic[K]):
                 return None
         within = self._interval
         if not asks and not wanted and (pace is not None or not sighting.every):
-            within = max(wish, 0.0 if pace is None else min(pace.wish, _LONGEST_QUIET_SECONDS))
-        if not asks:
-            state.unanswered = 0.0
-        return Pace(within, wish, asks)
+            within = max(self._wish, 0.0 if pace is None else min(pace.wish, _LONGEST_QUIET_SECONDS))
+        if asks != asked:
+            state.asked = self._listened if asks else _NEVER
+        return Pace(within, self._wish, asks)
+
+    def _look_at(self, state: _ChannelState, sighting: Sighting, now: float) -> float:
+        """When to look at a channel again."""
+        told, pace = state.told, sighting.pace
+        if told is None or told.waits or state.owed or state.suspected or (pace is not None and pace.waits):
+            return now
+        due = state.since + told.within - self._interval
+        if not sighting.every:
+            return due
+        return min(due, now + min(self._limits(sighting)) - self._excess(state, sighting))
 
     # Judging.
 
@@ -226,10 +245,11 @@ class FailureDetector(Generic[K]):
     def _excess(self, state: _ChannelState, sighting: Sighting) -> float:
         """How long the peer has been silent, less the time for which it was allowed to be silent."""
         pace, every = sighting.pace, sighting.every
+        silence = self._listened - state.heard
         if pace is None or pace.within <= every:
-            return state.silence
+            return silence
         allowed = min(pace.within, max(_LONGEST_QUIET_SECONDS, every)) - every
-        return max(state.silence - allowed, state.unanswered)
+        return max(silence - allowed, min(silence, self._listened - state.asked))
 
     def _silent(self, state: _ChannelState, sighting: Sighting) -> bool:
         """Whether a channel was silent for so long that its peer is about to be suspected or lost."""
@@ -237,7 +257,7 @@ class FailureDetector(Generic[K]):
 
     def _judge(self, key: K, state: _ChannelState, sighting: Sighting, report: LivenessReport[K]) -> bool:
         """Add the verdict about a channel to the report. False: the channel is lost and watched no more."""
-        silence, excess = state.silence, self._excess(state, sighting)
+        silence, excess = self._listened - state.heard, self._excess(state, sighting)
         suspect, lost = self._limits(sighting)
         if sighting.every and excess >= lost:
             report.lost[key] = silence

@@ -27,6 +27,27 @@ log = logging.getLogger("backhaul")
 _BEAT_BYTES = Frame(Kind.BEAT).nbytes
 
 
+class _Watch:
+    """A channel, and what it showed when the detector last looked at it.
+
+    Attributes:
+        received, sent, seen: Bytes that were received and sent, and the pace.
+        pace: What the last heartbeat that came said.
+        beats: Bytes of heartbeats that were sent.
+        look_at: When the detector looks again, even if nothing changes.
+    """
+
+    __slots__ = ("beats", "look_at", "pace", "peer", "received", "seen", "sent")
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.received = self.sent = -1
+        self.seen: Pace | None = None
+        self.pace: Pace | None = None
+        self.beats = 0
+        self.look_at = 0.0
+
+
 class Heartbeats:
     """One worker's heartbeats. Begins to poll when there is a channel.
 
@@ -44,10 +65,9 @@ class Heartbeats:
             self._interval,
             suspect_after=options.liveness.suspect_after,
             lost_after=options.liveness.lost_after,
-            rate=options.liveness.quiet_heartbeats,
+            quiet_above=options.liveness.quiet_above,
         )
-        self._beat_bytes: dict[Channel, int] = {}  # bytes of heartbeats that were sent over a channel
-        self._paces: dict[Channel, Pace] = {}  # what the last heartbeat that came over a channel said
+        self._watches: dict[Channel, _Watch] = {}
         self._suspicious = False  # a peer was suspected at the last poll
         self._unwatched: set[int] = set()  # workers for which something waits, and to which there is no channel
         self.bytes_sent = 0
@@ -65,43 +85,55 @@ class Heartbeats:
 
     def _watch(self, channel: Channel) -> None:
         """There is a new channel."""
-        if channel.bytes_received is None:
+        if channel.bytes_received is None or self._watch_of(channel) is None:
             return
         with self._lock:
             start, self._polling = not self._polling, True
         if start:
             self._worker.thread_pool.call_at(self._worker.runtime.now(), self._poll)
 
+    def _watch_of(self, channel: Channel) -> _Watch | None:
+        watch = self._watches.get(channel)
+        if watch is None and (peer := self._peers.of(channel)) is not None:
+            watch = self._watches.setdefault(channel, _Watch(peer))
+        return watch
+
     def _on_beat(self, channel: Channel, frame: Frame) -> None:
-        pace = Pace.read(frame.number)
-        if pace is not None:
-            self._paces[channel] = pace
+        watch = self._watch_of(channel)  # the first heartbeat may come before this worker hears of the channel
+        if watch is not None:
+            watch.pace = Pace.read(frame.number)
 
     def _poll(self) -> None:
-        waited_for = {worker for wait in self.waits for worker in wait()}
-        sightings, peers = {}, {}
-        with self._lock:
-            for channel, peer in self._peers.connections.channels():
-                received = channel.bytes_received
-                if received is not None:
-                    sent = channel.bytes_sent - self._beat_bytes.get(channel, 0)
-                    record = peer.record
-                    awaited = record.id in waited_for
-                    sightings[channel] = Sighting(received, sent, record.beat, self._paces.get(channel), awaited)
-                    peers[channel] = peer
-            self._polling = bool(sightings)
-        self._watch_all(waited_for)
-        for table in (self._beat_bytes, self._paces):
-            if len(table) > len(sightings):
-                for channel in [channel for channel in list(table) if channel not in sightings]:
-                    table.pop(channel, None)
         now = self._worker.runtime.now()
         try:
+            sightings = self._look(now)
             # If bytes wait to be read, it is this worker that does not listen.
-            self._act(self._detector.tick(now, sightings, lambda channel: channel.unread), peers)
+            self._act(self._detector.tick(now, sightings, lambda channel: channel.unread))
         finally:
-            if sightings:
+            with self._lock:
+                self._polling = again = bool(self._watches)
+            if again:
                 self._worker.thread_pool.call_at(now + self._interval, self._poll)
+
+    def _look(self, now: float) -> dict[Channel, Sighting]:
+        """The channels at which the detector has to look."""
+        waited_for = {worker for wait in self.waits for worker in wait()}
+        if waited_for or self._unwatched:
+            self._watch_all(waited_for)
+        found = {}
+        for channel, watch in list(self._watches.items()):  # many, and most of them have not changed
+            received, sent, pace = channel.bytes_received, channel.bytes_sent, watch.pace
+            same = received == watch.received and sent == watch.sent and pace is watch.seen and now < watch.look_at
+            if same and (not waited_for or watch.peer.record.id not in waited_for):
+                continue
+            if received is None or self._peers.of(channel) is None:
+                self._watches.pop(channel, None)
+                self._detector.forget(channel)
+                continue
+            watch.received, watch.sent, watch.seen = received, sent, pace
+            record = watch.peer.record
+            found[channel] = Sighting(received, sent - watch.beats, record.beat, pace, record.id in waited_for)
+        return found
 
     def _watch_all(self, workers: Iterable[int]) -> None:
         """Open channels to workers for which something waits: the wait may be for what they send to others."""
@@ -118,25 +150,35 @@ class Heartbeats:
         with contextlib.suppress(BackhaulError):
             self._peers.channel_to(peer, self._peers.connections.answer_seconds)
 
-    def _act(self, report: LivenessReport[Channel], peers: dict[Channel, Peer]) -> None:
+    def _act(self, report: LivenessReport[Channel]) -> None:
         """Close the channels that are lost, send heartbeats, and note which peers are suspected."""
+        lost = {}
         for channel, silence in report.lost.items():
-            log.warning("worker '%s' is lost: no sign of life for %.1f s", peers[channel].info.name, silence)
+            lost[channel] = peer = self._watches.pop(channel).peer
+            log.warning("worker '%s' is lost: no sign of life for %.1f s", peer.info.name, silence)
             limit = self._worker.options.liveness.lost_after
             channel.abort(f"no sign of life for {silence:.1f} s (lost_after={limit:g})")
+        for channel, look_at in report.look_at.items():
+            self._watches[channel].look_at = look_at
         for channel, pace in report.beat.items():
-            self._beat_bytes[channel] = self._beat_bytes.get(channel, 0) + _BEAT_BYTES
+            watch = self._watches.get(channel)
+            if watch is None:
+                continue
+            watch.beats += _BEAT_BYTES
             self.bytes_sent += _BEAT_BYTES
-            with contextlib.suppress(ChannelClosedError):  # also if it was lost just now
+            with contextlib.suppress(ChannelClosedError):  # it was lost just now
                 channel.send(Frame(Kind.BEAT, pace.number), timeout=0)
-        if not report.suspected and not report.lost and not self._suspicious:
-            return
-        self._suspicious = bool(report.suspected)
-        suspicions = {id(peers[channel]): silence for channel, silence in report.suspected.items()}
-        for peer in {id(peer): peer for peer in peers.values()}.values():
-            silence = suspicions.get(id(peer), 0.0)
+            watch.sent = channel.bytes_sent
+        if report.suspected or self._suspicious:
+            self._note_suspicions(report.suspected, set(lost.values()))
+            self._suspicious = bool(report.suspected)
+
+    def _note_suspicions(self, suspected: dict[Channel, float], lost: set[Peer]) -> None:
+        silences = {self._watches[channel].peer: silence for channel, silence in suspected.items()}
+        for peer in dict.fromkeys(watch.peer for watch in self._watches.values()):
+            silence = silences.get(peer, 0.0)
             if silence and not peer.suspicion:
                 log.warning("worker '%s' is suspected: no sign of life for %.1f s", peer.info.name, silence)
-            elif peer.suspicion and not silence and not any(peers[channel] is peer for channel in report.lost):
+            elif peer.suspicion and not silence and peer not in lost:
                 log.warning("worker '%s' is alive after all", peer.info.name)
             peer.suspicion = f"no sign of life for {silence:.1f} s" if silence else ""
