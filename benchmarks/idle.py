@@ -68,11 +68,11 @@ def measure(size: int, shape: str, settle: float, seconds: float) -> tuple[float
     found = [future.wait() for future in [bh.rpc_async(i, attend, timeout=PATIENCE_SECONDS) for i in everybody]]
     start = time.monotonic()
     if shape == "mesh":
-        calls = [
-            bh.rpc_async(i, connect, args=([(i + k) % size for k in range(1, size)],), timeout=PATIENCE_SECONDS)
-            for i in everybody
+        rounds = [[(i + k) % size for k in range(1, size)] for i in everybody]
+        connecting = [
+            bh.rpc_async(i, connect, args=(targets,), timeout=PATIENCE_SECONDS) for i, targets in enumerate(rounds)
         ]
-        connected = max(call.wait() for call in calls) - start
+        connected = max(call.wait() for call in connecting) - start
     else:
         connected = start - max(ready for _, ready in found)
     time.sleep(settle)
@@ -80,8 +80,8 @@ def measure(size: int, shape: str, settle: float, seconds: float) -> tuple[float
     before, at = processor_seconds(processes), time.monotonic()
     time.sleep(seconds)
     share = (processor_seconds(processes) - before) / (time.monotonic() - at)
-    calls = [bh.rpc_async(i, suspected, timeout=PATIENCE_SECONDS) for i in everybody]
-    return connected, share, sum(call.wait() for call in calls)
+    counts = [bh.rpc_async(i, suspected, timeout=PATIENCE_SECONDS) for i in everybody]
+    return connected, share, sum(count.wait() for count in counts)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -127,6 +127,21 @@ def _plain_step(x: torch.Tensor, weights: dict[str, torch.Tensor], names: list[s
         weights[name] = (weight - _RATE * weight.grad).detach()
 
 
+def together(cluster: SimCluster, tasks: Iterable[Callable[[], object]]) -> None:
+    """Run tasks that belong to no worker, all at the same time."""
+
+    def run(task: Callable[[], object]) -> None:
+        task()
+
+    scheduler = cluster.scheduler
+    threads = [
+        scheduler.spawn(functools.partial(run, task), name=f"task-{number}", process=scheduler.outside)
+        for number, task in enumerate(tasks)
+    ]
+    for thread in threads:
+        scheduler.join(thread.task, None)
+
+
 class ManyWorkers:
     """The run.
 
@@ -196,20 +211,12 @@ class ManyWorkers:
         return [name for name in self._names if name in self._cluster.nodes]
 
     def _join(self) -> str:
-        cluster, names = self._cluster, self._names[1:]
-        threads = [cluster.spawn(functools.partial(cluster.start, name), f"start-{name}") for name in names]
-        for thread in threads:
-            cluster.scheduler.join(thread.task, None)  # type: ignore[attr-defined]
+        cluster = self._cluster
+        together(cluster, [functools.partial(cluster.start, name) for name in self._names[1:]])
         assert set(cluster.nodes) == set(self._names)
         cluster.sleep(_SETTLE_SECONDS)
         for node in cluster.nodes.values():
             known = {peer.info.name for peer in node.peers if not peer.lost}
-            if known != set(self._names):
-                print(
-                    node.worker.name,
-                    node.peers.own.record.epoch,
-                    [(n, cluster.nodes[n].peers.own.record.epoch) for n in set(self._names) - known],
-                )
             assert known == set(self._names), f"{node.worker.name} knows {len(known)} workers"
         return f"{len(cluster.network.channels) // 2} channels"
 
@@ -250,11 +257,7 @@ class ManyWorkers:
     def _leave(self) -> str:
         cluster = self._cluster
         leavers = self._present[1:][:: max(round(1 / self._lost), 1)]
-        threads = [
-            cluster.spawn(functools.partial(cluster.leave, name, timeout=60.0), f"leave-{name}") for name in leavers
-        ]
-        for thread in threads:
-            cluster.scheduler.join(thread.task, None)  # type: ignore[attr-defined]
+        together(cluster, [functools.partial(cluster.leave, name, timeout=60.0) for name in leavers])
         cluster.sleep(_SETTLE_SECONDS)
         for node in cluster.nodes.values():
             left = [peer.info.name for peer in node.peers if peer.info.name in leavers]

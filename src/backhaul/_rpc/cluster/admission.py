@@ -151,7 +151,8 @@ class Admission:
     def learn(self, record: WorkerRecord) -> Peer | None:
         """Add a worker that a trusted member has told of, unless it would replace a member that is not lost."""
         with self._peers.changing:
-            if not all(rival.lost for rival in self._rivals(record)) or self._admit(record, heard=True):
+            rivals = [rival for rival in self._rivals(record) if rival.record.incarnation != record.incarnation]
+            if not all(rival.lost for rival in rivals) or self._admit(record, heard=True):
                 return None
             return self._peers.with_id(record.id)
 
@@ -223,18 +224,15 @@ class Admission:
     def expected(self) -> tuple[WorkerRecord, ...]:
         """The joiners that were enrolled recently and have not said hello yet."""
         with self._peers.changing:
-            return self._expected_now()
-
-    def _expected_now(self) -> tuple[WorkerRecord, ...]:
-        now = self._worker.runtime.now()
-        return tuple(expected.record for expected in self._expected.values() if now < expected.until)
+            now = self._worker.runtime.now()
+            return tuple(expected.record for expected in self._expected.values() if now < expected.until)
 
     @property
     def known(self) -> tuple[WorkerRecord, ...]:
         """The members and ``expected``, each once."""
-        with self._peers.changing:
-            found = {record.id: record for record in (*self._expected_now(), *self._peers.records)}
-            return tuple(found.values())
+        # In this order: a joiner that says hello meanwhile is found in one of the two.
+        found = {record.id: record for record in (*self.expected, *self._peers.records)}
+        return tuple(found.values())
 
     def has_come(self, record: WorkerRecord) -> bool:
         """Whether a joiner that was enrolled has said hello, or need not any more."""

@@ -27,7 +27,7 @@ log = logging.getLogger("backhaul")
 _BEAT_BYTES = Frame(Kind.BEAT).nbytes
 
 
-class _Watch:
+class _WatchedChannel:
     """A channel, and what it showed when the detector last looked at it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Heartbeats:
             lost_after=options.liveness.lost_after,
             quiet_above=options.liveness.quiet_above,
         )
-        self._watches: dict[Channel, _Watch] = {}
+        self._watches: dict[Channel, _WatchedChannel] = {}
         self._suspicious = False  # a peer was suspected at the last poll
         self._unwatched: set[int] = set()  # workers for which something waits, and to which there is no channel
         self.bytes_sent = 0
@@ -92,10 +92,10 @@ class Heartbeats:
         if start:
             self._worker.thread_pool.call_at(self._worker.runtime.now(), self._poll)
 
-    def _watch_of(self, channel: Channel) -> _Watch | None:
+    def _watch_of(self, channel: Channel) -> _WatchedChannel | None:
         watch = self._watches.get(channel)
         if watch is None and (peer := self._peers.of(channel)) is not None:
-            watch = self._watches.setdefault(channel, _Watch(peer))
+            watch = self._watches.setdefault(channel, _WatchedChannel(peer))
         return watch
 
     def _on_beat(self, channel: Channel, frame: Frame) -> None:
