@@ -7,6 +7,7 @@ are, see [Note: quiet channels].
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -68,6 +69,7 @@ class Heartbeats:
             quiet_above=options.liveness.quiet_above,
         )
         self._watches: dict[Channel, _WatchedChannel] = {}
+        self._gone: collections.deque[Channel] = collections.deque()  # channels that were lost since the last poll
         self._suspicious = False  # a peer was suspected at the last poll
         self._unwatched: set[int] = set()  # workers for which something waits, and to which there is no channel
         self.bytes_sent = 0
@@ -77,6 +79,7 @@ class Heartbeats:
         worker.on_frame(Kind.BEAT, self._on_beat, check=fields_only)
         if self._interval:
             peers.connections.on_channel(self._watch)
+            peers.on_lost(self._on_lost)
 
     @property
     def suspected(self) -> list[Peer]:
@@ -94,7 +97,7 @@ class Heartbeats:
 
     def _watch_of(self, channel: Channel) -> _WatchedChannel | None:
         watch = self._watches.get(channel)
-        if watch is None and (peer := self._peers.of(channel)) is not None:
+        if watch is None and self._interval and (peer := self._peers.of(channel)) is not None:
             watch = self._watches.setdefault(channel, _WatchedChannel(peer))
         return watch
 
@@ -102,6 +105,10 @@ class Heartbeats:
         watch = self._watch_of(channel)  # the first heartbeat may come before this worker hears of the channel
         if watch is not None:
             watch.pace = Pace.read(frame.number)
+
+    def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
+        if self._watches.pop(channel, None) is not None:
+            self._gone.append(channel)
 
     def _poll(self) -> None:
         now = self._worker.runtime.now()
@@ -120,6 +127,8 @@ class Heartbeats:
         waited_for = {worker for wait in self.waits for worker in wait()}
         if waited_for or self._unwatched:
             self._watch_all(waited_for)
+        while self._gone:
+            self._detector.forget(self._gone.popleft())
         found = {}
         for channel, watch in list(self._watches.items()):  # many, and most of them have not changed
             received, sent, pace = channel.bytes_received, channel.bytes_sent, watch.pace
@@ -152,30 +161,37 @@ class Heartbeats:
 
     def _act(self, report: LivenessReport[Channel]) -> None:
         """Close the channels that are lost, send heartbeats, and note which peers are suspected."""
-        lost = {}
+        watches, lost = self._watches, set()
         for channel, silence in report.lost.items():
-            lost[channel] = peer = self._watches.pop(channel).peer
-            log.warning("worker '%s' is lost: no sign of life for %.1f s", peer.info.name, silence)
-            limit = self._worker.options.liveness.lost_after
-            channel.abort(f"no sign of life for {silence:.1f} s (lost_after={limit:g})")
+            watch = watches.pop(channel, None)  # None: the channel was lost just now
+            if watch is not None:
+                lost.add(watch.peer)
+                log.warning("worker '%s' is lost: no sign of life for %.1f s", watch.peer.info.name, silence)
+                limit = self._worker.options.liveness.lost_after
+                channel.abort(f"no sign of life for {silence:.1f} s (lost_after={limit:g})")
         for channel, look_at in report.look_at.items():
-            self._watches[channel].look_at = look_at
+            watch = watches.get(channel)
+            if watch is not None:
+                watch.look_at = look_at
         for channel, pace in report.beat.items():
-            watch = self._watches.get(channel)
-            if watch is None:
-                continue
-            watch.beats += _BEAT_BYTES
-            self.bytes_sent += _BEAT_BYTES
-            with contextlib.suppress(ChannelClosedError):  # it was lost just now
-                channel.send(Frame(Kind.BEAT, pace.number), timeout=0)
-            watch.sent = channel.bytes_sent
+            watch = watches.get(channel)
+            if watch is not None:
+                watch.beats += _BEAT_BYTES
+                self.bytes_sent += _BEAT_BYTES
+                with contextlib.suppress(ChannelClosedError):
+                    channel.send(Frame(Kind.BEAT, pace.number), timeout=0)
+                watch.sent = channel.bytes_sent
         if report.suspected or self._suspicious:
-            self._note_suspicions(report.suspected, set(lost.values()))
+            silences = {
+                watch.peer: silence
+                for channel, silence in report.suspected.items()
+                if (watch := watches.get(channel)) is not None
+            }
+            self._note_suspicions(silences, lost)
             self._suspicious = bool(report.suspected)
 
-    def _note_suspicions(self, suspected: dict[Channel, float], lost: set[Peer]) -> None:
-        silences = {self._watches[channel].peer: silence for channel, silence in suspected.items()}
-        for peer in dict.fromkeys(watch.peer for watch in self._watches.values()):
+    def _note_suspicions(self, silences: dict[Peer, float], lost: set[Peer]) -> None:
+        for peer in dict.fromkeys(watch.peer for watch in list(self._watches.values())):
             silence = silences.get(peer, 0.0)
             if silence and not peer.suspicion:
                 log.warning("worker '%s' is suspected: no sign of life for %.1f s", peer.info.name, silence)
