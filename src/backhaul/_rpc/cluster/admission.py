@@ -91,10 +91,11 @@ class Admission:
         if problem or peer is None:
             self._connections.refuse(channel, record.name, problem)
             return investigation
-        self._connections.adopt_incoming(channel, peer)
         if hello.answer:
+            # First: once the channel is adopted, another thread may send a heartbeat, which must not come before this.
             with contextlib.suppress(ChannelClosedError):
                 channel.send(self._connections.hello_to(record), timeout=0)
+        self._connections.adopt_incoming(channel, peer)
         return None
 
     def _admit_by_hello(self, channel: Channel, record: WorkerRecord) -> str:

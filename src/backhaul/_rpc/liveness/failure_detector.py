@@ -27,6 +27,7 @@ K = TypeVar("K", bound=Hashable)
 _NEVER = float("inf")
 _LOST_AFTER_BEATS = 4  # a peer with a long heartbeat interval may be silent for this many of its own intervals
 _LONGEST_QUIET_SECONDS = 60.0  # between two heartbeats, however many channels there are
+_GOLDEN_RATIO = 0.618033988749895  # its multiples spread evenly over 0 to 1
 _MILLISECONDS_BITS = 31  # of each time in the number of a heartbeat
 _MOST_MILLISECONDS = (1 << _MILLISECONDS_BITS) - 1
 
@@ -113,7 +114,7 @@ class _ChannelState:
         received, sent: See ``Sighting``.
         told: What the last heartbeat over the channel said; None: there was none yet.
         owed: Whether something was sent since the last sign of life.
-        since: When something was last sent, as far as a tick has seen it.
+        since: When something was last sent, as far as a tick has seen it, or somewhat before (``_early``).
         heard: The last sign of life, in seconds for which this worker has listened.
         asked: When this worker began to ask, likewise.
         suspected: Whether the peer is suspected.
@@ -158,6 +159,7 @@ class FailureDetector(Generic[K]):
         self._last: float | None = None
         self._listened = 0.0  # seconds
         self._wish = interval
+        self._turn = 0.0  # 0 to 1: where in its range the next time lies that is drawn
         self._watched: dict[K, _ChannelState] = {}
 
     def tick(
@@ -187,7 +189,7 @@ class FailureDetector(Generic[K]):
                 state.received, state.heard = sighting.received, self._listened
             if (pace := self._due(state, sighting, now, heard)) is not None:
                 report.beat[key] = state.told = pace
-                state.since = now
+                state.since = now - self._early(pace)
             if self._silent(state, sighting) and unread(key):
                 state.heard = self._listened
             if self._judge(key, state, sighting, report):
@@ -207,8 +209,8 @@ class FailureDetector(Generic[K]):
         told, pace = state.told, sighting.pace
         used, state.sent = sighting.sent > state.sent, sighting.sent
         state.owed = used or (state.owed and not heard)
-        if used:
-            state.since = now
+        if used and told is not None:
+            state.since = now - self._early(told)
         asked = told is not None and told.waits
         slow = pace is not None and pace.within > sighting.every
         asks = (sighting.awaited or state.owed) and (asked or (slow and not heard))
@@ -224,10 +226,21 @@ class FailureDetector(Generic[K]):
             state.asked = self._listened if asks else _NEVER
         return Pace(within, self._wish, asks)
 
+    def _early(self, told: Pace) -> float:
+        """How much sooner than promised the next heartbeat of a quiet channel is sent, up to half of the time. All
+        channels may have been used at the same moment, and their heartbeats should not come at the same moment.
+        """
+        if told.within <= self._interval:
+            return 0.0
+        self._turn = (self._turn + _GOLDEN_RATIO) % 1.0
+        return self._turn * told.within / 2
+
     def _look_at(self, state: _ChannelState, sighting: Sighting, now: float) -> float:
         """When to look at a channel again."""
         told, pace = state.told, sighting.pace
-        if told is None or told.waits or state.owed or state.suspected or (pace is not None and pace.waits):
+        if told is None or told.waits or sighting.awaited or state.owed or state.suspected:
+            return now
+        if pace is not None and pace.waits:
             return now
         due = state.since + told.within - self._interval
         if not sighting.every:
