@@ -98,7 +98,7 @@ class Liveness:
     heartbeat_interval: float = 0.5
     suspect_after: float = 2.0
     lost_after: float = 10.0
-    quiet_above: float = 16
+    quiet_above: float = 10
 
     def __post_init__(self) -> None:
         _check_times(self, ("heartbeat_interval", "suspect_after", "lost_after"))

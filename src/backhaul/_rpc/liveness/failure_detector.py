@@ -25,6 +25,9 @@ from typing import Generic, NamedTuple, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 _NEVER = float("inf")
+QUIET_TICK = 2
+"""How many intervals may lie between two ticks while no channel has to be looked at (``LivenessReport.look_at``)."""
+
 _LOST_AFTER_BEATS = 4  # a peer with a long heartbeat interval may be silent for this many of its own intervals
 _LONGEST_QUIET_SECONDS = 60.0  # between two heartbeats, however many channels there are
 _GOLDEN_RATIO = 0.618033988749895  # its multiples spread evenly over 0 to 1
@@ -216,7 +219,7 @@ class FailureDetector(Generic[K]):
         asks = (sighting.awaited or state.owed) and (asked or (slow and not heard))
         wanted = pace is not None and pace.waits
         if told is not None and (asked or not asks):
-            soon = now - state.since + self._interval >= told.within
+            soon = now - state.since + self._ahead(told) >= told.within
             if used or not (soon or wanted or asks != asked):
                 return None
         within = self._interval
@@ -226,14 +229,18 @@ class FailureDetector(Generic[K]):
             state.asked = self._listened if asks else _NEVER
         return Pace(within, self._wish, asks)
 
+    def _ahead(self, told: Pace) -> float:
+        """How long before its time a heartbeat is sent: until the next tick, which comes later if all is quiet."""
+        return self._interval if told.within <= self._interval else QUIET_TICK * self._interval
+
     def _early(self, told: Pace) -> float:
-        """How much sooner than promised the next heartbeat of a quiet channel is sent, up to half of the time. All
+        """How much sooner than promised the next heartbeat of a quiet channel is sent, up to a quarter. All
         channels may have been used at the same moment, and their heartbeats should not come at the same moment.
         """
         if told.within <= self._interval:
             return 0.0
         self._turn = (self._turn + _GOLDEN_RATIO) % 1.0
-        return self._turn * told.within / 2
+        return self._turn * told.within / 4
 
     def _look_at(self, state: _ChannelState, sighting: Sighting, now: float) -> float:
         """When to look at a channel again."""
@@ -242,7 +249,7 @@ class FailureDetector(Generic[K]):
             return now
         if pace is not None and pace.waits:
             return now
-        due = state.since + told.within - self._interval
+        due = state.since + told.within - self._ahead(told)
         if not sighting.every:
             return due
         return min(due, now + min(self._limits(sighting)) - self._excess(state, sighting))
@@ -261,7 +268,7 @@ class FailureDetector(Generic[K]):
         silence = self._listened - state.heard
         if pace is None or pace.within <= every:
             return silence
-        allowed = min(pace.within, max(_LONGEST_QUIET_SECONDS, every)) - every
+        allowed = min(pace.within, max(_LONGEST_QUIET_SECONDS, every))
         return max(silence - allowed, min(silence, self._listened - state.asked))
 
     def _silent(self, state: _ChannelState, sighting: Sighting) -> bool:

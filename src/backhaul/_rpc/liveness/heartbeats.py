@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from backhaul._rpc.cluster.peers import Peer, Peers
-from backhaul._rpc.liveness.failure_detector import FailureDetector, LivenessReport, Pace, Sighting
+from backhaul._rpc.liveness.failure_detector import QUIET_TICK, FailureDetector, LivenessReport, Pace, Sighting
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
@@ -74,8 +74,10 @@ class Heartbeats:
         self._unwatched: set[int] = set()  # workers for which something waits, and to which there is no channel
         self.bytes_sent = 0
         self.waits: list[Callable[[], Iterable[int]]] = []
-        self._lock = threading.Lock()  # guards _polling, and keeps it in step with the channels there are
+        self._lock = threading.Lock()  # guards the three below, and keeps them in step with the channels there are
         self._polling = False
+        self._next = 0  # the number of the poll that comes next; any other is void
+        self._calm = False  # the next poll comes late, because all channels are quiet
         worker.on_frame(Kind.BEAT, self._on_beat, check=fields_only)
         if self._interval:
             peers.connections.on_channel(self._watch)
@@ -90,10 +92,17 @@ class Heartbeats:
         """There is a new channel."""
         if channel.bytes_received is None or self._watch_of(channel) is None:
             return
+        self._poll_at_once()
+
+    def _poll_at_once(self) -> None:
+        """Poll now, unless the next poll comes within an interval anyway."""
         with self._lock:
-            start, self._polling = not self._polling, True
-        if start:
-            self._worker.thread_pool.call_at(self._worker.runtime.now(), self._poll)
+            if self._polling and not self._calm:
+                return
+            self._polling, self._calm = True, False
+            self._next += 1
+            poll = functools.partial(self._poll, self._next)
+        self._worker.thread_pool.call_at(self._worker.runtime.now(), poll)
 
     def _watch_of(self, channel: Channel) -> _WatchedChannel | None:
         watch = self._watches.get(channel)
@@ -104,27 +113,38 @@ class Heartbeats:
     def _on_beat(self, channel: Channel, frame: Frame) -> None:
         watch = self._watch_of(channel)  # the first heartbeat may come before this worker hears of the channel
         if watch is not None:
-            watch.pace = Pace.read(frame.number)
+            watch.pace = pace = Pace.read(frame.number)
+            if pace is not None and pace.waits and self._calm:
+                self._poll_at_once()
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         if self._watches.pop(channel, None) is not None:
             self._gone.append(channel)
 
-    def _poll(self) -> None:
-        now = self._worker.runtime.now()
+    def _poll(self, number: int) -> None:
+        with self._lock:
+            if number != self._next:
+                return
+            self._calm = False  # no other poll begins while this one runs
+        now, calm = self._worker.runtime.now(), False
         try:
-            sightings = self._look(now)
+            waited_for = {worker for wait in self.waits for worker in wait()}
+            sightings = self._look(now, waited_for)
             # If bytes wait to be read, it is this worker that does not listen.
-            self._act(self._detector.tick(now, sightings, lambda channel: channel.unread))
+            report = self._detector.tick(now, sightings, lambda channel: channel.unread)
+            calm = not waited_for and all(look_at > now for look_at in report.look_at.values())
+            self._act(report)
         finally:
             with self._lock:
                 self._polling = again = bool(self._watches)
+                self._calm = calm and again
+                self._next += 1
+                poll = functools.partial(self._poll, self._next)
             if again:
-                self._worker.thread_pool.call_at(now + self._interval, self._poll)
+                self._worker.thread_pool.call_at(now + self._interval * (QUIET_TICK if calm else 1), poll)
 
-    def _look(self, now: float) -> dict[Channel, Sighting]:
+    def _look(self, now: float, waited_for: set[int]) -> dict[Channel, Sighting]:
         """The channels at which the detector has to look."""
-        waited_for = {worker for wait in self.waits for worker in wait()}
         if waited_for or self._unwatched:
             self._watch_all(waited_for)
         while self._gone:
