@@ -72,7 +72,7 @@ class Leaving:
         missed = [peer for peer in near if peer not in told]
         if missed:
             self._tell(told[:_MAX_RELAYS], missed, deadline)
-        distant = set(present) - set(near)
+        distant = [peer for peer in present if peer not in near]
         if distant:
             any(self._tell([relay], distant, deadline) for relay in told)  # one is enough; it tells all at once
         self._await_idle(deadline)  # for calls that came meanwhile
