@@ -49,6 +49,59 @@ class _WatchedChannel:
         self.look_at = 0.0
 
 
+class PollSchedule:
+    """When the channels are polled: once in an interval, and less often while all of them are quiet. Thread-safe; one
+    poll runs at a time.
+
+    Args:
+        worker: Whose thread pool polls.
+        interval: Seconds from one poll to the next.
+        poll: Called with the time; returns whether all channels are quiet.
+        needed: Whether there is anything to poll.
+    """
+
+    def __init__(
+        self, worker: Worker, interval: float, poll: Callable[[float], bool], needed: Callable[[], bool]
+    ) -> None:
+        self._worker = worker
+        self._interval = interval
+        self._poll = poll
+        self._needed = needed
+        self._lock = threading.Lock()  # guards the three below, and keeps them in step with ``needed``
+        self._polling = False
+        self._next = 0  # the number of the poll that comes next; any other is void
+        self._calm = False  # the next poll comes late
+
+    def hurry(self) -> None:
+        """Poll now, unless the next poll comes within an interval anyway."""
+        if self._polling and not self._calm:
+            return
+        with self._lock:
+            if self._polling and not self._calm:
+                return
+            self._polling, self._calm = True, False
+            self._next += 1
+            poll = functools.partial(self._run, self._next)
+        self._worker.thread_pool.call_at(self._worker.runtime.now(), poll)
+
+    def _run(self, number: int) -> None:
+        with self._lock:
+            if number != self._next:
+                return
+            self._calm = False  # no other poll begins while this one runs
+        now, calm = self._worker.runtime.now(), False
+        try:
+            calm = self._poll(now)
+        finally:
+            with self._lock:
+                self._polling = again = self._needed()
+                self._calm = calm and again
+                self._next += 1
+                poll = functools.partial(self._run, self._next)
+            if again:
+                self._worker.thread_pool.call_at(now + self._interval * (QUIET_TICK if calm else 1), poll)
+
+
 class Heartbeats:
     """One worker's heartbeats. Begins to poll when there is a channel.
 
@@ -74,10 +127,7 @@ class Heartbeats:
         self._unwatched: set[int] = set()  # workers for which something waits, and to which there is no channel
         self.bytes_sent = 0
         self.waits: list[Callable[[], Iterable[int]]] = []
-        self._lock = threading.Lock()  # guards the three below, and keeps them in step with the channels there are
-        self._polling = False
-        self._next = 0  # the number of the poll that comes next; any other is void
-        self._calm = False  # the next poll comes late, because all channels are quiet
+        self._schedule = PollSchedule(worker, self._interval, self._poll, needed=lambda: bool(self._watches))
         worker.on_frame(Kind.BEAT, self._on_beat, check=fields_only)
         if self._interval:
             peers.connections.on_channel(self._watch)
@@ -90,19 +140,8 @@ class Heartbeats:
 
     def _watch(self, channel: Channel) -> None:
         """There is a new channel."""
-        if channel.bytes_received is None or self._watch_of(channel) is None:
-            return
-        self._poll_at_once()
-
-    def _poll_at_once(self) -> None:
-        """Poll now, unless the next poll comes within an interval anyway."""
-        with self._lock:
-            if self._polling and not self._calm:
-                return
-            self._polling, self._calm = True, False
-            self._next += 1
-            poll = functools.partial(self._poll, self._next)
-        self._worker.thread_pool.call_at(self._worker.runtime.now(), poll)
+        if channel.bytes_received is not None and self._watch_of(channel) is not None:
+            self._schedule.hurry()
 
     def _watch_of(self, channel: Channel) -> _WatchedChannel | None:
         watch = self._watches.get(channel)
@@ -114,34 +153,21 @@ class Heartbeats:
         watch = self._watch_of(channel)  # the first heartbeat may come before this worker hears of the channel
         if watch is not None:
             watch.pace = pace = Pace.read(frame.number)
-            if pace is not None and pace.waits and self._calm:
-                self._poll_at_once()
+            if pace is not None and pace.waits:
+                self._schedule.hurry()
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         if self._watches.pop(channel, None) is not None:
             self._gone.append(channel)
 
-    def _poll(self, number: int) -> None:
-        with self._lock:
-            if number != self._next:
-                return
-            self._calm = False  # no other poll begins while this one runs
-        now, calm = self._worker.runtime.now(), False
-        try:
-            waited_for = {worker for wait in self.waits for worker in wait()}
-            sightings = self._look(now, waited_for)
-            # If bytes wait to be read, it is this worker that does not listen.
-            report = self._detector.tick(now, sightings, lambda channel: channel.unread)
-            calm = not waited_for and all(look_at > now for look_at in report.look_at.values())
-            self._act(report)
-        finally:
-            with self._lock:
-                self._polling = again = bool(self._watches)
-                self._calm = calm and again
-                self._next += 1
-                poll = functools.partial(self._poll, self._next)
-            if again:
-                self._worker.thread_pool.call_at(now + self._interval * (QUIET_TICK if calm else 1), poll)
+    def _poll(self, now: float) -> bool:
+        """Returns whether all channels are quiet."""
+        waited_for = {worker for wait in self.waits for worker in wait()}
+        sightings = self._look(now, waited_for)
+        # If bytes wait to be read, it is this worker that does not listen.
+        report = self._detector.tick(now, sightings, lambda channel: channel.unread)
+        self._act(report)
+        return not waited_for and all(look_at > now for look_at in report.look_at.values())
 
     def _look(self, now: float, waited_for: set[int]) -> dict[Channel, Sighting]:
         """The channels at which the detector has to look."""
