@@ -214,7 +214,8 @@ class Heartbeats:
                 lost.add(watch.peer)
                 log.warning("worker '%s' is lost: no sign of life for %.1f s", watch.peer.info.name, silence)
                 limit = self._worker.options.liveness.lost_after
-                channel.abort(f"no sign of life for {silence:.1f} s (lost_after={limit:g})")
+                reason = f"no sign of life for {silence:.1f} s (lost_after={limit:g})"
+                self._peers.connections.give_up(channel, reason)
         for channel, look_at in report.look_at.items():
             watch = watches.get(channel)
             if watch is not None:
