@@ -218,7 +218,7 @@ def test_one_that_goes_on_in_time_was_only_suspected(store_port: int) -> None:
 
 def count_heartbeats(rank: int, port: int) -> Any:
     """How many heartbeats an idle worker sends in its next ticks, in a mesh of five workers."""
-    liveness = bh.Liveness(heartbeat_interval=0.02, suspect_after=1.0, lost_after=PATIENCE, quiet_above=1)
+    liveness = bh.Liveness(heartbeat_interval=0.02, suspect_after=1.0, lost_after=PATIENCE, quiet_above=0.1)
     start(rank, 5, port, bh.Options(timeout=PATIENCE, liveness=liveness))
     for other in range(5):
         bh.rpc_sync(other, remote.whoami)
@@ -238,10 +238,10 @@ def count_heartbeats(rank: int, port: int) -> Any:
 
 
 def test_an_idle_mesh_sends_few_heartbeats(store_port: int) -> None:
-    """On each channel one in as many ticks as the square of the number of channels."""
+    """At the full rate each channel would get one in each of the hundred ticks."""
     for channels, beats in run_processes(count_heartbeats, 5, store_port):
         assert channels >= 4
-        assert beats <= 100 * channels / (channels - 1) ** 2 + 2 * channels
+        assert beats <= 10 * channels
 
 
 # All at once, and long waits.
