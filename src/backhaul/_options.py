@@ -90,14 +90,20 @@ class Liveness:
             in errors. 0: never.
         lost_after: A peer that has been silent this long is lost: its channel is closed, and everything that waits
             for it fails with ``PeerLostError``. 0: never.
+        quiet_above: A worker with more channels than this sends heartbeats less often over channels whose peers nothing
+            waits for: the time between two grows with the square of the number of channels, up to a minute. Such a peer
+            may then be silent for that much longer. ``inf``: every channel gets one each ``heartbeat_interval``.
     """
 
     heartbeat_interval: float = 0.5
     suspect_after: float = 2.0
     lost_after: float = 10.0
+    quiet_above: float = 10
 
     def __post_init__(self) -> None:
         _check_times(self, ("heartbeat_interval", "suspect_after", "lost_after"))
+        if not self.quiet_above > 0:
+            raise ValueError(f"quiet_above must be more than 0, got {self.quiet_above}")
         if self.heartbeat_interval == float("inf"):
             raise ValueError("heartbeat_interval must be finite; 0 switches heartbeats off")
         for name in ("suspect_after", "lost_after"):

@@ -72,6 +72,7 @@ class Node:
         MembershipEvents(worker, self.peers)
         self.membership = Membership(worker, self.peers, self.admission, calls)
         Enrollment(worker, self.peers, self.admission, self.membership, calls)
+        self.heartbeat.waits += (self.client.pending.workers, self.server.callers)
         self.leaving = Leaving(worker, self.peers, calls, self.client.idleness.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
         worker.devices.start(self.peers)
@@ -195,15 +196,15 @@ def join(
     """
     runtime = runtime or Runtime()
     try:
-        own, others, leader, left = ask_to_join(endpoint, own, addresses, options.rendezvous_timeout, runtime)
-        check(own, others)
+        enrolled = ask_to_join(endpoint, own, addresses, options.rendezvous_timeout, runtime)
+        check(enrolled.own, enrolled.others)
     except BaseException:
         endpoint.close()
         raise
-    node = start_node(own, others, endpoint, options, runtime=runtime)
+    node = start_node(enrolled.own, enrolled.others, endpoint, options, runtime=runtime)
     try:
-        node.admission.enter(leader, left)
-        node.worker.run(node.membership.introduce, options.connect_timeout)
+        node.admission.enter(enrolled.leader, enrolled.left)
+        node.worker.run(node.membership.introduce, options.connect_timeout, enrolled)
     except BaseException:
         node.shutdown(graceful=False, timeout=1.0)
         raise

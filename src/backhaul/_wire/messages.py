@@ -70,13 +70,15 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """Answers a join: the joiner's final record, the records of all members, and the workers that have left. Without
-    members, it has the record of the leader, which the joiner must ask.
+    """Answers a join: the joiner's final record, the records of all members, the workers that have left, and the ids
+    of the members to which the joiner says hello (None: to all). Without members, it has the record of the leader,
+    which the joiner must ask.
     """
 
     record: bytes
     members: tuple[bytes, ...] = ()
     left: tuple[Departure, ...] = ()
+    greeted: tuple[int, ...] | None = None
 
 
 TREE = -1

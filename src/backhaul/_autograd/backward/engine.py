@@ -95,6 +95,7 @@ class Engine:
         self.recovery = Recovery(self)
         recorder.keep_requests = self.recovery.keep_requests
         recorder.tell_over = release.tell_again
+        node.heartbeat.waits.append(self._awaited)
 
     def attach(self) -> None:
         """Make this the engine of its worker."""
@@ -102,6 +103,10 @@ class Engine:
         engines[self.container.plain.mark] = self
         self.worker.counters["num_autograd_contexts"] = lambda: len(self.container)
         self.worker.counters["num_current_backward_passes"] = lambda: len(self.drivers)
+
+    def _awaited(self) -> set[int]:
+        """The ids of the workers whose gradients or reports the passes of this worker wait for."""
+        return {worker for driver in list(self.drivers.values()) for worker in driver.ledger.outstanding.values()}
 
     def _graph_of(self, spec: PassSpec) -> PassGraph:
         return self._receiver.local_pass_of(self.container.get(spec.context), spec).groups.graph

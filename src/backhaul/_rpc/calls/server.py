@@ -84,6 +84,10 @@ class CallServer:
         """The requests that have no reply yet."""
         return list(self._requests.values())
 
+    def callers(self) -> set[int]:
+        """The ids of the workers whose requests have no reply yet."""
+        return {call.peer.record.id for call in self.under_way}
+
     def close(self) -> None:
         """Stop the event loop of ``async def`` handlers, if there is one."""
         self.async_results.close()
