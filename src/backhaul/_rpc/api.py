@@ -99,17 +99,18 @@ def init(
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
-    meeting = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
+    rendezvous = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, began=began)
     if join:
-        secret = meeting.agree_on_secret(secret)
-        worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)
-        meeting.replace(worker.part(Node).peers.own.record)
+        addresses = rendezvous.addresses(host_identity())
+        secret = rendezvous.find_secret(secret)
+        worker = _join(name or f"worker{rank}", rank, addresses, secret, options, timeout=rendezvous.left)
+        rendezvous.add_member(worker.part(Node).peers.own.record)
         worker.attach(store)
         return worker
-    endpoint = _endpoint(meeting.agree_on_secret(secret), options, rank)
+    endpoint = _endpoint(rendezvous.agree_on_secret(secret), options, rank)
     own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
     try:
-        records = meeting.exchange(own)
+        records = rendezvous.exchange(own)
         check(own, records)
     except BaseException:
         endpoint.close()
@@ -131,7 +132,15 @@ def _endpoint(secret: bytes, options: Options, rank: int) -> SocketEndpoint:
     )
 
 
-def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes | None, options: Options) -> Worker:
+def _join(
+    name: str | None,
+    rank: int,
+    addresses: Sequence[str],
+    secret: bytes | None,
+    options: Options,
+    *,
+    timeout: float | None = None,
+) -> Worker:
     """Become a member of a running cluster."""
     if name is None:
         raise ValueError("a worker that joins needs a name")
@@ -144,7 +153,7 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
         raise ValueError(f"rank must be 0 to {MAX_WORKERS - 1}, got {rank}")
     endpoint = _endpoint(secret, options, rank)
     own = describe(name, rank, endpoint, options, host=host_identity())
-    return join_cluster(endpoint, own, addresses, options).worker
+    return join_cluster(endpoint, own, addresses, options, timeout=timeout).worker
 
 
 @graph_break
