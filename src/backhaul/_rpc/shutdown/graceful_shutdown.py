@@ -236,10 +236,9 @@ class GracefulShutdown:
         return functools.partial(self._client.idleness.when_idle, answer)
 
     def _on_leave(self, channel: Channel, frame: Frame) -> None:
-        lost = unpack(frame.body, AllDone).lost
         if self._is_leader(channel):
             with self._lock:
-                for name, reason in lost.items():
+                for name, reason in unpack(frame.body, AllDone).lost.items():
                     self.lost.add(name, reason)
             self._may_exit.open()
 
