@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from backhaul._remote_tensors import changes_on_owner
 from backhaul._remote_tensors.changes_on_owner import Changes
 from backhaul._remote_tensors.on_owner import Description, describe, on_cpu
+from backhaul._rpc.calls.served_call import reply_as_it_is
 from backhaul._rref.handle import RRef
 
 State = dict[str, Any]
@@ -214,6 +215,7 @@ def add_hook(module: nn.Module, register: str, hook: Callable[..., Any], options
 
 def save(module: nn.Module) -> tuple[State, State]:
     """The state, as tensors on the CPU, and torch's metadata about its versions."""
+    reply_as_it_is()
     state = module.state_dict()
     return _plain(dict(state)), dict(getattr(state, "_metadata", {}))
 
@@ -222,15 +224,21 @@ Loaded = tuple[list[str], list[str], list[str], Description]
 """Missing keys, unexpected keys, errors, and the tensors of the module."""
 
 
-def load(module: nn.Module, state: State, versions: State, assign: bool) -> Loaded:
-    """Load a state."""
+def load(module: nn.Module, state: State, versions: State, assign: bool, prefix: str) -> Loaded:
+    """Load a state. The names in it, and in what is returned, begin with ``prefix``."""
     given: Any = nn.Module().state_dict()  # of the type that can carry metadata
     given.update(state)
     given._metadata = versions
+    whole = module
+    for name in reversed(prefix.split(".")[:-1]):  # so that errors have full names
+        inner, whole = whole, nn.Module()
+        whole._modules[name] = inner
     try:
-        keys = module.load_state_dict(given, strict=False, assign=assign)
+        keys = whole.load_state_dict(given, strict=False, assign=assign)
     except RuntimeError as error:
-        return [], [], [str(error)], describe(module)
+        first, *rest = str(error).split("\n\t")
+        listed = rest and first.startswith("Error(s) in loading state_dict")  # else a hook has raised it
+        return [], [], rest if listed else [str(error)], describe(module)
     return list(keys.missing_keys), list(keys.unexpected_keys), [], describe(module)
 
 
