@@ -124,41 +124,55 @@ def test_link_local_addresses(hosts: list[Host]) -> None:
 # Errors of init.
 
 
-def fail(rank: int, hosts: list[Host], given: list[bh.Options]) -> Any:
+def fail(rank: int, hosts: list[Host], folder: pathlib.Path, given: list[bh.Options]) -> Any:
+    found = "fine", None, ""
     try:
         meet(rank, hosts, given[rank])
     except (bh.BackhaulError, ValueError) as error:
-        return type(error).__name__, getattr(error, "worker", None), str(error)
-    # Stay until the others are done, or they would lose this worker while they start.
-    bh.shutdown(timeout=10.0)
-    return "fine", None, ""
+        found = type(error).__name__, getattr(error, "worker", None), str(error)
+    # Stay until the others are done too: the store is here, or they may want to connect to this worker.
+    (folder / f"came{rank}").touch()
+    for other in range(len(hosts)):
+        wait_for(folder / f"came{other}")
+    bh.shutdown(graceful=False)
+    return found
 
 
-def test_a_host_that_does_not_listen(hosts: list[Host]) -> None:
-    for wrong in (options(transport="unix"), options(bind="127.0.0.1")):
-        found = on_hosts(hosts, fail, [options(), options(), wrong])
-        assert [each[:2] for each in found] == [("RendezvousError", "worker2")] * 3
+@pytest.mark.parametrize("wrong", [{"transport": "unix"}, {"bind": "127.0.0.1"}], ids=str)
+def test_a_host_that_does_not_listen(hosts: list[Host], wrong: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    found = on_hosts(hosts, fail, tmp_path, [options(), options(), options(**wrong)])
+    assert [each[:2] for each in found] == [("RendezvousError", "worker2")] * 3
 
 
-def test_a_secret_that_is_missing_or_weak(hosts: list[Host]) -> None:
-    found = on_hosts(hosts[:2], fail, [options()] * 2, secret=None)
+def test_a_secret_that_is_missing(hosts: list[Host], tmp_path: pathlib.Path) -> None:
+    found = on_hosts(hosts[:2], fail, tmp_path, [options()] * 2, secret=None)
     assert [each[:2] for each in found] == [("RendezvousError", "worker0")] * 2
     assert all("BACKHAUL_SECRET" in text and "\n" not in text for _, _, text in found)
-    found = on_hosts(hosts[:2], fail, [options()] * 2, secret="secret")
+
+
+def test_a_secret_that_only_some_have(hosts: list[Host], tmp_path: pathlib.Path) -> None:
+    given = [options(security=bh.Security(secret=SECRET), rendezvous_timeout=2.0), options()]
+    found = on_hosts(hosts[:2], fail, tmp_path, given, secret=None)
+    assert found[1][0] == "RendezvousError"
+    assert "rank 0 has a secret" in found[1][2]
+
+
+def test_a_secret_that_is_easy_to_guess(hosts: list[Host], tmp_path: pathlib.Path) -> None:
+    found = on_hosts(hosts[:2], fail, tmp_path, [options()] * 2, secret="secret")
     assert [kind for kind, _, _ in found] == ["ValueError"] * 2
 
 
 @pytest.mark.parametrize("security", [bh.Security(), PLAIN], ids=["tls", "plain"])
-def test_a_wrong_secret(hosts: list[Host], security: bh.Security) -> None:
+def test_a_wrong_secret(hosts: list[Host], security: bh.Security, tmp_path: pathlib.Path) -> None:
     right = options(security=security)
     wrong = options(security=bh.Security(secret="another secret than theirs", allow_plain=security.allow_plain))
-    found = on_hosts(hosts[:2], fail, [right, wrong])
+    found = on_hosts(hosts[:2], fail, tmp_path, [right, wrong])
     assert [each[:2] for each in found] == [("AuthenticationError", "worker1"), ("AuthenticationError", "worker0")]
 
 
-def test_an_address_that_does_not_answer(hosts: list[Host]) -> None:
+def test_an_address_that_does_not_answer(hosts: list[Host], tmp_path: pathlib.Path) -> None:
     nowhere = options(advertise=f"{hosts[0].address.rpartition('.')[0]}.99")
-    found = on_hosts(hosts[:2], fail, [options(connect_timeout=1.0, shutdown_timeout=1.0), nowhere])
+    found = on_hosts(hosts[:2], fail, tmp_path, [options(connect_timeout=1.0), nowhere])
     assert found[0][:2] == ("RendezvousError", "worker1")
 
 

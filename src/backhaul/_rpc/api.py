@@ -86,17 +86,18 @@ def init(
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
-    meeting = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
+    rendezvous = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, began=began)
     if join:
-        secret = meeting.agree_on_secret(secret)
-        worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)
-        meeting.replace(worker.part(Node).peers.own.record)
+        addresses = rendezvous.addresses(host_identity())
+        secret = rendezvous.find_secret(secret)
+        worker = _join(name or f"worker{rank}", rank, addresses, secret, options, timeout=rendezvous.left)
+        rendezvous.add_member(worker.part(Node).peers.own.record)
         worker.attach(store)
         return worker
     name = name if name is not None else f"worker{rank}"
     end = OwnEndpoint(
         name,
-        meeting.agree_on_secret(secret),
+        rendezvous.agree_on_secret(secret),
         options,
         towards=host_of(store),
         own_secret=secret is not None,
@@ -104,7 +105,7 @@ def init(
     )
     try:
         own = describe(name, rank, end.endpoint, options, host=host_identity())
-        records = end.settle(meeting.exchange(end.offer(own)))
+        records = end.settle(rendezvous.exchange(end.offer(own)))
         check(records[rank], records)
     except BaseException:
         end.close()
@@ -119,7 +120,15 @@ def init(
     return node.worker
 
 
-def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes | None, options: Options) -> Worker:
+def _join(
+    name: str | None,
+    rank: int,
+    addresses: Sequence[str],
+    secret: bytes | None,
+    options: Options,
+    *,
+    timeout: float | None = None,
+) -> Worker:
     """Become a member of a running cluster."""
     if name is None:
         raise ValueError("a worker that joins needs a name")
@@ -140,7 +149,7 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
         several_hosts=bool(beyond),
     )
     own = describe(name, rank, end.endpoint, options, host=host_identity())
-    return join_cluster(end.endpoint, own, addresses, options).worker
+    return join_cluster(end.endpoint, own, addresses, options, timeout=timeout).worker
 
 
 @graph_break
