@@ -130,9 +130,8 @@ def fail(rank: int, hosts: list[Host], folder: pathlib.Path, given: list[bh.Opti
         meet(rank, hosts, given[rank])
     except (bh.BackhaulError, ValueError) as error:
         found = type(error).__name__, getattr(error, "worker", None), str(error)
-    # Stay until the others are done too: the store is here, or they may want to connect to this worker.
     (folder / f"came{rank}").touch()
-    for other in range(len(hosts)):
+    for other in range(len(hosts)):  # they may want to connect to this worker
         wait_for(folder / f"came{other}")
     bh.shutdown(graceful=False)
     return found
@@ -195,8 +194,7 @@ def look_around(rank: int, hosts: list[Host]) -> dict[str, Any]:
 
 def test_errors_name_the_interfaces_there_are(hosts: list[Host]) -> None:
     """A host with two networks and no default route."""
-    hosts[0].ip("link", "add", "second0", "type", "dummy")
-    hosts[0].ip("link", "add", "empty0", "type", "dummy")
+    hosts[0].ip("link", "add", "second0", "type", "veth", "peer", "name", "empty0")
     hosts[0].ip("addr", "add", "10.214.0.1/24", "dev", "second0")
     hosts[0].ip("link", "set", "second0", "up")
     (found,) = on_hosts(hosts[:1], look_around)

@@ -24,7 +24,7 @@ from backhaul._runtime.compile_marks import graph_break
 from backhaul._transport.sockets.addresses import host_identity
 from backhaul._types import MAX_WORKERS, WorkerInfo, check_name
 from backhaul._worker.worker import Worker, current_worker, running_workers
-from backhaul.errors import NotInitializedError
+from backhaul.errors import NotInitializedError, RendezvousError
 
 T = TypeVar("T")
 
@@ -107,6 +107,10 @@ def init(
         own = describe(name, rank, end.endpoint, options, host=host_identity())
         records = end.settle(rendezvous.exchange(end.offer(own)))
         check(records[rank], records)
+    except (RendezvousError, ValueError):
+        end.close()
+        rendezvous.wait_for_readers()
+        raise
     except BaseException:
         end.close()
         raise

@@ -137,6 +137,11 @@ def agree_on_secret(rank: int, size: int, fresh: bytes) -> Steps[bytes]:
     return found
 
 
+def count_reader(token: str, amount: int) -> Steps[int]:
+    """Count the ranks that have read the table of the rank 0 with that token. ``amount``: 1 for one more, or 0."""
+    return _add(f"backhaul/readers/{token}", amount)
+
+
 def keep_secret() -> Steps[None]:
     """Rank 0 was given a secret: tell the ranks that were not."""
     yield SetKey(_SECRET, b"")

@@ -4,6 +4,7 @@ secret where none was given; nothing else goes through it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import logging
@@ -34,6 +35,7 @@ from backhaul._rpc.cluster.generations import (
     SupersededError,
     add_member,
     agree_on_secret,
+    count_reader,
     find_members,
     find_secret,
     follow,
@@ -51,6 +53,7 @@ log = logging.getLogger("backhaul")
 
 _NOTICE_SECONDS = 5.0  # after which a worker logs which workers it waits for
 _POLL_SECONDS, _POLL_SECONDS_PER_KEY = 0.25, 0.001  # between queries of the store after that
+_READERS_SECONDS, _READERS_POLL_SECONDS = 2.0, 0.02  # for the others to read why this worker fails
 _ANSWER_SECONDS = 1.0  # that the store has to answer at least
 _CONNECT_SECONDS = 1.0  # for an attempt to connect to the store
 _MIN_RANGE = 4  # consecutive ranks that are written as a range
@@ -177,6 +180,7 @@ class StoreRendezvous:
         self._timeout = timeout
         self._deadline = (time.monotonic() if began is None else began) + timeout
         self._noticed = False
+        self._token = ""  # that rank 0 had in the rendezvous
         self._generation = 0  # the one that this worker has joined later
 
     def agree_on_secret(self, given: bytes | None) -> bytes:
@@ -210,6 +214,9 @@ class StoreRendezvous:
             raise RendezvousError(
                 "another process with rank 0 has come to the same store; start each rank once, or end this process"
             ) from None
+        self._token = arrivals[0].token
+        if self._rank:
+            self._run(count_reader(self._token, 1))
         for rank, arrival in enumerate(arrivals):
             if arrival.size != len(arrivals):
                 raise RendezvousError(
@@ -217,6 +224,18 @@ class StoreRendezvous:
                     f"world_size={arrival.size}; give all workers the same number"
                 )
         return [bytes(arrival.payload) for arrival in arrivals]
+
+    @interrupts.waits
+    def wait_for_readers(self) -> None:
+        """Rank 0, before it fails on what the others offer: wait a little until they know it too. The store may end
+        with this process, and then they could not tell why.
+        """
+        deadline = time.monotonic() + _READERS_SECONDS
+        with contextlib.suppress(RendezvousError):
+            while self._rank == 0 and self._token and self._run(count_reader(self._token, 0)) < self._size - 1:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(_READERS_POLL_SECONDS)
 
     def addresses(self, host: str) -> list[str]:
         """The addresses at which the members of the newest cluster at this store can be reached from ``host``. Waits
