@@ -41,8 +41,8 @@ def init(
 ) -> Worker:
     """Make this process a worker and wait until all workers have started.
 
-    Arguments that are not given come from torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-    ``MASTER_PORT``). Once this returns, every worker can be called by name; connections open at the first call.
+    Arguments that are not given come from the environment of torchrun, MPI, Slurm or Kubernetes; see
+    ``docs/clusters.md``. Once this returns, every worker can be called by name; connections open at the first call.
 
     With ``join`` the worker becomes a member of a cluster that is running already. If a worker of the same name was
     lost, the new one takes its place. Once this returns, every member knows the worker.

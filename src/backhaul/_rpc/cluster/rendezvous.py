@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from backhaul._options import Options
 from backhaul._rpc.cluster.addressing import SECRET_NEEDED, AddressOffer, records_of
+from backhaul._rpc.cluster.environment import find_place
 from backhaul._rpc.cluster.generations import (
     AddToKey,
     Answer,
@@ -64,26 +65,30 @@ _read_offer = msgspec.json.Decoder(AddressOffer)
 def open_store(
     rank: int | None, world_size: int | None, options: Options, *, alone: bool = False
 ) -> tuple[Store, int, int]:
-    """The store that ``options.init_method`` names (default: torchrun's environment), the worker's rank, and the size.
+    """The store that ``options.init_method`` or the environment names, the worker's rank, and the number of workers.
 
     ``alone``: the store exists already, and this worker must not serve it, whatever its rank is.
     """
-    rank = _from_environment("RANK", rank)
-    world_size = _from_environment("WORLD_SIZE", world_size)
-    method = options.init_method or "env://"
+    place = find_place(os.environ, rank, world_size, parent=os.getppid())
+    rank, world_size = place.rank, place.size
     if rank is None or world_size is None:
+        unknown = " and ".join(what for what, value in (("rank", rank), ("world_size", world_size)) if value is None)
+        says = f"; the environment of {place.source} does not say it" if place.source else ""
         raise ValueError(
-            "init needs a rank and a world_size: pass them, or start under torchrun, which sets RANK and WORLD_SIZE; "
-            "for workers inside this process use backhaul.cluster()"
+            f"init does not know the {unknown}{says}: pass it, set RANK and WORLD_SIZE, or start with torchrun, mpirun "
+            "or srun (an Indexed Job of Kubernetes needs WORLD_SIZE); for workers inside this process use "
+            "backhaul.cluster()"
         )
     check_rank(rank, world_size)
-    if method == "env://":
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"init does not know where the workers meet: set {' and '.join(missing)} (torchrun does), or pass "
-                "Options(init_method='tcp://host:port' or 'file:///path'), or a store"
-            )
+    method = options.init_method if options.init_method not in (None, "env://") else place.method
+    if method is None:
+        values = (("MASTER_ADDR", place.address), ("MASTER_PORT", place.port))
+        missing = " and ".join(name for name, value in values if value is None)
+        raise ValueError(
+            f"init does not know where the workers meet: set {missing} to the host of rank 0 and a free port there (as "
+            "torchrun does), or pass Options(init_method='tcp://host:port' or 'file:///path'), or a store"
+        )
+    log.info("rank %d of %d, as %s says; the workers meet at %s", rank, world_size, place.source, method)
     if method.startswith("file://"):
         # Torch would wait until the folder appears, and stop every thread of the process meanwhile.
         folder = Path(urllib.parse.urlparse(method).path).parent
@@ -148,16 +153,6 @@ def check_rank(rank: int, world_size: int) -> None:
         raise ValueError(f"world_size must be 1 to {MAX_WORKERS}, got {world_size}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
-
-
-def _from_environment(name: str, given: int | None) -> int | None:
-    if given is not None:
-        return given
-    value = os.environ.get(name)
-    try:
-        return int(value) if value is not None else None
-    except ValueError:
-        raise ValueError(f"the environment's {name} is not a number: {value!r}") from None
 
 
 class StoreRendezvous:
