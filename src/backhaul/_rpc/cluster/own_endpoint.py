@@ -15,6 +15,7 @@ from backhaul._options import Options, Tls
 from backhaul._rpc.cluster.addressing import SECRET_NEEDED, AddressOffer, neighbor_of, on_several_hosts, settle
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._rpc.cluster.peers import Peers
+from backhaul._transport.base import ConnectTimeoutError
 from backhaul._transport.sockets.certificates import check_strength, issue
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.interfaces import NoAddressError
@@ -194,7 +195,7 @@ def check_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[Wor
         text = f"cannot talk to worker '{other.name}' at {address}: {error}"
         raise AuthenticationError(text, worker=other.name) from None
     except (ConnectionError, ValueError) as error:
-        if not _has_left(peers, other):
+        if isinstance(error, ConnectTimeoutError) or not _has_left(peers, other):
             raise RendezvousError(
                 f"worker '{own.name}' cannot reach worker '{other.name}' on another host: {error}; check that no "
                 f"firewall is between them, and that '{other.name}' listens on a network of both (Options(bind=...), "
