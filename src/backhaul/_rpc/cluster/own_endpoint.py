@@ -4,6 +4,7 @@ rendezvous, tries whether the workers of another host answer. ``addressing`` dec
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -101,14 +102,19 @@ class OwnEndpoint:
         self._spare: TcpListener | None = None
         self._obstacle = ""
         given = _given_address(options, towards)
-        default = options.bind is None and options.advertise is None and several_hosts is not False
-        if default:
-            self._reserve(towards)
-        if several_hosts and default and self._spare is None:
-            why = self._obstacle or f"it has no secret of yours; {SECRET_NEEDED}"
-            raise RendezvousError(f"the workers on other hosts cannot reach worker '{name}': {why}", worker=name)
-        listener = TcpListener(given) if given is not None else None
-        try:
+        with contextlib.ExitStack() as made:
+            if options.bind is None and options.advertise is None and several_hosts is not False:
+                self._reserve(towards)
+                if several_hosts and self._spare is None:
+                    why = self._obstacle or f"it has no secret of yours; {SECRET_NEEDED}"
+                    raise RendezvousError(
+                        f"the workers on other hosts cannot reach worker '{name}': {why}", worker=name
+                    )
+            if self._spare is not None:
+                made.callback(self._spare.close)
+            listener = TcpListener(given) if given is not None else None
+            if listener is not None:
+                made.callback(listener.close)
             credentials = self._credentials(beyond_loopback=given is not None and given.beyond_loopback)
             self.endpoint = SocketEndpoint(
                 secret=secret,
@@ -117,14 +123,11 @@ class OwnEndpoint:
                 shm_bytes=options.shm_bytes,
                 spin=options.spin,
             )
-        except BaseException:
-            for made in (listener, self._spare):
-                if made is not None:
-                    made.close()
-            raise
-        self.endpoint.use_tcp(listener, credentials)
-        if several_hosts:
-            self._use_spare()
+            made.callback(self.endpoint.close)
+            self.endpoint.use_tcp(listener, credentials)
+            if several_hosts:
+                self._use_spare()
+            made.pop_all()
 
     def _reserve(self, towards: str | None) -> None:
         """Take a TCP port, in case there are several hosts."""
