@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 import backhaul as bh
+from backhaul._rpc.node import Node
 from backhaul._transport.base import EndpointFactory
 from backhaul._transport.sockets.addresses import parse
 from backhaul._transport.sockets.endpoint import SocketEndpoint
@@ -28,7 +28,6 @@ from backhaul.compat import rpc
 from backhaul.compat.rpc import constants
 
 from . import remote_functions as remote
-from .conftest import TRANSPORTS
 from .processes import DIED, run_processes
 from .remote_functions import PATIENCE, gate
 
@@ -499,20 +498,6 @@ def test_shutdown_waits_for_everyones_work(endpoints: EndpointFactory, signs: Si
         assert all(worker.closed for worker in workers)
 
 
-def test_workers_that_end_together_do_not_wait_for_each_other(caplog: pytest.LogCaptureFixture) -> None:
-    """Each sees the others close their channels, and must not open new ones to tell of it: nobody would accept them."""
-    for _ in range(8):
-        with bh.cluster(4, endpoints=TRANSPORTS["tcp"]) as workers:
-            for worker in workers:
-                with worker:
-                    x = torch.ones(3, requires_grad=True)
-                    y = x
-                    for info in bh.get_worker_infos():
-                        y = bh.rpc_sync(info, torch.neg, args=(y,))
-                    y.sum().backward()
-    assert not caplog.messages
-
-
 def wait_and_bounce(name: str) -> list[str]:
     remote.wait_at(name)
     return remote.bounce(["alice", "carol"], 10)
@@ -665,6 +650,21 @@ def test_a_call_that_races_with_shutdown_names_the_closed_worker(endpoints: Endp
             over.set()
             for end in ends:
                 assert type(end.result(PATIENCE)) is bh.errors.NotInitializedError, end.result()
+
+
+def test_a_worker_that_ends_connects_to_nobody(endpoints: EndpointFactory) -> None:
+    """Its own threads hear of the channels that it closes, and some connect to workers whose channel is lost."""
+    with bh.cluster(2, endpoints=endpoints) as (own, _):
+        assert bh.rpc_sync("worker1", remote.whoami) == "worker1"
+        peers = own.part(Node).peers
+        other, lost = peers.find("worker1"), threading.Event()
+        peers.on_lost(lambda *_: lost.set())
+        peers.connections.close()
+        assert lost.wait(PATIENCE)
+        with pytest.raises(bh.PeerLostError) as caught:
+            peers.channel_to(other, PATIENCE)
+        assert caught.value.worker == "worker1"
+        bh.shutdown(graceful=False)
 
 
 def test_no_thread_survives_shutdown(endpoints: EndpointFactory, signs: Signs) -> None:
