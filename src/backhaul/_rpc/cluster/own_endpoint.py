@@ -28,6 +28,7 @@ SECRET_VARIABLE = "BACKHAUL_SECRET"
 
 _FAREWELL_SECONDS = 1.0  # for the news to come that a worker which does not answer has left
 _POLL_SECONDS = 0.02
+_LINGER_SECONDS = 1.0  # before a worker that cannot reach another ends
 
 
 def secret_of(options: Options) -> bytes | None:
@@ -179,10 +180,20 @@ def check_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[Wor
     """Connect to one worker of another host, to see now what the first call would find: that its address does not
     answer, or that it has another secret. One connection for each worker, however many there are.
 
+    If that fails, this waits a moment: the worker that connects to this one should get an answer, not a closed port.
+
     Raises:
         RendezvousError: It does not answer. Not if it has left already.
         AuthenticationError: The two workers do not accept each other.
     """
+    try:
+        _try_neighbor(peers, endpoint, records, timeout)
+    except (RendezvousError, AuthenticationError):
+        time.sleep(_LINGER_SECONDS)
+        raise
+
+
+def _try_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[WorkerRecord], timeout: float) -> None:
     own = peers.own.record
     other = neighbor_of(own, records)
     address = choose(other, own.host) if other is not None else None
@@ -200,9 +211,9 @@ def check_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[Wor
     except (ConnectionError, ValueError) as error:
         if isinstance(error, ConnectTimeoutError) or not _has_left(peers, other):
             raise RendezvousError(
-                f"worker '{own.name}' cannot reach worker '{other.name}' on another host: {error}; check that no "
-                f"firewall is between them, and that '{other.name}' listens on a network of both (Options(bind=...), "
-                "Options(advertise=...))",
+                f"worker '{own.name}' cannot reach worker '{other.name}' on another host: {error}; if '{other.name}' has "
+                "not failed itself, check that no firewall is between them, and that it listens on a network of both "
+                "(Options(bind=...), Options(advertise=...))",
                 worker=other.name,
             ) from error
 
