@@ -211,7 +211,7 @@ def _try_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[Work
     except (ConnectionError, ValueError) as error:
         if isinstance(error, ConnectTimeoutError) or not _has_left(peers, other):
             raise RendezvousError(
-                f"worker '{own.name}' cannot reach worker '{other.name}' on another host: {error}; if '{other.name}' has "
+                f"worker '{own.name}' cannot reach worker '{other.name}' on another host: {error}; if it has "
                 "not failed itself, check that no firewall is between them, and that it listens on a network of both "
                 "(Options(bind=...), Options(advertise=...))",
                 worker=other.name,
