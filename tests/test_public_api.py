@@ -58,6 +58,7 @@ NAMES = [
     "remote_op",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "time_left",
     "wait_all",
@@ -66,6 +67,7 @@ NAMES = [
 SIGNATURES = {
     "init": "(name, *, rank, world_size, store, join, options)",
     "shutdown": "(*, graceful, timeout, ignore_rref_leak)",
+    "serve": "(*, timeout)",
     "leave": "(*, timeout)",
     "on_membership": "(callback)",
     "launch": "(function, workers, *, args, kwargs, options, timeout, start_method, torchrun_variables)",

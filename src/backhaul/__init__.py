@@ -21,16 +21,15 @@ from backhaul._rpc.api import (
     get_worker_info,
     get_worker_infos,
     init,
-    leave,
     on_membership,
     rpc_async,
     rpc_sync,
-    shutdown,
 )
 from backhaul._rpc.calls.async_results import async_execution
 from backhaul._rpc.calls.retry import Retry
 from backhaul._rpc.cluster.membership_events import MembershipEvent
 from backhaul._rpc.compression import compression
+from backhaul._rpc.ending import leave, serve, shutdown
 from backhaul._rpc.futures import Future, collect_all, wait_all
 from backhaul._rpc.security.policy import expose
 from backhaul._rref.handle import RRef
@@ -93,6 +92,7 @@ __all__ = [
     "remote_op",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "time_left",
     "wait_all",
