@@ -122,9 +122,11 @@ def follow(rank: int, own: Participant) -> Steps[list[Participant]]:
 
 
 def agree_on_secret(rank: int, size: int, fresh: bytes) -> Steps[bytes]:
-    """The secret of all clusters at this store: ``fresh`` of the first rank 0. A rank 0 that is restarted keeps it."""
+    """The secret of all clusters at this store: ``fresh`` of the first rank 0. A rank 0 that is restarted keeps it.
+    Empty: rank 0 keeps its secret to itself.
+    """
     found = yield from find_secret()
-    if found is None and rank == 0:
+    if not found and rank == 0:
         yield SetKey(_SECRET, fresh)
         return fresh
     if found is None:
@@ -135,8 +137,18 @@ def agree_on_secret(rank: int, size: int, fresh: bytes) -> Steps[bytes]:
     return found
 
 
+def count_reader(token: str, amount: int) -> Steps[int]:
+    """Count the ranks that have read the table of the rank 0 with that token. ``amount``: 1 for one more, or 0."""
+    return _add(f"backhaul/readers/{token}", amount)
+
+
+def keep_secret() -> Steps[None]:
+    """Rank 0 was given a secret: tell the ranks that were not."""
+    yield SetKey(_SECRET, b"")
+
+
 def find_secret() -> Steps[bytes | None]:
-    """The secret, if rank 0 has put one into the store."""
+    """The secret, if rank 0 has put one into the store. Empty: rank 0 keeps its secret to itself."""
     values = yield from _get((_SECRET,))
     return values[0] if values else None
 

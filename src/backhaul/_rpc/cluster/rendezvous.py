@@ -4,6 +4,7 @@ secret where none was given; nothing else goes through it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import logging
@@ -21,6 +22,7 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.rendezvous import rendezvous
 
 from backhaul._options import Options
+from backhaul._rpc.cluster.addressing import SECRET_NEEDED, AddressOffer, records_of
 from backhaul._rpc.cluster.environment import find_place
 from backhaul._rpc.cluster.generations import (
     AddToKey,
@@ -34,21 +36,17 @@ from backhaul._rpc.cluster.generations import (
     SupersededError,
     add_member,
     agree_on_secret,
+    count_reader,
     find_members,
     find_secret,
     follow,
+    keep_secret,
     lead,
 )
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._runtime import interrupts
-from backhaul._transport.sockets.certificates import files_of
-from backhaul._transport.sockets.tls import Credentials
 from backhaul._types import MAX_WORKERS
 from backhaul.errors import RendezvousError
-
-SECRET_VARIABLE = "BACKHAUL_SECRET"
-TLS_VARIABLE = "BACKHAUL_TLS"
-"""Names the folder where ``launch`` puts the certificates of its workers."""
 
 T = TypeVar("T")
 
@@ -56,11 +54,12 @@ log = logging.getLogger("backhaul")
 
 _NOTICE_SECONDS = 5.0  # after which a worker logs which workers it waits for
 _POLL_SECONDS, _POLL_SECONDS_PER_KEY = 0.25, 0.001  # between queries of the store after that
+_READERS_SECONDS, _READERS_POLL_SECONDS = 2.0, 0.02  # for the others to read why this worker fails
 _ANSWER_SECONDS = 1.0  # that the store has to answer at least
 _CONNECT_SECONDS = 1.0  # for an attempt to connect to the store
 _MIN_RANGE = 4  # consecutive ranks that are written as a range
 
-_read_record = msgspec.json.Decoder(WorkerRecord)
+_read_offer = msgspec.json.Decoder(AddressOffer)
 
 
 def open_store(
@@ -176,32 +175,33 @@ class StoreRendezvous:
         self._timeout = timeout
         self._deadline = (time.monotonic() if began is None else began) + timeout
         self._noticed = False
+        self._token = ""  # that rank 0 had in the rendezvous
         self._generation = 0  # the one that this worker has joined later
 
     def agree_on_secret(self, given: bytes | None) -> bytes:
         """The given secret, or one that rank 0 makes: then any process that can read the store may take part."""
         if given is not None:
+            if self._rank == 0:
+                self._run(keep_secret())
             return given
-        return self._run(agree_on_secret(self._rank, self._size, random_secrets.token_hex(32).encode()))
+        found = self._run(agree_on_secret(self._rank, self._size, random_secrets.token_hex(32).encode()))
+        if not found:
+            raise RendezvousError(f"rank 0 has a secret of its user's, and rank {self._rank} has none; {SECRET_NEEDED}")
+        return found
 
     def find_secret(self, given: bytes | None) -> bytes:
         """The given secret, or the one of a cluster that is running."""
         found = given if given is not None else self._run(find_secret())
-        if found is None:
-            raise RendezvousError(
-                "the store has no secret, since the members were given one: give this worker the same, by "
-                f"{SECRET_VARIABLE} or Options(security=Security(secret=...))"
-            )
+        if not found:
+            raise RendezvousError(f"the members were given a secret, which the store does not have; {SECRET_NEEDED}")
         return found
 
-    def exchange(self, record: WorkerRecord) -> list[WorkerRecord]:
-        """Meet the workers of all ranks; return their records by rank. Raises ``RendezvousError``."""
-        records = [_read_record.decode(payload) for payload in self.meet(msgspec.json.encode(record))]
-        check_table(records)
-        return records
+    def exchange(self, offer: AddressOffer) -> list[AddressOffer]:
+        """Meet the workers of all ranks; return their offers by rank. Raises ``RendezvousError``."""
+        return [_read_offer.decode(payload) for payload in self.meet(msgspec.json.encode(offer))]
 
     def meet(self, payload: bytes) -> list[bytes]:
-        """As ``exchange``, with any JSON in place of records."""
+        """As ``exchange``, with any JSON in place of offers."""
         own = Participant(random_secrets.token_hex(16), self._size, msgspec.Raw(payload))
         try:
             arrivals = self._run(lead(own) if self._rank == 0 else follow(self._rank, own))
@@ -209,6 +209,9 @@ class StoreRendezvous:
             raise RendezvousError(
                 "another process with rank 0 has come to the same store; start each rank once, or end this process"
             ) from None
+        self._token = arrivals[0].token
+        if self._rank:
+            self._run(count_reader(self._token, 1))
         for rank, arrival in enumerate(arrivals):
             if arrival.size != len(arrivals):
                 raise RendezvousError(
@@ -217,19 +220,31 @@ class StoreRendezvous:
                 )
         return [bytes(arrival.payload) for arrival in arrivals]
 
+    @interrupts.waits
+    def wait_for_readers(self) -> None:
+        """Rank 0, before it fails on what the others offer: wait a little until they know it too. The store may end
+        with this process, and then they could not tell why.
+        """
+        deadline = time.monotonic() + _READERS_SECONDS
+        with contextlib.suppress(RendezvousError):
+            while self._rank == 0 and self._token and self._run(count_reader(self._token, 0)) < self._size - 1:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(_READERS_POLL_SECONDS)
+
     def addresses(self, host: str) -> list[str]:
         """The addresses at which the members of the newest cluster at this store can be reached from ``host``. Waits
         until there is a cluster.
         """
         self._generation, payloads = self._run(find_members())
-        found = [choose(_read_record.decode(payload), host) for payload in payloads]
+        found = [choose(record, host) for record in records_of([_read_offer.decode(payload) for payload in payloads])]
         if not any(found):
             raise RendezvousError("the store has no member of a running cluster that can be reached from this host")
         return list(dict.fromkeys(address for address in found if address is not None))
 
     def add_member(self, record: WorkerRecord) -> None:
         """This worker has joined the cluster that ``addresses`` found: put it into the store for later workers."""
-        self._run(add_member(self._generation, msgspec.json.encode(record)))
+        self._run(add_member(self._generation, msgspec.json.encode(AddressOffer(record))))
 
     @property
     def left(self) -> float:
@@ -304,15 +319,6 @@ class StoreRendezvous:
         return f"{len(ranks)} of {len(signs)} did not come: ranks {_listed(ranks)}"
 
 
-def check_table(records: Sequence[WorkerRecord]) -> None:
-    """Check the records of all workers, by rank. Every worker raises the same ``RendezvousError``."""
-    names: dict[str, int] = {}
-    for rank, name in enumerate(record.name for record in records):
-        if name in names:
-            raise RendezvousError(f"two workers are called '{name}': ranks {names[name]} and {rank}", worker=name)
-        names[name] = rank
-
-
 _GONE = "the store is gone"
 
 
@@ -328,28 +334,3 @@ def _listed(ranks: Sequence[int]) -> str:
         row = [rank for _, rank in run]
         found += [f"{row[0]}-{row[-1]}"] if len(row) >= _MIN_RANGE else map(str, row)
     return ", ".join(found)
-
-
-def secret_of(options: Options) -> bytes | None:
-    """The secret from the options or the environment, or None."""
-    secret = options.security.secret if options.security.secret is not None else os.environ.get(SECRET_VARIABLE)
-    if secret is None:
-        return None
-    if not secret:
-        raise ValueError(
-            f"the cluster secret is empty; set {SECRET_VARIABLE} or Options(security=Security(secret=...)), or neither"
-        )
-    return secret.encode() if isinstance(secret, str) else secret
-
-
-def credentials_of(options: Options, rank: int) -> Credentials | None:
-    """The certificate and key of this worker for TCP; None: it has none, and TCP is not encrypted."""
-    if options.security.tls != "auto":
-        return None if options.security.tls is None else Credentials(options.security.tls)
-    folder = os.environ.get(TLS_VARIABLE)
-    if folder is None:
-        raise ValueError(
-            "tls='auto' is for workers that backhaul.launch starts and makes certificates for; other workers need "
-            "Options(security=Security(tls=Tls(certificate=..., key=..., authority=...)))"
-        )
-    return Credentials(files_of(Path(folder), rank))

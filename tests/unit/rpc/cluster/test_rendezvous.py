@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from backhaul._rpc.cluster import rendezvous
+from backhaul._rpc.cluster.addressing import AddressOffer
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.cluster.rendezvous import StoreRendezvous
 from backhaul.errors import RendezvousError
@@ -18,8 +19,8 @@ from backhaul.errors import RendezvousError
 LONG_SECONDS = 1e6  # no test takes that long
 
 
-def record(rank: int) -> WorkerRecord:
-    return WorkerRecord(rank, f"worker{rank}", "1", "here", ("unix:@x",), "", 1)
+def offer(rank: int) -> AddressOffer:
+    return AddressOffer(WorkerRecord(rank, f"worker{rank}", "1", "here", ("unix:@x",), "", 1))
 
 
 def late(store: HashStore, rank: int) -> StoreRendezvous:
@@ -30,9 +31,9 @@ def late(store: HashStore, rank: int) -> StoreRendezvous:
 @pytest.mark.parametrize(
     ("rank", "step", "missing"),
     [
-        (0, lambda found: found.exchange(record(0)), "2 of 3 did not come: ranks 1, 2"),
+        (0, lambda found: found.exchange(offer(0)), "2 of 3 did not come: ranks 1, 2"),
         (1, lambda found: found.agree_on_secret(None), "2 of 3 did not come: ranks 0, 2"),
-        (1, lambda found: found.exchange(record(1)), "2 of 3 did not come: ranks 0, 2"),
+        (1, lambda found: found.exchange(offer(1)), "2 of 3 did not come: ranks 0, 2"),
         (1, lambda found: found.addresses("here"), "no cluster has started at this store"),
     ],
 )
@@ -47,9 +48,9 @@ def test_a_rank_0_that_came_and_then_hangs() -> None:
     store = HashStore()
     for rank in (0, 1):
         with pytest.raises(RendezvousError, match="did not come"):
-            late(store, rank).exchange(record(rank))
+            late(store, rank).exchange(offer(rank))
     with pytest.raises(RendezvousError, match="all came, but one of them has ended or hangs"):
-        late(store, 2).exchange(record(2))
+        late(store, 2).exchange(offer(2))
 
 
 def test_a_late_rank_is_named_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,17 +62,17 @@ def test_a_late_rank_is_named_and_then_found(monkeypatch: pytest.MonkeyPatch) ->
             if "ranks 1;" not in logged.getMessage():  # rank 1 waits for rank 0 to read
                 return
             noted.append(logged.getMessage())
-            found.append(threads.submit(StoreRendezvous(store, 1, 2, LONG_SECONDS).exchange, record(1)))
+            found.append(threads.submit(StoreRendezvous(store, 1, 2, LONG_SECONDS).exchange, offer(1)))
 
-    found: list[Future[list[WorkerRecord]]] = []
+    found: list[Future[list[AddressOffer]]] = []
     log, handler = logging.getLogger("backhaul"), Come()
     log.addHandler(handler)
     try:
         with threads:
-            assert StoreRendezvous(store, 0, 2, LONG_SECONDS).exchange(record(0)) == [record(0), record(1)]
+            assert StoreRendezvous(store, 0, 2, LONG_SECONDS).exchange(offer(0)) == [offer(0), offer(1)]
     finally:
         log.removeHandler(handler)
-    assert found[0].result() == [record(0), record(1)]
+    assert found[0].result() == [offer(0), offer(1)]
     assert len(noted) == 1
     assert "1 of 2 did not come" in noted[0]
 
@@ -80,7 +81,7 @@ def test_ranks_of_different_sizes() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as threads:
         met = [
-            threads.submit(StoreRendezvous(store, rank, 2 + rank, LONG_SECONDS).exchange, record(rank))
+            threads.submit(StoreRendezvous(store, rank, 2 + rank, LONG_SECONDS).exchange, offer(rank))
             for rank in (0, 1)
         ]
         for each in met:
