@@ -299,6 +299,21 @@ class DrivenModules:
         if self._has_new:
             self.send_changes()
 
+    @contextlib.contextmanager
+    def replacing(self, module: ModuleGradients) -> Iterator[None]:
+        """In the block, the container of ``module`` comes to refer to another module. What is known is forgotten, and
+        changes that were not made are dropped.
+        """
+        container = module.container
+        with self.lock:
+            self._all.pop((container._identity, container._id), None)
+            self.changed.discard(module)
+            module.pending = PendingChanges()
+        yield
+        module.forget()
+        with self.lock:
+            self._all[container._identity, container._id] = module
+
     def _list(self) -> list[ModuleGradients]:
         with self.lock:
             return list(self._all.values())

@@ -114,6 +114,17 @@ class RRef(Generic[T]):
         number = f"RRefId = {_show(self._id)}"
         return f"OwnerRRef({number})" if self._fork is None else f"UserRRef({number}, ForkId = {_show(self._fork)})"
 
+    def _exchange(self, other: RRef[T]) -> None:
+        """Refer to the value of ``other``, and let ``other`` refer to the value of this reference. Neither value is on
+        this worker. Calls that are under way go on with the value for which they were made.
+        """
+        assert self._entry is None
+        assert other._entry is None
+        for name in ("_id", "_owner", "_identity", "_fork", "_created", "_type"):
+            own = getattr(self, name)
+            setattr(self, name, getattr(other, name))
+            setattr(other, name, own)
+
     # The value.
 
     @graph_break

@@ -282,6 +282,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._lock:
             self._known = [_copy(group) for group in options]
 
+    def _make_again(self, state: Mapping[str, Any]) -> None:
+        """Make the optimizers of all owners anew, with a state: the references are to other parameters now."""
+        groups = [(_options(group), list(group["params"])) for group in self.param_groups]
+        self._shares, self._known, self._count = {}, [], 0
+        self._place(groups)
+        self.load_state_dict(state)
+
+    def _optimizers_here(self) -> set[int]:
+        """The ids of the optimizers of this worker's own share."""
+        shares = self._shares.values()
+        return {id(share.local.local_value().optimizer) for share in shares if share.local.is_owner()}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DistributedOptimizer cannot be pickled; save or send its state_dict() instead")
 

@@ -1,0 +1,292 @@
+"""``retry_step``: runs the actions of a ``StepLog``."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from backhaul._autograd.api import undoing_passes
+from backhaul._autograd.torch_engine.hooks import count_own_handle
+from backhaul._recovery.cluster_snapshot import StateKeeper
+from backhaul._recovery.random_state import RandomState
+from backhaul._recovery.step_log import Action, Outcome, StepLog
+from backhaul._recovery.trained_state import TrainedState
+from backhaul._rpc.arguments import keywords, positional
+from backhaul._rpc.node import Node
+from backhaul._rref.handle import RRef
+from backhaul._runtime.compile_marks import graph_break
+from backhaul._worker.worker import Worker, current_worker
+from backhaul.errors import BackwardTimeoutError, CallTimeoutError, PeerLostError
+from backhaul.optim.optimizer import DistributedOptimizer
+
+T = TypeVar("T")
+
+log = logging.getLogger("backhaul")
+
+_LOSSES = (PeerLostError, CallTimeoutError, BackwardTimeoutError)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A step with its arguments.
+
+    Attributes:
+        random: The random numbers of this worker when it was first made.
+    """
+
+    step: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    random: RandomState | None = None
+
+
+class _Kept:
+    """What is kept of one state between calls."""
+
+    def __init__(self, worker: Worker, given: Sequence[Any]) -> None:
+        self.log: StepLog[_Call] = StepLog()
+        self.keeper = StateKeeper(worker)
+        self._given = [weakref.ref(each) for each in given]
+
+    def is_of(self, given: Sequence[Any]) -> bool:
+        """Whether the program has named the same objects."""
+        known = [ref() for ref in self._given]
+        return len(given) == len(known) and all(map(operator.is_, given, known))
+
+
+class RetriedSteps:
+    """Attached to a worker: the states of which it makes steps."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
+        worker.attach(self)
+
+    def kept(self, given: Sequence[Any]) -> _Kept:
+        """What is kept of a state."""
+        first = next((each for each in given if isinstance(each, (nn.Module, RRef, torch.optim.Optimizer))), None)
+        if first is None:
+            raise ValueError("`state` has no module, reference or optimizer; pass all that the step changes")
+        found = self._kept.get(first)
+        if found is None or not found.is_of(given):
+            found = self._kept[first] = _Kept(self._worker, given)
+        return found
+
+
+@graph_break
+def retry_step(
+    step: Callable[..., T],
+    state: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    attempts: int = 3,
+    wait: float = 30.0,
+    restore: Callable[[], Any] | None = None,
+    snapshot_every: int = 1,
+) -> T:
+    """Make a training step, and make it again if it fails because a worker was lost.
+
+    Once this returns, the state has been changed by this step exactly once, also if a worker was lost in the middle of
+    the update. If it raises an exception, the state is that before the step.
+
+    A worker that takes the place of a lost one (``init(name, join=...)``) gets the modules that were there, from a
+    snapshot which this worker keeps. The other workers go back to that snapshot too. ``docs/recovery.md`` has all the
+    rules.
+
+    Args:
+        step: The step: a function that computes a loss, its gradients and the update. It is run again as it is, so it
+            must change nothing but ``state``.
+        state: All that the step changes, one object or several: models with modules on other workers, references to
+            modules, optimizers, schedulers, gradient scalers, anything with ``state_dict`` and ``load_state_dict``.
+        args: Positional arguments of ``step``, such as the batch.
+        kwargs: Keyword arguments of ``step``.
+        attempts: How often the step is tried.
+        wait: How many seconds to wait for a worker that takes the place of a lost one, each time.
+        restore: A function without arguments that runs on such a worker, before it gets its modules.
+        snapshot_every: Take a snapshot after that many steps. With more than 1, steps that have returned may be run
+            again after a loss, with the arguments that they had.
+
+    Returns:
+        What ``step`` has returned.
+
+    Raises:
+        ValueError: ``state`` is not complete.
+        PeerLostError: A worker was lost, and no worker took its place in time, or this was the last attempt.
+        Exception: What ``step`` has raised for another reason. It is not tried again.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> def step(x):
+        ...     loss = model(x).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss.item()
+        >>> with bh.cluster(2):
+        ...     model = bh.nn.split(model, {"0": "worker1"})
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     losses = [bh.retry_step(step, (model, optimizer), (torch.ones(2, 4),)) for _ in range(3)]
+        >>> losses[2] < losses[0]
+        True
+    """
+    if not callable(step):
+        raise TypeError(f"step must be a function, not a {type(step).__name__}")
+    for name, value in (("attempts", attempts), ("snapshot_every", snapshot_every)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+    if wait < 0:
+        raise ValueError(f"wait must not be negative, got {wait!r}")
+    if restore is not None and not callable(restore):
+        raise TypeError(f"restore must be a function, not a {type(restore).__name__}")
+    given = list(state) if isinstance(state, (tuple, list)) else [state]
+    worker = current_worker()
+    kept = (worker.parts.get(RetriedSteps) or RetriedSteps(worker)).kept(given)
+    call = _Call(step, positional(args), keywords(kwargs))
+    made: T = _Attempts(worker, kept, given, restore, wait).run(call, attempts, snapshot_every)
+    return made
+
+
+class _Attempts:
+    """Makes one call: does what the log says, until it says to return or to raise."""
+
+    def __init__(
+        self, worker: Worker, kept: _Kept, given: Sequence[Any], restore: Callable[[], Any] | None, wait: float
+    ) -> None:
+        self._worker = worker
+        self._log, self._keeper = kept.log, kept.keeper
+        self._given = given
+        self._restore, self._wait = restore, wait
+        self._members: dict[str, str] = {}
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._changed = False  # by the program, since the last call
+
+    def run(self, call: _Call, attempts: int, every: int) -> Any:
+        """Make the call."""
+        action = self._log.begin(call, attempts=attempts, every=every)
+        try:
+            while action not in (Action.RETURN, Action.RAISE):
+                action = self._log.next(self._do(action, call))
+        except BaseException:
+            self._log.interrupt()
+            raise
+        if action is Action.RAISE:
+            self._raise(call)
+        return self._result
+
+    def _do(self, action: Action, call: _Call) -> Outcome:
+        self._members = self._list_members()
+        try:
+            return self._try(action, call)
+        except Exception as error:
+            lost = self._is_loss(error)
+            if lost:
+                log.warning("%s failed: %s", _NAMES[action], error)
+            if action is Action.RESTORE and self._error is not None:
+                self._error.add_note(f"the state could not be restored: {type(error).__name__}: {error}")
+            else:
+                self._error = error
+            return Outcome.LOST if lost else Outcome.FAILED
+
+    def _try(self, action: Action, call: _Call) -> Outcome:
+        if action is Action.RUN:
+            self._run_current(call)
+            return Outcome.DONE
+        state = TrainedState(self._given)
+        if action is Action.CHECK:
+            self._changed = not self._keeper.is_same(state, with_local=bool(self._log.done))
+            if not (self._changed or self._log.done):
+                self._keeper.save_local(state)
+            return Outcome.CHANGED if self._changed else Outcome.DONE
+        if action is Action.SAVE:
+            self._keeper.save(state)
+            self._changed = False
+        else:
+            if self._changed:
+                self._keeper.warn_of_undone()
+                self._changed = False
+            self._keeper.restore(state, self._restore, self._wait)
+        return Outcome.DONE
+
+    def _run_current(self, call: _Call) -> None:
+        current = self._log.current
+        if current.random is None:
+            current.random = RandomState.now()
+        else:
+            current.random.put_back()
+        with undoing_passes(self._worker), _only_steps_of(self._given):
+            result = current.step(*current.args, **current.kwargs)
+        if current is call:
+            self._result = result
+            if not self._log.saves_next:
+                self._keeper.note_end(TrainedState(self._given))
+
+    def _raise(self, call: _Call) -> None:
+        error = self._error
+        assert error is not None
+        self._error = self._result = None
+        if self._log.torn:
+            error.add_note("the state will be restored by the next retry_step()")
+        elif call.random is not None:
+            call.random.put_back()
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+
+    def _list_members(self) -> dict[str, str]:
+        peers = self._worker.part(Node).peers
+        return {peer.info.name: peer.record.incarnation for peer in peers if not peer.lost}
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Whether an error comes from the loss of a worker, or from one that did not answer in time."""
+        seen: BaseException | None = error
+        while seen is not None:
+            if isinstance(seen, _LOSSES):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        now = self._list_members()
+        return any(now.get(name) != incarnation for name, incarnation in self._members.items())
+
+
+_NAMES = {
+    Action.CHECK: "the look at the state before a step",
+    Action.SAVE: "a snapshot",
+    Action.RESTORE: "a restore",
+    Action.RUN: "a step",
+}
+
+
+@contextmanager
+def _only_steps_of(given: Sequence[Any]) -> Iterator[None]:
+    """In the block, a step of an optimizer that is not part of the state is an error: nothing would undo it."""
+    thread, known = threading.get_ident(), {id(each) for each in given}
+    for each in given:
+        if isinstance(each, DistributedOptimizer):
+            known |= each._optimizers_here()
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == thread and id(optimizer) not in known:
+            raise ValueError(
+                f"the step uses an optimizer ({type(optimizer).__name__}) that is not in `state`; pass it to "
+                "retry_step(): else nothing undoes its updates"
+            )
+
+    count_own_handle()
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,235 @@
+"""Saves the state of all workers to the worker that trains, and restores it on workers that are there then.
+
+[Note: where snapshots are] The worker that trains holds them, in its memory. If it is lost, the run is: nothing else
+knows which step is under way. So a second place would cost as much, and help in no other case.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backhaul._autograd.failure.member_calls import POLL_SECONDS, outside_contexts
+from backhaul._recovery import owner_snapshot
+from backhaul._recovery.local_snapshot import LocalSnapshot, local_mark, remote_leaves, restore_local, save_local
+from backhaul._recovery.owner_snapshot import Installed, Mark, OwnerSnapshot
+from backhaul._recovery.random_state import PROCESS
+from backhaul._recovery.trained_state import TrainedState
+from backhaul._remote_tensors.addresses import own_call
+from backhaul._remote_tensors.module_gradients import driven_modules, send_changes
+from backhaul._remote_tensors.on_owner import Description
+from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
+from backhaul._rpc.api import rpc_async
+from backhaul._rpc.futures import Future
+from backhaul._rpc.node import Node
+from backhaul._worker import deadlines
+from backhaul._worker.worker import Worker
+from backhaul.errors import CallTimeoutError, PeerLostError, UnknownWorkerError
+from backhaul.nn.module_transfer import unpack
+from backhaul.optim.nested_state import map_leaves
+from backhaul.optim.remote_step import forget_owners
+
+GONE = (PeerLostError, UnknownWorkerError, CallTimeoutError)
+"""The errors of a call to a worker that is not there, or not yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """The state of the other workers, and what it has of optimizers of this worker.
+
+    Attributes:
+        owners: The state of each worker, by name.
+        values: The values of remote tensors in the state of optimizers, by the id of the tensor.
+        leaves: These tensors, so that no other gets their ids.
+        distributed: The state of each distributed optimizer.
+    """
+
+    owners: dict[str, OwnerSnapshot]
+    values: dict[int, torch.Tensor]
+    leaves: list[RemoteTensor]
+    distributed: list[Any]
+
+
+class StateKeeper:
+    """Keeps the snapshot of one state, from call to call. One thread uses it at a time.
+
+    Args:
+        worker: The worker that trains.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._cluster: ClusterSnapshot | None = None
+        self._local: LocalSnapshot | None = None
+        self._local_mark: object = None
+        self._marks: dict[str, Mark] = {}
+        self._incarnations: dict[str, str] = {}
+
+    def save(self, state: TrainedState) -> None:
+        """Take a snapshot. If an error is raised, the last one stays."""
+        send_changes(self._worker)  # such as gradients that zero_grad has cleared
+        with outside_contexts(), own_call(), torch.no_grad():
+            calls = {
+                name: rpc_async(name, owner_snapshot.save, (*state.references_to(name), PROCESS))
+                for name in state.workers
+            }
+            leaves = _leaves_of(state)
+            values = {id(leaf): value.clone() for leaf, value in zip(leaves, fetch(leaves), strict=True)}
+            distributed = [_cloned(each.state_dict()) for each in state.distributed]
+            found = {name: call.wait() for name, call in calls.items()}
+            for snapshot, _, _ in found.values():
+                unpack(snapshot.transfer)
+        self._cluster = ClusterSnapshot({name: each[0] for name, each in found.items()}, values, leaves, distributed)
+        self._marks = {name: each[1] for name, each in found.items()}
+        self._incarnations = {name: each[2] for name, each in found.items()}
+        self.save_local(state)
+
+    def save_local(self, state: TrainedState) -> None:
+        """Take a snapshot of what is on this worker: the others are as they were at the last ``save``."""
+        self._local = save_local(state)
+
+    def note_end(self, state: TrainedState) -> None:
+        """A call has ended that no ``save`` follows. What changes from now on is a change of the program."""
+        send_changes(self._worker)
+        for name, call in self._mark_calls(state).items():
+            self._marks[name] = call.wait()
+        self._local_mark = local_mark(state)
+
+    def is_same(self, state: TrainedState, *, with_local: bool) -> bool:
+        """Whether the state is what it was after the last call. ``with_local``: also what is on this worker.
+
+        Raises:
+            BackhaulError: A worker is lost. The others may have changed, and a warning says so.
+        """
+        assert self._cluster is not None
+        send_changes(self._worker)
+        same = all(id(leaf) in self._cluster.values for leaf in _leaves_of(state)) or with_local
+        if with_local:
+            same = same and local_mark(state) == self._local_mark
+        lost: Exception | None = None
+        for name, call in self._mark_calls(state).items():
+            try:
+                same = call.wait() == self._marks[name] and same
+            except Exception as error:
+                lost = lost or error
+        if lost is not None:
+            if not same:
+                self.warn_of_undone()
+            raise lost
+        return same
+
+    @staticmethod
+    def warn_of_undone() -> None:
+        """Say that a restore undoes more than a failed call."""
+        warnings.warn(
+            "a worker was lost after the program had changed the state outside retry_step(); these changes are undone: "
+            "make them again, or make them inside a step",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+    def _mark_calls(self, state: TrainedState) -> dict[str, Future[Mark]]:
+        with outside_contexts(), own_call(), torch.no_grad():
+            return {
+                name: rpc_async(name, owner_snapshot.mark, (*state.references_to(name), PROCESS))
+                for name in state.workers
+            }
+
+    # Restoring.
+
+    def restore(self, state: TrainedState, restore: Callable[[], Any] | None, wait: float) -> None:
+        """Make the state that of the snapshot. This worker's part is restored even if an error is raised.
+
+        Args:
+            state: The state.
+            restore: What workers call that have taken the place of others, before all else.
+            wait: How many seconds to wait for them.
+
+        Raises:
+            BackhaulError: A worker was not there in time.
+            Exception: ``restore`` has raised it, or the snapshot cannot be restored.
+        """
+        assert self._cluster is not None
+        assert self._local is not None
+        restore_local(state, self._local)
+        deadline = self._worker.runtime.now() + wait
+        while True:
+            try:
+                with outside_contexts(), own_call(), torch.no_grad():
+                    self._replace(state, self._install(state, restore, deadline))
+                    for optimizer, saved in zip(state.distributed, self._cluster.distributed, strict=True):
+                        optimizer._make_again(_cloned(saved))
+                return
+            except GONE as error:
+                self._pause(deadline, error)
+
+    def _install(self, state: TrainedState, restore: Callable[[], Any] | None, deadline: float) -> dict[str, Installed]:
+        """Let all workers make the modules of the snapshot, each as soon as it is there."""
+        assert self._cluster is not None
+        made: dict[str, Installed] = {}
+        while True:
+            calls: dict[str, Future[Installed]] = {}
+            failed: Exception | None = None
+            for name, snapshot in self._cluster.owners.items():
+                if name not in made:
+                    try:
+                        given = snapshot, restore, self._incarnations[name], PROCESS
+                        calls[name] = rpc_async(name, owner_snapshot.install, given)
+                    except GONE as error:
+                        failed = error
+            for name, call in calls.items():
+                try:
+                    made[name] = call.wait()
+                except GONE as error:
+                    failed = error
+            if failed is None:
+                return made
+            self._pause(deadline, failed)
+
+    def _pause(self, deadline: float, error: Exception) -> None:
+        """Wait a little for a worker to take the place of a lost one. Raises ``error`` if there is no time left."""
+        runtime = self._worker.runtime
+        left = deadline - runtime.now()
+        if left <= 0:
+            raise error
+        with self._worker.blocking():
+            deadlines.wait(runtime.one_shot(), min(POLL_SECONDS, left), "a step was not made again")
+
+    def _replace(self, state: TrainedState, made: Mapping[str, Installed]) -> None:
+        """Let all references of the program refer to the new objects."""
+        assert self._cluster is not None
+        driven = driven_modules(self._worker, self._worker.part(Node).client)
+        gradients = {id(each._gradients.container): each._gradients for each in state.remote if each._gradients}
+        described: dict[int, Description] = {}
+        for name, installed in made.items():
+            modules, loose = state.references_to(name)
+            for own, new in zip((*modules, *loose), installed.references, strict=True):
+                if id(own) in gradients:
+                    with driven.replacing(gradients[id(own)]):
+                        own._exchange(new)
+                else:
+                    own._exchange(new)
+            described.update((id(own), each) for own, each in zip(modules, installed.descriptions, strict=True))
+            self._marks[name], self._incarnations[name] = installed.mark, installed.incarnation
+        for module in state.remote:
+            module._describe_again(described[id(module.module_rref)])
+        for optimizer in state.optimizers:
+            forget_owners(optimizer)
+            for parameter, value in list(optimizer.state.items()):
+                optimizer.state[parameter] = map_leaves(self._value_of, value)
+
+    def _value_of(self, path: tuple[Any, ...], leaf: Any) -> Any:
+        assert self._cluster is not None
+        return self._cluster.values[id(leaf)].clone() if isinstance(leaf, RemoteTensor) else leaf
+
+
+def _leaves_of(state: TrainedState) -> list[RemoteTensor]:
+    return remote_leaves([list(optimizer.state.values()) for optimizer in state.optimizers])
+
+
+def _cloned(value: Any) -> Any:
+    return map_leaves(lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)

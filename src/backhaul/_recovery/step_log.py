@@ -1,0 +1,152 @@
+"""Which actions make a step exactly once, whatever is lost when. Pure: outcomes in, actions out.
+
+[Note: exactly once] The *state* is all that steps change: parameters, buffers, gradients, the state of optimizers. At
+any time it is one of these:
+
+- *whole*: the last snapshot, changed by each of the calls in ``done`` exactly once, in their order;
+- *torn*: nobody knows. A call has failed, or has not ended yet.
+
+A call is run on a whole state only. A torn state becomes whole by a restore and by running ``done`` again, never by
+undoing what a call has done. A restore replaces objects on the workers by new ones: what is still under way of an
+earlier try changes objects that nothing refers to any more. So the state after ``RETURN`` is that of the calls that
+have returned, each made once, and after ``RAISE`` it is the state before the call, or torn. A torn state is restored
+before the next call.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Generic, TypeVar
+
+C = TypeVar("C")
+
+
+class Action(enum.Enum):
+    """What is to be done next. Its outcome is given to ``StepLog.next``."""
+
+    CHECK = "see whether the state is still what it was after the last call"
+    SAVE = "take a snapshot of the state"
+    RESTORE = "make the state that of the snapshot, on all workers"
+    RUN = "run StepLog.current"
+    RETURN = "return the result of the call"
+    RAISE = "raise the last error"
+
+
+class Outcome(enum.Enum):
+    """How an action has ended."""
+
+    DONE = "it is done; for CHECK: the state is the same"
+    CHANGED = "for CHECK: the program has changed the state since the last call"
+    LOST = "a worker was lost"
+    FAILED = "it has failed, and trying again is of no use"
+
+
+class StepLog(Generic[C]):
+    """What is known of the state, and what to do about the call that is made.
+
+    Attributes:
+        saved: Whether there is a snapshot.
+        torn: Whether the state is torn.
+        done: The calls that have changed the state since the snapshot.
+    """
+
+    def __init__(self) -> None:
+        self.saved = False
+        self.torn = False
+        self.done: list[C] = []
+        self._redo: list[C] = []  # the calls of ``done`` that the restored state lacks
+        self._call: list[C] = []  # the call to make; empty once it has failed for good
+        self._has_run = False
+        self._tries = 0
+        self._every = 1
+        self._action = Action.RETURN
+
+    @property
+    def current(self) -> C:
+        """The call to run."""
+        return (self._redo or self._call)[0]
+
+    @property
+    def saves_next(self) -> bool:
+        """Whether a snapshot follows when ``current`` has run."""
+        return not self._redo and len(self.done) + 1 >= self._every
+
+    def begin(self, call: C, *, attempts: int, every: int) -> Action:
+        """Begin a call. ``every``: take a snapshot after that many calls."""
+        self._call, self._tries, self._every = [call], attempts, every
+        self._has_run = False
+        if self.torn:
+            return self._act(Action.RESTORE)
+        return self._act(Action.CHECK if self.saved else Action.SAVE)
+
+    def interrupt(self) -> None:
+        """The action was interrupted. If it has changed the state, the next call restores it."""
+        self.torn = self.torn or self._action in (Action.RUN, Action.RESTORE)
+
+    def next(self, outcome: Outcome) -> Action:
+        """The action that follows."""
+        action = self._action
+        if action is Action.RUN:
+            return self._after_run(outcome)
+        if action is Action.RESTORE:
+            return self._after_restore(outcome)
+        if outcome is Outcome.CHANGED:
+            return self._act(Action.SAVE)
+        if outcome is Outcome.DONE:
+            return self._after_save() if action is Action.SAVE else self._act(Action.RUN)
+        if self._has_run:  # a part of the state after the call is lost
+            return self._give_up(outcome)
+        if not self.saved or outcome is Outcome.FAILED:
+            return self._act(Action.RAISE)
+        self.torn = True
+        return self._act(Action.RESTORE)
+
+    def _after_save(self) -> Action:
+        self.saved, self.done = True, []
+        return self._act(Action.RETURN if self._has_run else Action.RUN)
+
+    def _after_restore(self, outcome: Outcome) -> Action:
+        if outcome is not Outcome.DONE:
+            self._redo = []
+            return self._act(Action.RAISE)
+        self._redo = list(self.done)
+        return self._run_next()
+
+    def _after_run(self, outcome: Outcome) -> Action:
+        if outcome is not Outcome.DONE:
+            return self._give_up(outcome)
+        if self._redo:
+            del self._redo[0]
+            return self._run_next()
+        self._has_run = True
+        if self.saves_next:
+            return self._act(Action.SAVE)
+        self.torn = False
+        self.done.append(self._call[0])
+        return self._act(Action.RETURN)
+
+    def _run_next(self) -> Action:
+        """Run what the state lacks. A call that has failed for good is not run."""
+        if self._redo or self._call:
+            return self._act(Action.RUN)
+        self.torn = False
+        return self._act(Action.RAISE)
+
+    def _give_up(self, outcome: Outcome) -> Action:
+        """A try has failed. Restore the state, for another try or to raise the error."""
+        self.torn, self._has_run = True, False
+        if not self._call:  # the state before the call could not be made either
+            self._redo = []
+            return self._act(Action.RAISE)
+        self._tries -= 1
+        if outcome is Outcome.FAILED or self._tries <= 0:
+            self._call = []
+        return self._act(Action.RESTORE)
+
+    def _act(self, action: Action) -> Action:
+        self._action = action
+        if action is Action.RUN:
+            self.torn = True
+        elif action is Action.RETURN:
+            self.torn = False
+        return action
