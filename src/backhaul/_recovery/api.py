@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from backhaul._autograd.api import undoing_passes
 from backhaul._autograd.torch_engine.hooks import count_own_handle
-from backhaul._recovery.cluster_snapshot import StateKeeper
+from backhaul._recovery.cluster_snapshot import ClusterSnapshot, StateKeeper
+from backhaul._recovery.local_snapshot import save_local
 from backhaul._recovery.random_state import RandomState
 from backhaul._recovery.step_log import Action, Outcome, StepLog
 from backhaul._recovery.trained_state import TrainedState
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.node import Node
-from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import BackwardTimeoutError, CallTimeoutError, PeerLostError
@@ -33,10 +33,12 @@ T = TypeVar("T")
 
 log = logging.getLogger("backhaul")
 
+_ATTRIBUTE = "_kept_for_retry_step"
+
 _LOSSES = (PeerLostError, CallTimeoutError, BackwardTimeoutError)
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Call:
     """A step with its arguments.
 
@@ -51,36 +53,40 @@ class _Call:
 
 
 class _Kept:
-    """What is kept of one state between calls."""
+    """What is kept of one state between calls. One of the objects of the state has it as an attribute, so that both end
+    together, although the calls in the log refer to that object.
+    """
 
     def __init__(self, worker: Worker, given: Sequence[Any]) -> None:
-        self.log: StepLog[_Call] = StepLog()
+        self.log: StepLog[_Call, ClusterSnapshot] = StepLog()
         self.keeper = StateKeeper(worker)
+        self.worker = worker
         self._given = [weakref.ref(each) for each in given]
 
-    def is_of(self, given: Sequence[Any]) -> bool:
-        """Whether the program has named the same objects."""
+    def is_of(self, worker: Worker, given: Sequence[Any]) -> bool:
+        """Whether this is the state of the same worker, with the same objects."""
         known = [ref() for ref in self._given]
-        return len(given) == len(known) and all(map(operator.is_, given, known))
+        return worker is self.worker and len(given) == len(known) and all(map(operator.is_, given, known))
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the object has no snapshot."""
+
+    def __reduce__(self) -> Any:
+        return _no_snapshot, ()
 
 
-class RetriedSteps:
-    """Attached to a worker: the states of which it makes steps."""
+def _no_snapshot() -> None:
+    """What a copy of ``_Kept`` in a file is."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
-        worker.attach(self)
 
-    def kept(self, given: Sequence[Any]) -> _Kept:
-        """What is kept of a state."""
-        first = next((each for each in given if isinstance(each, (nn.Module, RRef, torch.optim.Optimizer))), None)
-        if first is None:
-            raise ValueError("`state` has no module, reference or optimizer; pass all that the step changes")
-        found = self._kept.get(first)
-        if found is None or not found.is_of(given):
-            found = self._kept[first] = _Kept(self._worker, given)
-        return found
+def _kept_of(worker: Worker, given: Sequence[Any]) -> _Kept:
+    for kind in (torch.optim.Optimizer, nn.Module):
+        if (holder := next((each for each in given if isinstance(each, kind)), None)) is not None:
+            found = vars(holder).get(_ATTRIBUTE)
+            if found is None or not found.is_of(worker, given):
+                found = vars(holder)[_ATTRIBUTE] = _Kept(worker, given)
+            return found  # type: ignore[no-any-return]
+    raise ValueError("`state` has no optimizer and no module; pass all that the step changes")
 
 
 @graph_break
@@ -152,7 +158,7 @@ def retry_step(
         raise TypeError(f"restore must be a function, not a {type(restore).__name__}")
     given = list(state) if isinstance(state, (tuple, list)) else [state]
     worker = current_worker()
-    kept = (worker.parts.get(RetriedSteps) or RetriedSteps(worker)).kept(given)
+    kept = _kept_of(worker, given)
     call = _Call(step, positional(args), keywords(kwargs))
     made: T = _Attempts(worker, kept, given, restore, wait).run(call, attempts, snapshot_every)
     return made
@@ -171,6 +177,7 @@ class _Attempts:
         self._members: dict[str, str] = {}
         self._result: Any = None
         self._error: Exception | None = None
+        self._saved: ClusterSnapshot | None = None  # what the last action has saved
         self._changed = False  # by the program, since the last call
 
     def run(self, call: _Call, attempts: int, every: int) -> Any:
@@ -178,7 +185,7 @@ class _Attempts:
         action = self._log.begin(call, attempts=attempts, every=every)
         try:
             while action not in (Action.RETURN, Action.RAISE):
-                action = self._log.next(self._do(action, call))
+                action = self._log.next(self._do(action, call), self._saved)
         except BaseException:
             self._log.interrupt()
             raise
@@ -205,19 +212,21 @@ class _Attempts:
             self._run_current(call)
             return Outcome.DONE
         state = TrainedState(self._given)
-        if action is Action.CHECK:
-            self._changed = not self._keeper.is_same(state, with_local=bool(self._log.done))
-            if not (self._changed or self._log.done):
-                self._keeper.save_local(state)
-            return Outcome.CHANGED if self._changed else Outcome.DONE
+        saved = self._log.snapshot
         if action is Action.SAVE:
-            self._keeper.save(state)
+            self._saved = self._keeper.save(state)
             self._changed = False
-        else:
-            if self._changed:
-                self._keeper.warn_of_undone()
-                self._changed = False
-            self._keeper.restore(state, self._restore, self._wait)
+            return Outcome.DONE
+        assert saved is not None
+        if action is Action.CHECK:
+            self._changed = not self._keeper.is_same(state, saved, with_local=bool(self._log.done))
+            if not (self._changed or self._log.done):  # what is here is not compared, and may have changed
+                self._log.renew(dataclasses.replace(saved, local=save_local(state)))
+            return Outcome.CHANGED if self._changed else Outcome.DONE
+        if self._changed:
+            self._keeper.warn_of_undone()
+            self._changed = False
+        self._keeper.restore(state, saved, self._restore, self._wait)
         return Outcome.DONE
 
     def _run_current(self, call: _Call) -> None:

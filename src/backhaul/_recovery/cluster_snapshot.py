@@ -39,15 +39,17 @@ GONE = (PeerLostError, UnknownWorkerError, CallTimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """The state of the other workers, and what it has of optimizers of this worker.
+    """The state of all workers.
 
     Attributes:
-        owners: The state of each worker, by name.
+        local: The state of this worker.
+        owners: The state of each other worker, by name.
         values: The values of remote tensors in the state of optimizers, by the id of the tensor.
         leaves: These tensors, so that no other gets their ids.
         distributed: The state of each distributed optimizer.
     """
 
+    local: LocalSnapshot
     owners: dict[str, OwnerSnapshot]
     values: dict[int, torch.Tensor]
     leaves: list[RemoteTensor]
@@ -55,7 +57,7 @@ class ClusterSnapshot:
 
 
 class StateKeeper:
-    """Keeps the snapshot of one state, from call to call. One thread uses it at a time.
+    """Saves and restores one state. One thread uses it at a time.
 
     Args:
         worker: The worker that trains.
@@ -63,14 +65,12 @@ class StateKeeper:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._cluster: ClusterSnapshot | None = None
-        self._local: LocalSnapshot | None = None
         self._local_mark: object = None
         self._marks: dict[str, Mark] = {}
         self._incarnations: dict[str, str] = {}
 
-    def save(self, state: TrainedState) -> None:
-        """Take a snapshot. If an error is raised, the last one stays."""
+    def save(self, state: TrainedState) -> ClusterSnapshot:
+        """Take a snapshot."""
         send_changes(self._worker)  # such as gradients that zero_grad has cleared
         with outside_contexts(), own_call(), torch.no_grad():
             calls = {
@@ -83,14 +83,10 @@ class StateKeeper:
             found = {name: call.wait() for name, call in calls.items()}
             for snapshot, _, _ in found.values():
                 unpack(snapshot.transfer)
-        self._cluster = ClusterSnapshot({name: each[0] for name, each in found.items()}, values, leaves, distributed)
         self._marks = {name: each[1] for name, each in found.items()}
         self._incarnations = {name: each[2] for name, each in found.items()}
-        self.save_local(state)
-
-    def save_local(self, state: TrainedState) -> None:
-        """Take a snapshot of what is on this worker: the others are as they were at the last ``save``."""
-        self._local = save_local(state)
+        owners = {name: each[0] for name, each in found.items()}
+        return ClusterSnapshot(save_local(state), owners, values, leaves, distributed)
 
     def note_end(self, state: TrainedState) -> None:
         """A call has ended that no ``save`` follows. What changes from now on is a change of the program."""
@@ -99,15 +95,14 @@ class StateKeeper:
             self._marks[name] = call.wait()
         self._local_mark = local_mark(state)
 
-    def is_same(self, state: TrainedState, *, with_local: bool) -> bool:
+    def is_same(self, state: TrainedState, saved: ClusterSnapshot, *, with_local: bool) -> bool:
         """Whether the state is what it was after the last call. ``with_local``: also what is on this worker.
 
         Raises:
             BackhaulError: A worker is lost. The others may have changed, and a warning says so.
         """
-        assert self._cluster is not None
         send_changes(self._worker)
-        same = all(id(leaf) in self._cluster.values for leaf in _leaves_of(state)) or with_local
+        same = all(id(leaf) in saved.values for leaf in _leaves_of(state)) or with_local
         if with_local:
             same = same and local_mark(state) == self._local_mark
         lost: Exception | None = None
@@ -141,11 +136,14 @@ class StateKeeper:
 
     # Restoring.
 
-    def restore(self, state: TrainedState, restore: Callable[[], Any] | None, wait: float) -> None:
+    def restore(
+        self, state: TrainedState, saved: ClusterSnapshot, restore: Callable[[], Any] | None, wait: float
+    ) -> None:
         """Make the state that of the snapshot. This worker's part is restored even if an error is raised.
 
         Args:
             state: The state.
+            saved: The snapshot.
             restore: What workers call that have taken the place of others, before all else.
             wait: How many seconds to wait for them.
 
@@ -153,28 +151,27 @@ class StateKeeper:
             BackhaulError: A worker was not there in time.
             Exception: ``restore`` has raised it, or the snapshot cannot be restored.
         """
-        assert self._cluster is not None
-        assert self._local is not None
-        restore_local(state, self._local)
+        restore_local(state, saved.local)
         deadline = self._worker.runtime.now() + wait
         while True:
             try:
                 with outside_contexts(), own_call(), torch.no_grad():
-                    self._replace(state, self._install(state, restore, deadline))
-                    for optimizer, saved in zip(state.distributed, self._cluster.distributed, strict=True):
-                        optimizer._make_again(_cloned(saved))
+                    self._replace(state, saved, self._install(saved, restore, deadline))
+                    for optimizer, kept in zip(state.distributed, saved.distributed, strict=True):
+                        optimizer._make_again(_cloned(kept))
                 return
             except GONE as error:
                 self._pause(deadline, error)
 
-    def _install(self, state: TrainedState, restore: Callable[[], Any] | None, deadline: float) -> dict[str, Installed]:
+    def _install(
+        self, saved: ClusterSnapshot, restore: Callable[[], Any] | None, deadline: float
+    ) -> dict[str, Installed]:
         """Let all workers make the modules of the snapshot, each as soon as it is there."""
-        assert self._cluster is not None
         made: dict[str, Installed] = {}
         while True:
             calls: dict[str, Future[Installed]] = {}
             failed: Exception | None = None
-            for name, snapshot in self._cluster.owners.items():
+            for name, snapshot in saved.owners.items():
                 if name not in made:
                     try:
                         given = snapshot, restore, self._incarnations[name], PROCESS
@@ -199,9 +196,8 @@ class StateKeeper:
         with self._worker.blocking():
             deadlines.wait(runtime.one_shot(), min(POLL_SECONDS, left), "a step was not made again")
 
-    def _replace(self, state: TrainedState, made: Mapping[str, Installed]) -> None:
+    def _replace(self, state: TrainedState, saved: ClusterSnapshot, made: Mapping[str, Installed]) -> None:
         """Let all references of the program refer to the new objects."""
-        assert self._cluster is not None
         driven = driven_modules(self._worker, self._worker.part(Node).client)
         gradients = {id(each._gradients.container): each._gradients for each in state.remote if each._gradients}
         described: dict[int, Description] = {}
@@ -217,14 +213,14 @@ class StateKeeper:
             self._marks[name], self._incarnations[name] = installed.mark, installed.incarnation
         for module in state.remote:
             module._describe_again(described[id(module.module_rref)])
+
+        def value_of(_: Any, leaf: Any) -> Any:
+            return saved.values[id(leaf)].clone() if isinstance(leaf, RemoteTensor) else leaf
+
         for optimizer in state.optimizers:
             forget_owners(optimizer)
             for parameter, value in list(optimizer.state.items()):
-                optimizer.state[parameter] = map_leaves(self._value_of, value)
-
-    def _value_of(self, path: tuple[Any, ...], leaf: Any) -> Any:
-        assert self._cluster is not None
-        return self._cluster.values[id(leaf)].clone() if isinstance(leaf, RemoteTensor) else leaf
+                optimizer.state[parameter] = map_leaves(value_of, value)
 
 
 def _leaves_of(state: TrainedState) -> list[RemoteTensor]:

@@ -19,6 +19,7 @@ import enum
 from typing import Generic, TypeVar
 
 C = TypeVar("C")
+S = TypeVar("S")
 
 
 class Action(enum.Enum):
@@ -41,25 +42,37 @@ class Outcome(enum.Enum):
     FAILED = "it has failed, and trying again is of no use"
 
 
-class StepLog(Generic[C]):
+class StepLog(Generic[C, S]):
     """What is known of the state, and what to do about the call that is made.
 
     Attributes:
-        saved: Whether there is a snapshot.
         torn: Whether the state is torn.
-        done: The calls that have changed the state since the snapshot.
     """
 
     def __init__(self) -> None:
-        self.saved = False
         self.torn = False
-        self.done: list[C] = []
+        self._base: tuple[S | None, tuple[C, ...]] = None, ()  # the snapshot, and ``done``
         self._redo: list[C] = []  # the calls of ``done`` that the restored state lacks
         self._call: list[C] = []  # the call to make; empty once it has failed for good
         self._has_run = False
         self._tries = 0
         self._every = 1
         self._action = Action.RETURN
+
+    @property
+    def snapshot(self) -> S | None:
+        """The last snapshot, if there is one."""
+        return self._base[0]
+
+    @property
+    def done(self) -> tuple[C, ...]:
+        """The calls that have changed the state since the snapshot."""
+        return self._base[1]
+
+    def renew(self, snapshot: S) -> None:
+        """Use another snapshot of the same state. ``done`` is empty."""
+        assert not self.done
+        self._base = snapshot, ()
 
     @property
     def current(self) -> C:
@@ -77,14 +90,14 @@ class StepLog(Generic[C]):
         self._has_run = False
         if self.torn:
             return self._act(Action.RESTORE)
-        return self._act(Action.CHECK if self.saved else Action.SAVE)
+        return self._act(Action.SAVE if self.snapshot is None else Action.CHECK)
 
     def interrupt(self) -> None:
-        """The action was interrupted. If it has changed the state, the next call restores it."""
+        """The call was interrupted. Nobody knows whether it counts. The next call restores a state that may be torn."""
         self.torn = self.torn or self._action in (Action.RUN, Action.RESTORE)
 
-    def next(self, outcome: Outcome) -> Action:
-        """The action that follows."""
+    def next(self, outcome: Outcome, snapshot: S | None = None) -> Action:
+        """The action that follows. ``snapshot``: what ``SAVE`` has made."""
         action = self._action
         if action is Action.RUN:
             return self._after_run(outcome)
@@ -93,17 +106,16 @@ class StepLog(Generic[C]):
         if outcome is Outcome.CHANGED:
             return self._act(Action.SAVE)
         if outcome is Outcome.DONE:
-            return self._after_save() if action is Action.SAVE else self._act(Action.RUN)
+            if action is Action.SAVE:
+                self._base = snapshot, ()
+                return self._act(Action.RETURN if self._has_run else Action.RUN)
+            return self._act(Action.RUN)
         if self._has_run:  # a part of the state after the call is lost
             return self._give_up(outcome)
-        if not self.saved or outcome is Outcome.FAILED:
+        if self.snapshot is None or outcome is Outcome.FAILED:
             return self._act(Action.RAISE)
         self.torn = True
         return self._act(Action.RESTORE)
-
-    def _after_save(self) -> Action:
-        self.saved, self.done = True, []
-        return self._act(Action.RETURN if self._has_run else Action.RUN)
 
     def _after_restore(self, outcome: Outcome) -> Action:
         if outcome is not Outcome.DONE:
@@ -121,8 +133,7 @@ class StepLog(Generic[C]):
         self._has_run = True
         if self.saves_next:
             return self._act(Action.SAVE)
-        self.torn = False
-        self.done.append(self._call[0])
+        self._base = self.snapshot, (*self.done, self._call[0])
         return self._act(Action.RETURN)
 
     def _run_next(self) -> Action:
@@ -147,6 +158,7 @@ class StepLog(Generic[C]):
         self._action = action
         if action is Action.RUN:
             self.torn = True
-        elif action is Action.RETURN:
-            self.torn = False
+        elif action in (Action.RETURN, Action.RAISE):
+            self.torn = self.torn and action is Action.RAISE
+            self._call = []
         return action

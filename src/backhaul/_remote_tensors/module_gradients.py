@@ -324,6 +324,8 @@ class DrivenModules:
             return  # the thread fetches a gradient that it is about to send
         with self.lock:
             changes = {module: sent for module in list(self.changed) if (sent := module.to_send())}
+            for module in [module for module in changes if module.container._is_lost()]:
+                module.confirm(changes.pop(module))  # a message that names it could not be sent
         if not changes:
             return
         errors: list[Exception] = []
@@ -375,7 +377,11 @@ class DrivenModules:
         """Ask the owners of ``module``, and of all other modules that may have changed, which gradients there are.
         Returns those of ``module``. Another thread may learn something else meanwhile.
         """
-        stale = [each for each in self._list() if each is module or (each.used and each.is_stale())]
+        stale = [
+            each
+            for each in self._list()
+            if each is module or (each.used and each.is_stale() and not each.container._is_lost())
+        ]
         with self.lock:
             on_their_way = [each for each in stale if each.pending.sent()]
         if on_their_way:

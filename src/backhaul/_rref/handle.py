@@ -269,6 +269,10 @@ class RRef(Generic[T]):
         rrefs.held.check(fork, self._owner.name)
         return self._id, fork, *rrefs.identity, self._identity[1]
 
+    def _is_lost(self) -> bool:
+        """Whether the value is gone for good, with its owner."""
+        return self._fork is not None and self._rrefs.held.is_orphan(self._fork)
+
     def _invocation(self, what: str | Call, args: Iterable[Any]) -> tuple[Any, ...]:
         """The arguments of ``invoke``."""
         if self._created is not None:
