@@ -183,7 +183,7 @@ class _Training:
         else:
             self.scaler.scale(loss).backward()
         if not last:
-            return float(loss)
+            return loss.item()
         if self.plan.clip:
             self._clip(ctx)
         if self.remote:
@@ -195,7 +195,7 @@ class _Training:
             self.scheduler.step()
         if ctx is None:
             self.optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     def _clip(self, ctx: bh.ContextHandle | None) -> None:
         if self.remote:

@@ -17,7 +17,9 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from backhaul._options import Options
+import torch
+
+from backhaul._options import Liveness, Options
 from backhaul._rpc.api import rpc_sync
 from backhaul.errors import BackhaulError
 from tools.fleet import Fleet
@@ -27,6 +29,7 @@ from tools.retry_triggers import RESTORE_STAGES, RETRY_STAGES, arm_retry
 AT_RANDOM = "at a random time"
 _RUN_SECONDS = 120.0  # in which a run must end
 _POLL_SECONDS = 0.002
+_REPORT_SECONDS = 10.0  # between two lines about progress
 
 
 @dataclasses.dataclass
@@ -160,12 +163,17 @@ class RetryKiller:
 
 
 def run_retry_kills(
-    count: int, workers: int, seed: int, how: signal.Signals, report: Callable[[RetryVerdict], object]
+    count: int,
+    workers: int,
+    seed: int,
+    how: signal.Signals = signal.SIGKILL,
+    report: Callable[[RetryVerdict], object] = lambda _: None,
 ) -> RetryVerdict:
     """Kill at least ``count`` workers."""
     options = Options(timeout=40.0, backward_timeout=50.0)
     if how == signal.SIGSTOP:
-        options = Options(timeout=40.0, heartbeat_interval=0.1, suspect_after=0.3, lost_after=0.8)  # type: ignore[call-arg]
+        liveness = Liveness(heartbeat_interval=0.2, suspect_after=0.6, lost_after=1.5)
+        options = Options(timeout=40.0, backward_timeout=50.0, liveness=liveness)
     verdict = RetryVerdict()
     with Fleet(workers, options) as fleet:
         killer = RetryKiller(fleet, seed, how, verdict)
@@ -174,6 +182,31 @@ def run_retry_kills(
             report(verdict)
         killer.check_leftovers()
     return verdict
+
+
+def kill_retried_steps(count: int, workers: int, seed: int, how: signal.Signals, write: Callable[[str], object]) -> int:
+    """The command. Returns its exit status."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    began = reported = time.monotonic()
+    known = 0
+
+    def report(verdict: RetryVerdict) -> None:
+        nonlocal reported, known
+        for problem in verdict.problems[known:]:
+            write("PROBLEM " + problem.rstrip().replace("\n", "\n  "))
+        known = len(verdict.problems)
+        if time.monotonic() > reported + _REPORT_SECONDS:
+            reported = time.monotonic()
+            write(f"{verdict.killed.total()} of {count}, {reported - began:.0f} s")
+
+    verdict = run_retry_kills(count, workers, seed, how, report)
+    report(verdict)
+    for row in table_of(verdict):
+        write(row)
+    write(f"{time.monotonic() - began:.0f} s, {len(verdict.problems)} problems")
+    return 1 if verdict.problems else 0
 
 
 def table_of(verdict: RetryVerdict) -> list[str]:

@@ -38,7 +38,7 @@ class _RetriedRun:
     def run(self) -> None:
         """Train under faults, and compare."""
         plan = draw_plan(self._draw, self._names, self._setting.steps)
-        count, gap = self._draw.choice((0, 2, 5, 10)), self._draw.choice((0.01, 0.05, 0.5))
+        count, gap = self._draw.choice((0, 3, 8, 16)), self._draw.choice((0.001, 0.005, 0.05))
         kinds = [kind for kind in RETRIED_FAULTS if kind in self._setting.faults or kind.startswith("replace")]
         begun: list[int] = []  # steps
         program = self._cluster.run(TRAINER, lambda: train(plan, wait=60.0, attempts=100, before=begun.append))

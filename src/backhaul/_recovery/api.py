@@ -157,6 +157,7 @@ def retry_step(
     if restore is not None and not callable(restore):
         raise TypeError(f"restore must be a function, not a {type(restore).__name__}")
     given = list(state) if isinstance(state, (tuple, list)) else [state]
+    TrainedState(given)  # raises an error if it is not complete
     worker = current_worker()
     kept = _kept_of(worker, given)
     call = _Call(step, positional(args), keywords(kwargs))
