@@ -76,7 +76,7 @@ def draw_plan(draw: random.Random, workers: Sequence[str], steps: int) -> Traini
     )
 
 
-class Block(nn.Module):
+class ResidualLayer(nn.Module):
     """A layer with parameters, running statistics and a number that counts its calls."""
 
     def __init__(self, normed: bool) -> None:
@@ -156,8 +156,8 @@ class _Training:
         found = [*self.remote, self.model, self.optimizer, self.scaler]
         return found if self.scheduler is None else [*found, self.scheduler]
 
-    def _block(self, index: int) -> Block:
-        made = Block(normed=bool(index % 2))
+    def _block(self, index: int) -> ResidualLayer:
+        made = ResidualLayer(normed=bool(index % 2))
         for parameter in made.parameters():
             nn.init.normal_(parameter, std=0.5, generator=self._draw)
         return made
@@ -211,7 +211,7 @@ class _Training:
         return TrainingResult(losses, weights, self.optimizer.state_dict()["state"])
 
 
-def _same(block: Block) -> Block:
+def _same(block: ResidualLayer) -> ResidualLayer:
     return block
 
 

@@ -69,8 +69,8 @@ def _part(function: Callable[..., None], *args: Any) -> Callable[[signal.Signals
 
 RETRY_STAGES: dict[str, Callable[[signal.Signals], None]] = {
     "request of the forward read": _part(_incoming, Kind.REQUEST, b"forward"),
-    "forward begins": _part(_at, retried_training.Block, "forward", "before"),
-    "forward ends": _part(_at, retried_training.Block, "forward", "after"),
+    "forward begins": _part(_at, retried_training.ResidualLayer, "forward", "before"),
+    "forward ends": _part(_at, retried_training.ResidualLayer, "forward", "after"),
     "gradients not read": _part(_unread, _GRADIENTS, 0.0),
     "gradients half read": _part(_unread, _GRADIENTS, 0.5),
     "gradients read": _part(_incoming, AutogradKind.GRADIENT, b""),

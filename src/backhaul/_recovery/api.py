@@ -20,7 +20,7 @@ from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._recovery.cluster_snapshot import ClusterSnapshot, StateKeeper
 from backhaul._recovery.local_snapshot import save_local
 from backhaul._recovery.random_state import RandomState
-from backhaul._recovery.step_log import Action, Outcome, StepLog
+from backhaul._recovery.step_log import StepAction, StepLog, StepOutcome
 from backhaul._recovery.trained_state import TrainedState
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.node import Node
@@ -39,7 +39,7 @@ _LOSSES = (PeerLostError, CallTimeoutError, BackwardTimeoutError)
 
 
 @dataclasses.dataclass(slots=True)
-class _Call:
+class RetriedCall:
     """A step with its arguments.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Kept:
     """
 
     def __init__(self, worker: Worker, given: Sequence[Any]) -> None:
-        self.log: StepLog[_Call, ClusterSnapshot] = StepLog()
+        self.log: StepLog[RetriedCall, ClusterSnapshot] = StepLog()
         self.keeper = StateKeeper(worker)
         self.worker = worker
         self._given = [weakref.ref(each) for each in given]
@@ -160,7 +160,7 @@ def retry_step(
     TrainedState(given)  # raises an error if it is not complete
     worker = current_worker()
     kept = _kept_of(worker, given)
-    call = _Call(step, positional(args), keywords(kwargs))
+    call = RetriedCall(step, positional(args), keywords(kwargs))
     made: T = _Attempts(worker, kept, given, restore, wait).run(call, attempts, snapshot_every)
     return made
 
@@ -181,56 +181,58 @@ class _Attempts:
         self._saved: ClusterSnapshot | None = None  # what the last action has saved
         self._changed = False  # by the program, since the last call
 
-    def run(self, call: _Call, attempts: int, every: int) -> Any:
+    def run(self, call: RetriedCall, attempts: int, every: int) -> Any:
         """Make the call."""
         action = self._log.begin(call, attempts=attempts, every=every)
         try:
-            while action not in (Action.RETURN, Action.RAISE):
+            while action not in (StepAction.RETURN, StepAction.RAISE):
                 action = self._log.next(self._do(action, call), self._saved)
         except BaseException:
             self._log.interrupt()
             raise
-        if action is Action.RAISE:
+        if action is StepAction.RAISE:
             self._raise(call)
         return self._result
 
-    def _do(self, action: Action, call: _Call) -> Outcome:
+    def _do(self, action: StepAction, call: RetriedCall) -> StepOutcome:
         self._members = self._list_members()
         try:
             return self._try(action, call)
         except Exception as error:
             lost = self._is_loss(error)
             if lost:
-                log.warning("%s failed: %s", _NAMES[action], error)
-            if action is Action.RESTORE and self._error is not None:
+                log.warning(
+                    "%s failed: %s", _NAMES[action], str(error)
+                )  # a record with the error would keep its frames
+            if action is StepAction.RESTORE and self._error is not None:
                 self._error.add_note(f"the state could not be restored: {type(error).__name__}: {error}")
             else:
                 self._error = error
-            return Outcome.LOST if lost else Outcome.FAILED
+            return StepOutcome.LOST if lost else StepOutcome.FAILED
 
-    def _try(self, action: Action, call: _Call) -> Outcome:
-        if action is Action.RUN:
+    def _try(self, action: StepAction, call: RetriedCall) -> StepOutcome:
+        if action is StepAction.RUN:
             self._run_current(call)
-            return Outcome.DONE
+            return StepOutcome.DONE
         state = TrainedState(self._given)
         saved = self._log.snapshot
-        if action is Action.SAVE:
+        if action is StepAction.SAVE:
             self._saved = self._keeper.save(state)
             self._changed = False
-            return Outcome.DONE
+            return StepOutcome.DONE
         assert saved is not None
-        if action is Action.CHECK:
+        if action is StepAction.CHECK:
             self._changed = not self._keeper.is_same(state, saved, with_local=bool(self._log.done))
             if not (self._changed or self._log.done):  # what is here is not compared, and may have changed
                 self._log.renew(dataclasses.replace(saved, local=save_local(state)))
-            return Outcome.CHANGED if self._changed else Outcome.DONE
+            return StepOutcome.CHANGED if self._changed else StepOutcome.DONE
         if self._changed:
             self._keeper.warn_of_undone()
             self._changed = False
         self._keeper.restore(state, saved, self._restore, self._wait)
-        return Outcome.DONE
+        return StepOutcome.DONE
 
-    def _run_current(self, call: _Call) -> None:
+    def _run_current(self, call: RetriedCall) -> None:
         current = self._log.current
         if current.random is None:
             current.random = RandomState.now()
@@ -243,7 +245,7 @@ class _Attempts:
             if not self._log.saves_next:
                 self._keeper.note_end(TrainedState(self._given))
 
-    def _raise(self, call: _Call) -> None:
+    def _raise(self, call: RetriedCall) -> None:
         error = self._error
         assert error is not None
         self._error = self._result = None
@@ -272,10 +274,10 @@ class _Attempts:
 
 
 _NAMES = {
-    Action.CHECK: "the look at the state before a step",
-    Action.SAVE: "a snapshot",
-    Action.RESTORE: "a restore",
-    Action.RUN: "a step",
+    StepAction.CHECK: "the look at the state before a step",
+    StepAction.SAVE: "a snapshot",
+    StepAction.RESTORE: "a restore",
+    StepAction.RUN: "a step",
 }
 
 

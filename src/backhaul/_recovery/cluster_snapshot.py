@@ -26,6 +26,7 @@ from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
 from backhaul._rpc.api import rpc_async
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node
+from backhaul._rref.replaced_values import exchange
 from backhaul._worker import deadlines
 from backhaul._worker.worker import Worker
 from backhaul.errors import CallTimeoutError, PeerLostError, UnknownWorkerError
@@ -206,9 +207,9 @@ class StateKeeper:
             for own, new in zip((*modules, *loose), installed.references, strict=True):
                 if id(own) in gradients:
                     with driven.replacing(gradients[id(own)]):
-                        own._exchange(new)
+                        exchange(own, new)
                 else:
-                    own._exchange(new)
+                    exchange(own, new)
             described.update((id(own), each) for own, each in zip(modules, installed.descriptions, strict=True))
             self._marks[name], self._incarnations[name] = installed.mark, installed.incarnation
         for module in state.remote:

@@ -22,7 +22,7 @@ C = TypeVar("C")
 S = TypeVar("S")
 
 
-class Action(enum.Enum):
+class StepAction(enum.Enum):
     """What is to be done next. Its outcome is given to ``StepLog.next``."""
 
     CHECK = "see whether the state is still what it was after the last call"
@@ -33,7 +33,7 @@ class Action(enum.Enum):
     RAISE = "raise the last error"
 
 
-class Outcome(enum.Enum):
+class StepOutcome(enum.Enum):
     """How an action has ended."""
 
     DONE = "it is done; for CHECK: the state is the same"
@@ -57,7 +57,7 @@ class StepLog(Generic[C, S]):
         self._has_run = False
         self._tries = 0
         self._every = 1
-        self._action = Action.RETURN
+        self._action = StepAction.RETURN
 
     @property
     def snapshot(self) -> S | None:
@@ -84,81 +84,81 @@ class StepLog(Generic[C, S]):
         """Whether a snapshot follows when ``current`` has run."""
         return not self._redo and len(self.done) + 1 >= self._every
 
-    def begin(self, call: C, *, attempts: int, every: int) -> Action:
+    def begin(self, call: C, *, attempts: int, every: int) -> StepAction:
         """Begin a call. ``every``: take a snapshot after that many calls."""
         self._call, self._tries, self._every = [call], attempts, every
         self._has_run = False
         if self.torn:
-            return self._act(Action.RESTORE)
-        return self._act(Action.SAVE if self.snapshot is None else Action.CHECK)
+            return self._act(StepAction.RESTORE)
+        return self._act(StepAction.SAVE if self.snapshot is None else StepAction.CHECK)
 
     def interrupt(self) -> None:
         """The call was interrupted. Nobody knows whether it counts. The next call restores a state that may be torn."""
-        self.torn = self.torn or self._action in (Action.RUN, Action.RESTORE)
+        self.torn = self.torn or self._action in (StepAction.RUN, StepAction.RESTORE)
 
-    def next(self, outcome: Outcome, snapshot: S | None = None) -> Action:
+    def next(self, outcome: StepOutcome, snapshot: S | None = None) -> StepAction:
         """The action that follows. ``snapshot``: what ``SAVE`` has made."""
         action = self._action
-        if action is Action.RUN:
+        if action is StepAction.RUN:
             return self._after_run(outcome)
-        if action is Action.RESTORE:
+        if action is StepAction.RESTORE:
             return self._after_restore(outcome)
-        if outcome is Outcome.CHANGED:
-            return self._act(Action.SAVE)
-        if outcome is Outcome.DONE:
-            if action is Action.SAVE:
+        if outcome is StepOutcome.CHANGED:
+            return self._act(StepAction.SAVE)
+        if outcome is StepOutcome.DONE:
+            if action is StepAction.SAVE:
                 self._base = snapshot, ()
-                return self._act(Action.RETURN if self._has_run else Action.RUN)
-            return self._act(Action.RUN)
+                return self._act(StepAction.RETURN if self._has_run else StepAction.RUN)
+            return self._act(StepAction.RUN)
         if self._has_run:  # a part of the state after the call is lost
             return self._give_up(outcome)
-        if self.snapshot is None or outcome is Outcome.FAILED:
-            return self._act(Action.RAISE)
+        if self.snapshot is None or outcome is StepOutcome.FAILED:
+            return self._act(StepAction.RAISE)
         self.torn = True
-        return self._act(Action.RESTORE)
+        return self._act(StepAction.RESTORE)
 
-    def _after_restore(self, outcome: Outcome) -> Action:
-        if outcome is not Outcome.DONE:
+    def _after_restore(self, outcome: StepOutcome) -> StepAction:
+        if outcome is not StepOutcome.DONE:
             self._redo = []
-            return self._act(Action.RAISE)
+            return self._act(StepAction.RAISE)
         self._redo = list(self.done)
         return self._run_next()
 
-    def _after_run(self, outcome: Outcome) -> Action:
-        if outcome is not Outcome.DONE:
+    def _after_run(self, outcome: StepOutcome) -> StepAction:
+        if outcome is not StepOutcome.DONE:
             return self._give_up(outcome)
         if self._redo:
             del self._redo[0]
             return self._run_next()
         self._has_run = True
         if self.saves_next:
-            return self._act(Action.SAVE)
+            return self._act(StepAction.SAVE)
         self._base = self.snapshot, (*self.done, self._call[0])
-        return self._act(Action.RETURN)
+        return self._act(StepAction.RETURN)
 
-    def _run_next(self) -> Action:
+    def _run_next(self) -> StepAction:
         """Run what the state lacks. A call that has failed for good is not run."""
         if self._redo or self._call:
-            return self._act(Action.RUN)
+            return self._act(StepAction.RUN)
         self.torn = False
-        return self._act(Action.RAISE)
+        return self._act(StepAction.RAISE)
 
-    def _give_up(self, outcome: Outcome) -> Action:
+    def _give_up(self, outcome: StepOutcome) -> StepAction:
         """A try has failed. Restore the state, for another try or to raise the error."""
         self.torn, self._has_run = True, False
         if not self._call:  # the state before the call could not be made either
             self._redo = []
-            return self._act(Action.RAISE)
+            return self._act(StepAction.RAISE)
         self._tries -= 1
-        if outcome is Outcome.FAILED or self._tries <= 0:
+        if outcome is StepOutcome.FAILED or self._tries <= 0:
             self._call = []
-        return self._act(Action.RESTORE)
+        return self._act(StepAction.RESTORE)
 
-    def _act(self, action: Action) -> Action:
+    def _act(self, action: StepAction) -> StepAction:
         self._action = action
-        if action is Action.RUN:
+        if action is StepAction.RUN:
             self.torn = True
-        elif action in (Action.RETURN, Action.RAISE):
-            self.torn = self.torn and action is Action.RAISE
+        elif action in (StepAction.RETURN, StepAction.RAISE):
+            self.torn = self.torn and action is StepAction.RAISE
             self._call = []
         return action

@@ -36,6 +36,7 @@ from backhaul._remote_tensors.pending_changes import PendingChanges
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
+from backhaul._rref.replaced_values import is_lost
 from backhaul._worker.worker import Worker
 from backhaul.errors import PeerLostError, UnknownWorkerError
 
@@ -324,7 +325,7 @@ class DrivenModules:
             return  # the thread fetches a gradient that it is about to send
         with self.lock:
             changes = {module: sent for module in list(self.changed) if (sent := module.to_send())}
-            for module in [module for module in changes if module.container._is_lost()]:
+            for module in [module for module in changes if is_lost(module.container)]:
                 module.confirm(changes.pop(module))  # a message that names it could not be sent
         if not changes:
             return
@@ -380,7 +381,7 @@ class DrivenModules:
         stale = [
             each
             for each in self._list()
-            if each is module or (each.used and each.is_stale() and not each.container._is_lost())
+            if each is module or (each.used and each.is_stale() and not is_lost(each.container))
         ]
         with self.lock:
             on_their_way = [each for each in stale if each.pending.sent()]

@@ -114,17 +114,6 @@ class RRef(Generic[T]):
         number = f"RRefId = {_show(self._id)}"
         return f"OwnerRRef({number})" if self._fork is None else f"UserRRef({number}, ForkId = {_show(self._fork)})"
 
-    def _exchange(self, other: RRef[T]) -> None:
-        """Refer to the value of ``other``, and let ``other`` refer to the value of this reference. Neither value is on
-        this worker. Calls that are under way go on with the value for which they were made.
-        """
-        assert self._entry is None
-        assert other._entry is None
-        for name in ("_id", "_owner", "_identity", "_fork", "_created", "_type"):
-            own = getattr(self, name)
-            setattr(self, name, getattr(other, name))
-            setattr(other, name, own)
-
     # The value.
 
     @graph_break
@@ -268,10 +257,6 @@ class RRef(Generic[T]):
             return self._id, -1, *rrefs.identity, self._identity[1]
         rrefs.held.check(fork, self._owner.name)
         return self._id, fork, *rrefs.identity, self._identity[1]
-
-    def _is_lost(self) -> bool:
-        """Whether the value is gone for good, with its owner."""
-        return self._fork is not None and self._rrefs.held.is_orphan(self._fork)
 
     def _invocation(self, what: str | Call, args: Iterable[Any]) -> tuple[Any, ...]:
         """The arguments of ``invoke``."""
