@@ -193,6 +193,102 @@ def test_what_the_program_changes_between_steps_stays(workers: list[bh.Worker], 
     assert same(run.all_state(), wanted)
 
 
+class Scaled(torch.optim.SGD):
+    """Its step is not torch's: each of its operations runs on the owners by itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state[parameter].setdefault("kept", torch.zeros_like(parameter))
+                kept.mul_(0.5).add_(parameter.grad)
+                parameter.data.add_(kept, alpha=-group["lr"])
+
+
+def trained(make: Callable[[], tuple[Any, Any]], steps: int, *, disturbed: bool) -> list[torch.Tensor]:
+    """The weights after some steps. With ``disturbed``, each step is made twice."""
+    torch.manual_seed(2)
+    state, step = make()
+    for _ in range(steps):
+        if disturbed:
+            bh.retry_step(step, state, (once("update", lose),))
+        else:
+            step(print_nothing)
+        optimizer = state[-1]
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.load_state_dict(optimizer.state_dict())
+    model = next(each for each in state if isinstance(each, nn.Module))
+    found = [each.rpc_sync().state_dict() for each in state if isinstance(each, bh.RRef)]
+    return [value for each in (*found, model.state_dict()) for value in each.values()]
+
+
+def own_optimizer() -> tuple[Any, Any]:
+    model = bh.nn.split(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)), {"0": "w1", "1": "w2"})
+    optimizer = Scaled(model.parameters(), lr=0.1)
+
+    def step(disturb: Callable[[str], object]) -> None:
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+        disturb("update")
+        optimizer.zero_grad()
+
+    return (model, optimizer), step
+
+
+class Referred(nn.Linear):
+    def rrefs(self) -> list[bh.RRef[Any]]:
+        return [bh.RRef(parameter) for parameter in self.parameters()]
+
+
+def keep(module: nn.Module) -> nn.Module:
+    return module
+
+
+def distributed_optimizer() -> tuple[Any, Any]:
+    parts = [bh.remote(name, keep, args=(Referred(3, 3),)) for name in ("w1", "w2")]
+    head = Referred(3, 1)
+    params = [rref for part in parts for rref in part.rpc_sync().rrefs()]
+    optimizer = bh.optim.DistributedOptimizer(torch.optim.Adam, [*params, *head.rrefs()], lr=0.1)
+
+    def step(disturb: Callable[[str], object]) -> None:
+        with bh.context() as ctx:
+            x = torch.ones(2, 3)
+            for part in parts:
+                x = part.rpc_sync().forward(x)
+            ctx.backward(head(x).square().mean())
+            optimizer.step(ctx)
+            disturb("update")
+
+    return (*parts, head, optimizer), step
+
+
+@pytest.mark.parametrize("make", [own_optimizer, distributed_optimizer])
+def test_other_optimizers(workers: list[bh.Worker], make: Callable[[], tuple[Any, Any]]) -> None:
+    """Between the steps the program changes options, and loads a state."""
+    expected = trained(make, 3, disturbed=False)
+    assert all(map(torch.equal, trained(make, 3, disturbed=True), expected))
+
+
+def test_two_states_with_the_same_modules(workers: list[bh.Worker]) -> None:
+    """A restore must not bring back what was before the last step of the other."""
+    run = Run()
+    other = torch.optim.SGD(run.model.parameters(), lr=0.5)
+
+    def step(disturb: Callable[[str], object] = print_nothing) -> None:
+        run.model(torch.ones(3, 4)).sum().backward()
+        other.step()
+        disturb("update")
+        other.zero_grad()
+
+    run.step(), step(), run.step(), step()
+    wanted = run.all_state()
+    again = Run()
+    run.model, other = again.model, torch.optim.SGD(again.model.parameters(), lr=0.5)
+    for _ in range(2):
+        bh.retry_step(again.step, again.state, (once("update", lose),))
+        bh.retry_step(step, (run.model, other), (once("update", lose),))
+    assert same(again.all_state(), wanted)
+
+
 def test_a_call_of_a_failed_try_that_ends_late_changes_nothing(workers: list[bh.Worker]) -> None:
     """It would change running statistics, and count."""
     _, wanted = undisturbed(2)

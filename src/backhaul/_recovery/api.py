@@ -75,6 +75,10 @@ class _Kept:
         return _no_snapshot, ()
 
 
+_latest: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Kept]] = weakref.WeakKeyDictionary()
+"""The state that had a step last, by module on another worker. Snapshots of other states are out of date."""
+
+
 def _no_snapshot() -> None:
     """What a copy of ``_Kept`` in a file is."""
 
@@ -157,11 +161,16 @@ def retry_step(
     if restore is not None and not callable(restore):
         raise TypeError(f"restore must be a function, not a {type(restore).__name__}")
     given = list(state) if isinstance(state, (tuple, list)) else [state]
-    TrainedState(given)  # raises an error if it is not complete
-    worker = current_worker()
+    worker, objects = current_worker(), TrainedState(given)
     kept = _kept_of(worker, given)
+    if not kept.log.torn and any(_latest.get(module, lambda: kept)() is not kept for module in objects.remote):
+        kept.log = StepLog()
     call = RetriedCall(step, positional(args), keywords(kwargs))
-    made: T = _Attempts(worker, kept, given, restore, wait).run(call, attempts, snapshot_every)
+    try:
+        made: T = _Attempts(worker, kept, objects, restore, wait).run(call, attempts, snapshot_every)
+    finally:
+        if kept.log.snapshot is not None:
+            _latest.update((module, weakref.ref(kept)) for module in objects.remote)
     return made
 
 
@@ -169,11 +178,11 @@ class _Attempts:
     """Makes one call: does what the log says, until it says to return or to raise."""
 
     def __init__(
-        self, worker: Worker, kept: _Kept, given: Sequence[Any], restore: Callable[[], Any] | None, wait: float
+        self, worker: Worker, kept: _Kept, state: TrainedState, restore: Callable[[], Any] | None, wait: float
     ) -> None:
         self._worker = worker
         self._log, self._keeper = kept.log, kept.keeper
-        self._given = given
+        self._state = state
         self._restore, self._wait = restore, wait
         self._members: dict[str, str] = {}
         self._result: Any = None
@@ -214,8 +223,7 @@ class _Attempts:
         if action is StepAction.RUN:
             self._run_current(call)
             return StepOutcome.DONE
-        state = TrainedState(self._given)
-        saved = self._log.snapshot
+        state, saved = self._state, self._log.snapshot
         if action is StepAction.SAVE:
             self._saved = self._keeper.save(state)
             self._changed = False
@@ -238,12 +246,15 @@ class _Attempts:
             current.random = RandomState.now()
         else:
             current.random.put_back()
-        with undoing_passes(self._worker), _only_steps_of(self._given):
-            result = current.step(*current.args, **current.kwargs)
+        with undoing_passes(self._worker), _only_steps_of(self._state.given):
+            try:
+                result = current.step(*current.args, **current.kwargs)
+            finally:
+                self._state = TrainedState(self._state.given)  # it may have other tensors now
         if current is call:
             self._result = result
             if not self._log.saves_next:
-                self._keeper.note_end(TrainedState(self._given))
+                self._keeper.note_end(self._state)
 
     def _raise(self, call: RetriedCall) -> None:
         error = self._error

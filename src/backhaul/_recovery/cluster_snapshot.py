@@ -32,6 +32,7 @@ from backhaul._worker.worker import Worker
 from backhaul.errors import CallTimeoutError, PeerLostError, UnknownWorkerError
 from backhaul.nn.module_transfer import unpack
 from backhaul.optim.nested_state import map_leaves
+from backhaul.optim.optimizer import same_value
 from backhaul.optim.remote_step import forget_owners
 
 GONE = (PeerLostError, UnknownWorkerError, CallTimeoutError)
@@ -47,14 +48,14 @@ class ClusterSnapshot:
         owners: The state of each other worker, by name.
         values: The values of remote tensors in the state of optimizers, by the id of the tensor.
         leaves: These tensors, so that no other gets their ids.
-        distributed: The state of each distributed optimizer.
+        distributed: The state of each distributed optimizer, and the options of its groups at that time.
     """
 
     local: LocalSnapshot
     owners: dict[str, OwnerSnapshot]
     values: dict[int, torch.Tensor]
     leaves: list[RemoteTensor]
-    distributed: list[Any]
+    distributed: list[tuple[Any, list[dict[str, Any]]]]
 
 
 class StateKeeper:
@@ -67,6 +68,7 @@ class StateKeeper:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._local_mark: object = None
+        self._loads: list[int] = []  # how often each distributed optimizer has loaded a state
         self._marks: dict[str, Mark] = {}
         self._incarnations: dict[str, str] = {}
 
@@ -87,13 +89,16 @@ class StateKeeper:
         self._marks = {name: each[1] for name, each in found.items()}
         self._incarnations = {name: each[2] for name, each in found.items()}
         owners = {name: each[0] for name, each in found.items()}
-        return ClusterSnapshot(save_local(state), owners, values, leaves, distributed)
+        self._loads = _loads_of(state)
+        local = save_local(state)
+        return ClusterSnapshot(local, owners, values, leaves, list(zip(distributed, local.distributed, strict=True)))
 
     def note_end(self, state: TrainedState) -> None:
         """A call has ended that no ``save`` follows. What changes from now on is a change of the program."""
         send_changes(self._worker)
         for name, call in self._mark_calls(state).items():
             self._marks[name] = call.wait()
+        self._loads = _loads_of(state)
         self._local_mark = local_mark(state)
 
     def is_same(self, state: TrainedState, saved: ClusterSnapshot, *, with_local: bool) -> bool:
@@ -104,6 +109,7 @@ class StateKeeper:
         """
         send_changes(self._worker)
         same = all(id(leaf) in saved.values for leaf in _leaves_of(state)) or with_local
+        same = same and _loads_of(state) == self._loads
         if with_local:
             same = same and local_mark(state) == self._local_mark
         lost: Exception | None = None
@@ -158,8 +164,11 @@ class StateKeeper:
             try:
                 with outside_contexts(), own_call(), torch.no_grad():
                     self._replace(state, saved, self._install(saved, restore, deadline))
-                    for optimizer, kept in zip(state.distributed, saved.distributed, strict=True):
-                        optimizer._make_again(_cloned(kept))
+                    for number, optimizer in enumerate(state.distributed):
+                        optimizer._make_again(
+                            _with_changes(*saved.distributed[number], saved.local.distributed[number])
+                        )
+                    self._loads = _loads_of(state)
                 return
             except GONE as error:
                 self._pause(deadline, error)
@@ -226,6 +235,19 @@ class StateKeeper:
 
 def _leaves_of(state: TrainedState) -> list[RemoteTensor]:
     return remote_leaves([list(optimizer.state.values()) for optimizer in state.optimizers])
+
+
+def _loads_of(state: TrainedState) -> list[int]:
+    return [optimizer._loads for optimizer in state.distributed]
+
+
+def _with_changes(saved: Any, then: list[dict[str, Any]], now: list[dict[str, Any]]) -> Any:
+    """The state of a distributed optimizer, with the options that the program has changed after it was saved."""
+    groups = [
+        {**group, **{name: value for name, value in new.items() if not same_value(old.get(name), value)}}
+        for group, old, new in zip(saved["param_groups"], then, now, strict=True)
+    ]
+    return _cloned({**saved, "param_groups": groups})
 
 
 def _cloned(value: Any) -> Any:

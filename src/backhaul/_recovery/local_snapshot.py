@@ -46,12 +46,14 @@ class LocalSnapshot:
         values: Each tensor and its gradient.
         attributes: For each module, the attributes that are numbers or text.
         optimizers: The optimizers.
+        distributed: The options of each group of each distributed optimizer.
         others: What ``state_dict`` of the other objects has returned.
     """
 
     values: list[tuple[torch.Tensor, torch.Tensor | None, bool]]
     attributes: list[dict[str, Any]]
     optimizers: list[OptimizerSnapshot]
+    distributed: list[list[dict[str, Any]]]
     others: list[Any]
 
 
@@ -62,6 +64,7 @@ def save_local(state: TrainedState) -> LocalSnapshot:
         [(each.detach().clone(), _copy(each.grad), each.requires_grad) for each in state.tensors],
         [_plain_attributes(module) for module in state.modules],
         [_save_optimizer(optimizer) for optimizer in state.optimizers],
+        [[_copy_all(options) for options in _options_of(optimizer)] for optimizer in state.distributed],
         [copy.deepcopy(each.state_dict()) for each in state.others],
     )
 

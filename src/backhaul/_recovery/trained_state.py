@@ -21,6 +21,7 @@ class TrainedState:
     """The state that a program has named. It refers to the objects of the program, and holds no state itself.
 
     Attributes:
+        given: The objects that the program has named.
         modules: The modules of this worker, and what stands for modules of others.
         remote: What stands for modules of other workers.
         references: References to modules of other workers, by worker; each once.
@@ -32,6 +33,7 @@ class TrainedState:
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
+        self.given = given
         self.modules: list[nn.Module] = []
         self.remote: list[RemoteModule] = []
         self.references: dict[str, list[RRef[Any]]] = {}
