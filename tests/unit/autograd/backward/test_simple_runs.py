@@ -21,7 +21,7 @@ from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.torch_engine import patches as torch_patches
 from backhaul._autograd.torch_engine import run as torch_run
-from backhaul._autograd.torch_engine.run import LeafNode
+from backhaul._autograd.torch_engine.run import LeafNode, engine_runs
 from backhaul._native import core
 from tests.unit.autograd.graphs import CONTEXT, Graph
 
@@ -68,10 +68,11 @@ class Indexed:
 
     def runs(self, source: MessageId) -> bool:
         """Whether the core would run a source. Without gradients, nothing is done."""
-        return (
-            core.run_sources(self.context.index, {}, [self.sources[source]], [0], [], True, 64, never, False)
-            is not None
-        )
+        with engine_runs:
+            ran = core.run_sources(
+                self.context.index, {}, [self.sources[source]], [0], [], True, 64, never, False, engine_runs
+            )
+        return ran is not None
 
     def simple(self) -> set[MessageId]:
         """The sources that the core runs, found by looking at every node."""
