@@ -177,7 +177,7 @@ class _Training:
         x = batch
         for each in self.remote:
             x = each.rpc_sync().forward(x)
-        loss = self.model(x).square().mean()
+        loss: torch.Tensor = self.model(x).square().mean()
         if ctx is not None:
             ctx.backward(loss)
         else:

@@ -10,8 +10,6 @@ import signal
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
-
 from backhaul._autograd.messages import AutogradKind
 from backhaul._recovery import owner_snapshot
 from backhaul._wire.messages import Kind
@@ -48,7 +46,7 @@ def _in_update(how: signal.Signals) -> None:
         step = place.step
 
         def stepping(self: Any, *args: Any, _step: Callable[..., Any] = step) -> Any:
-            optimizer: torch.optim.Optimizer = self._optimizer if isinstance(self, OwnedOptimizer) else self.optimizer
+            optimizer: Any = self._optimizer if isinstance(self, OwnedOptimizer) else self.optimizer
             for group in optimizer.param_groups:
                 group["params"] = group["params"][: len(group["params"]) // 2]
             optimizer.step()

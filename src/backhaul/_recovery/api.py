@@ -89,7 +89,7 @@ def _kept_of(worker: Worker, given: Sequence[Any]) -> _Kept:
             found = vars(holder).get(_ATTRIBUTE)
             if found is None or not found.is_of(worker, given):
                 found = vars(holder)[_ATTRIBUTE] = _Kept(worker, given)
-            return found  # type: ignore[no-any-return]
+            return found
     raise ValueError("`state` has no optimizer and no module; pass all that the step changes")
 
 
