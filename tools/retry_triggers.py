@@ -79,15 +79,15 @@ RETRY_STAGES: dict[str, Callable[[signal.Signals], None]] = {
     "update ends": _part(_around_update, "after"),
     "snapshot asked for": _part(_incoming, Kind.REQUEST, _SNAPSHOT + b":save"),
     "snapshot half made": _part(_at, owner_snapshot, "pack", "after"),
-    "snapshot made": _part(_at, owner_snapshot, "_mark_of", "after"),
-    "look at the state asked for": _part(_incoming, Kind.REQUEST, _SNAPSHOT + b":mark"),
+    "snapshot made": _part(_at, owner_snapshot, "_checksum", "after"),
+    "look at the state asked for": _part(_incoming, Kind.REQUEST, _SNAPSHOT + b":is_same"),
 }
 """By name, in the order in which a step reaches them."""
 
 RESTORE_STAGES: dict[str, Callable[[signal.Signals], None]] = {
     "restore asked for": _part(_incoming, Kind.REQUEST, _SNAPSHOT + b":install"),
     "restore half made": _part(_at, owner_snapshot, "unpack", "after"),
-    "restore made": _part(_at, owner_snapshot, "_mark_of", "after"),
+    "restore made": _part(_at, owner_snapshot, "_checksum", "after"),
     "options and state of an optimizer set": _part(_at, OwnedOptimizer, "set_up", "after"),
 }
 """Stages that a survivor, or a worker that has taken the place of a lost one, reaches while the state is restored."""

@@ -312,6 +312,21 @@ def test_a_call_of_a_failed_try_that_ends_late_changes_nothing(workers: list[bh.
     assert same(run.all_state(), wanted)
 
 
+def test_a_worker_that_leaves(workers: list[bh.Worker]) -> None:
+    """Another could come under its name. None does, so that the state stays what it was here."""
+    run = Run()
+    bh.retry_step(run.step, run.state)
+    before = [parameter.detach().clone() for parameter in run.model[2].parameters()]
+
+    def leave() -> None:
+        workers[2].run(bh.leave)
+
+    with pytest.raises(bh.BackhaulError, match="w2") as caught:
+        bh.retry_step(run.step, run.state, (once("forward", leave),), wait=0.1)
+    assert "the state could not be restored: UnknownWorkerError" in "\n".join(caught.value.__notes__)
+    assert all(map(torch.equal, run.model[2].parameters(), before))
+
+
 def test_a_state_that_is_not_complete(workers: list[bh.Worker]) -> None:
     run = Run()
     with pytest.raises(ValueError, match=r"Adam.*not in `state`"):

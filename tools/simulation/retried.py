@@ -8,8 +8,11 @@ import random
 import threading
 import traceback
 
+import torch
+
 from backhaul._autograd.forward import functions
 from backhaul._options import Liveness, Options
+from backhaul._recovery.random_state import RandomState
 from backhaul._sim.cluster import SimCluster, SimProgram
 from backhaul._sim.network import NetworkConditions
 from backhaul.errors import RendezvousError
@@ -119,8 +122,21 @@ class _RetriedRun:
         self._verdict.problems.append(f"left behind: {left}; away: {sorted(self._away)}")
 
 
+@functools.cache
+def _warm_up() -> None:
+    """Make all that is made once in a process, such as caches of torch: it changes when objects die."""
+    for seed in range(4):
+        _run_on_thread(SimulationSetting(seed, 4, 3))
+
+
 def run_retried_seed(setting: SimulationSetting) -> SimulationVerdict:
-    """Run one seed. It gets a new thread, because torch numbers the nodes of a graph by thread."""
+    """Run one seed."""
+    _warm_up()
+    return _run_on_thread(setting)
+
+
+def _run_on_thread(setting: SimulationSetting) -> SimulationVerdict:
+    """It gets a new thread, because torch numbers the nodes of a graph by thread."""
     verdict = SimulationVerdict(setting.seed)
     thread = threading.Thread(target=functools.partial(_run, setting, verdict), name=f"seed {setting.seed}")
     thread.start()
@@ -129,7 +145,9 @@ def run_retried_seed(setting: SimulationSetting) -> SimulationVerdict:
 
 
 def _run(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
-    draw = random.Random(f"cluster {setting.seed}")
+    draw, before = random.Random(f"cluster {setting.seed}"), RandomState.now()
+    torch.manual_seed(setting.seed)  # snapshots have the random numbers of the process
+    random.seed(setting.seed)
     options = Options(
         timeout=5.0,
         connect_timeout=1.5,
@@ -153,6 +171,7 @@ def _run(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
     except BaseException as error:
         verdict.problems.append("".join(traceback.format_exception(error)))
     finally:
+        before.put_back()
         gc.collect()  # what crashed workers held
         functions.live.clear()  # message ids of another seed may be the same
     verdict.digest = cluster.scheduler.trace.digest

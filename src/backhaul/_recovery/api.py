@@ -281,6 +281,8 @@ class _Attempts:
                 return True
             seen = seen.__cause__ or seen.__context__
         now = self._list_members()
+        if not now.keys() >= set(self._state.workers):
+            return True
         return any(now.get(name) != incarnation for name, incarnation in self._members.items())
 
 

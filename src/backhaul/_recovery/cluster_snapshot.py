@@ -9,14 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from backhaul._autograd.failure.member_calls import POLL_SECONDS, outside_contexts
 from backhaul._recovery import owner_snapshot
 from backhaul._recovery.local_snapshot import LocalSnapshot, local_mark, remote_leaves, restore_local, save_local
-from backhaul._recovery.owner_snapshot import Installed, Mark, OwnerSnapshot
+from backhaul._recovery.owner_snapshot import Installed, Note, OwnerSnapshot
 from backhaul._recovery.random_state import PROCESS
 from backhaul._recovery.trained_state import TrainedState
 from backhaul._remote_tensors.addresses import own_call
@@ -34,6 +34,8 @@ from backhaul.nn.module_transfer import unpack
 from backhaul.optim.nested_state import map_leaves
 from backhaul.optim.optimizer import same_value
 from backhaul.optim.remote_step import forget_owners
+
+T = TypeVar("T")
 
 GONE = (PeerLostError, UnknownWorkerError, CallTimeoutError)
 """The errors of a call to a worker that is not there, or not yet."""
@@ -69,7 +71,7 @@ class StateKeeper:
         self._worker = worker
         self._local_mark: object = None
         self._loads: list[int] = []  # how often each distributed optimizer has loaded a state
-        self._marks: dict[str, Mark] = {}
+        self._notes: dict[str, Note] = {}
         self._incarnations: dict[str, str] = {}
 
     def save(self, state: TrainedState) -> ClusterSnapshot:
@@ -86,7 +88,7 @@ class StateKeeper:
             found = {name: call.wait() for name, call in calls.items()}
             for snapshot, _, _ in found.values():
                 unpack(snapshot.transfer)
-        self._marks = {name: each[1] for name, each in found.items()}
+        self._notes = {name: each[1] for name, each in found.items()}
         self._incarnations = {name: each[2] for name, each in found.items()}
         owners = {name: each[0] for name, each in found.items()}
         self._loads = _loads_of(state)
@@ -96,8 +98,8 @@ class StateKeeper:
     def note_end(self, state: TrainedState) -> None:
         """A call has ended that no ``save`` follows. What changes from now on is a change of the program."""
         send_changes(self._worker)
-        for name, call in self._mark_calls(state).items():
-            self._marks[name] = call.wait()
+        calls = self._ask_all(state, owner_snapshot.note, lambda _: ())
+        self._notes = {name: call.wait() for name, call in calls.items()}
         self._loads = _loads_of(state)
         self._local_mark = local_mark(state)
 
@@ -113,9 +115,9 @@ class StateKeeper:
         if with_local:
             same = same and local_mark(state) == self._local_mark
         lost: Exception | None = None
-        for name, call in self._mark_calls(state).items():
+        for call in self._ask_all(state, owner_snapshot.is_same, lambda name: (self._notes[name],)).values():
             try:
-                same = call.wait() == self._marks[name] and same
+                same = call.wait() and same
             except Exception as error:
                 lost = lost or error
         if lost is not None:
@@ -134,10 +136,14 @@ class StateKeeper:
             stacklevel=5,
         )
 
-    def _mark_calls(self, state: TrainedState) -> dict[str, Future[Mark]]:
+    @staticmethod
+    def _ask_all(
+        state: TrainedState, function: Callable[..., T], more: Callable[[str], tuple[Any, ...]]
+    ) -> dict[str, Future[T]]:
+        """Call a function of ``owner_snapshot`` on all workers."""
         with outside_contexts(), own_call(), torch.no_grad():
             return {
-                name: rpc_async(name, owner_snapshot.mark, (*state.references_to(name), PROCESS))
+                name: rpc_async(name, function, (*state.references_to(name), PROCESS, *more(name)))
                 for name in state.workers
             }
 
@@ -220,7 +226,7 @@ class StateKeeper:
                 else:
                     exchange(own, new)
             described.update((id(own), each) for own, each in zip(modules, installed.descriptions, strict=True))
-            self._marks[name], self._incarnations[name] = installed.mark, installed.incarnation
+            self._notes[name], self._incarnations[name] = installed.note, installed.incarnation
         for module in state.remote:
             module._describe_again(described[id(module.module_rref)])
 

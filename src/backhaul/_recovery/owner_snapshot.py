@@ -7,6 +7,7 @@ any more, so they change nothing that counts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,39 @@ from backhaul._rref.handle import RRef
 from backhaul._worker.worker import current_worker
 from backhaul.nn.module_transfer import ModuleTransfer, pack, unpack
 
-Mark = int
-"""Differs if the state of a worker has changed."""
+Note = int
+"""Names what a worker has noted of its state, to see later whether it has changed."""
+
+_MAX_NOTES = 64  # a worker forgets older ones; a state without a note counts as changed
+
+
+class StateNotes:
+    """Attached to a worker: what it has noted."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._kept: dict[Note, int] = {}
+
+    def add(self, checksum: int) -> Note:
+        """Note a state."""
+        number = next(self._numbers)
+        self._kept[number] = checksum
+        while len(self._kept) > _MAX_NOTES:
+            del self._kept[next(iter(self._kept))]
+        return number
+
+    def is_same(self, number: Note, checksum: int) -> bool:
+        """Whether a state is the one that was noted."""
+        return self._kept.get(number) == checksum
+
+
+def _notes() -> StateNotes:
+    worker = current_worker()
+    found: StateNotes | None = worker.parts.get(StateNotes)
+    if found is None:
+        found = StateNotes()
+        worker.attach(found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +79,17 @@ class Installed:
         incarnation: The worker.
         references: To the modules, then to the tensors.
         descriptions: Of the modules.
-        mark: Of the new state.
+        note: Of the new state.
     """
 
     incarnation: str
     references: list[RRef[Any]]
     descriptions: list[Description]
-    mark: Mark
+    note: Note
 
 
-def save(modules: Sequence[RRef[Any]], tensors: Sequence[RRef[Any]], process: str) -> tuple[OwnerSnapshot, Mark, str]:
-    """The state of this worker, its mark, and the incarnation.
+def save(modules: Sequence[RRef[Any]], tensors: Sequence[RRef[Any]], process: str) -> tuple[OwnerSnapshot, Note, str]:
+    """The state of this worker, a note of it, and the incarnation.
 
     Args:
         modules: References to modules.
@@ -75,12 +107,21 @@ def save(modules: Sequence[RRef[Any]], tensors: Sequence[RRef[Any]], process: st
     devices = [_device_of(module) for module in found] + [tensor.device for tensor in loose]
     transfer = pack([*found, _holder(loose)], to_cpu=True)
     snapshot = OwnerSnapshot(transfer, devices, RandomState.now())
-    return snapshot, _mark_of(found, loose, process), current_worker().incarnation
+    return snapshot, _notes().add(_checksum(found, loose, process)), current_worker().incarnation
 
 
-def mark(modules: Sequence[RRef[Any]], tensors: Sequence[RRef[Any]], process: str) -> Mark:
-    """The mark of the state of this worker; see ``save``."""
-    return _mark_of([each.local_value() for each in modules], [each.local_value() for each in tensors], process)
+def note(modules: Sequence[RRef[Any]], tensors: Sequence[RRef[Any]], process: str) -> Note:
+    """Note the state of this worker; see ``save``."""
+    return _notes().add(_checksum_of(modules, tensors, process))
+
+
+def is_same(modules: Sequence[RRef[Any]], tensors: Sequence[RRef[Any]], process: str, number: Note) -> bool:
+    """Whether the state of this worker is the one that was noted; see ``save``."""
+    return _notes().is_same(number, _checksum_of(modules, tensors, process))
+
+
+def _checksum_of(modules: Sequence[RRef[Any]], tensors: Sequence[RRef[Any]], process: str) -> int:
+    return _checksum([each.local_value() for each in modules], [each.local_value() for each in tensors], process)
 
 
 def install(snapshot: OwnerSnapshot, restore: Callable[[], Any] | None, known: str, process: str) -> Installed:
@@ -102,7 +143,7 @@ def install(snapshot: OwnerSnapshot, restore: Callable[[], Any] | None, known: s
         incarnation,
         [RRef(value) for value in (*modules, *loose)],
         [describe(module) for module in modules],
-        _mark_of(modules, loose, process),
+        _notes().add(_checksum(modules, loose, process)),
     )
 
 
@@ -122,7 +163,8 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _mark_of(modules: Sequence[nn.Module], tensors: Sequence[torch.Tensor], process: str) -> Mark:
+def _checksum(modules: Sequence[nn.Module], tensors: Sequence[torch.Tensor], process: str) -> int:
+    """Differs if the state has changed. It is of use in this process only."""
     seen: list[Any] = []
     for module in modules:
         seen += [part.training for part in module.modules()]

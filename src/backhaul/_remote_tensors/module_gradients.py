@@ -208,7 +208,7 @@ class ModuleGradients:
 
     def _leave_if_made(self) -> None:
         if self.pending.is_empty():
-            self._driven.changed.discard(self)
+            self._driven.changed.pop(self, None)
 
     def send_changes(self) -> None:
         """Send the changes of all modules of the driver."""
@@ -260,7 +260,7 @@ class DrivenModules:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._has_new = False  # whether a module may have changes that were not sent yet
-        self.changed: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
+        self.changed: weakref.WeakKeyDictionary[ModuleGradients, None] = weakref.WeakKeyDictionary()  # in order
         self.new_number = itertools.count().__next__
         self._calls = 0
         self._all: weakref.WeakValueDictionary[tuple[Any, int], ModuleGradients] = weakref.WeakValueDictionary()
@@ -284,7 +284,7 @@ class DrivenModules:
 
     def note(self, module: ModuleGradients) -> None:
         """A module has a change that was not sent yet. The caller holds the lock."""
-        self.changed.add(module)
+        self.changed[module] = None
         self._has_new = True
 
     def before_call(self) -> None:
@@ -308,7 +308,7 @@ class DrivenModules:
         container = module.container
         with self.lock:
             self._all.pop((container._identity, container._id), None)
-            self.changed.discard(module)
+            self.changed.pop(module, None)
             module.pending = PendingChanges()
         yield
         module.forget()
