@@ -159,15 +159,44 @@ def test_an_interrupted_step_is_undone_by_the_next(workers: list[bh.Worker]) -> 
     made = [bh.retry_step(run.step, run.state)]
     state = torch.get_rng_state()
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         bh.retry_step(run.step, run.state, (once("update", interrupt),))
     torch.set_rng_state(state)
     made.append(bh.retry_step(run.step, run.state))
     assert made == losses
     assert same(run.all_state(), wanted)
+
+
+def test_a_change_whose_snapshot_was_interrupted_is_not_forgotten(
+    workers: list[bh.Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers have noted the changed state, and no snapshot has it."""
+    plain = Run()
+    losses = [plain.step()]
+    change(plain)
+    losses.append(plain.step())
+    wanted = plain.all_state()
+    run = Run()
+    made = [bh.retry_step(run.step, run.state)]
+    change(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("backhaul._recovery.cluster_snapshot.ClusterSnapshot", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bh.retry_step(run.step, run.state)
+    made.append(bh.retry_step(run.step, run.state, (once("update", lose),)))
+    assert made == losses
+    assert same(run.all_state(), wanted)
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_steps_inside_steps(workers: list[bh.Worker]) -> None:
+    run = Run()
+    with pytest.raises(RuntimeError, match="has not ended"):
+        bh.retry_step(lambda: bh.retry_step(run.step, run.state), run.state)
+    bh.retry_step(run.step, run.state)
 
 
 def change(run: Run) -> None:

@@ -61,6 +61,7 @@ class _Kept:
         self.log: StepLog[RetriedCall, ClusterSnapshot] = StepLog()
         self.keeper = StateKeeper(worker)
         self.worker = worker
+        self.running = threading.Lock()  # held while a call is made; it guards all else
         self._given = [weakref.ref(each) for each in given]
 
     def is_of(self, worker: Worker, given: Sequence[Any]) -> bool:
@@ -163,14 +164,17 @@ def retry_step(
     given = list(state) if isinstance(state, (tuple, list)) else [state]
     worker, objects = current_worker(), TrainedState(given)
     kept = _kept_of(worker, given)
-    if not kept.log.torn and any(_latest.get(module, lambda: kept)() is not kept for module in objects.remote):
-        kept.log = StepLog()
-    call = RetriedCall(step, positional(args), keywords(kwargs))
+    if not kept.running.acquire(blocking=False):
+        raise RuntimeError("a step with the same state has not ended; make one step after the other")
     try:
+        if not kept.log.torn and any(_latest.get(module, lambda: kept)() is not kept for module in objects.remote):
+            kept.log = StepLog()
+        call = RetriedCall(step, positional(args), keywords(kwargs))
         made: T = _Attempts(worker, kept, objects, restore, wait).run(call, attempts, snapshot_every)
     finally:
         if kept.log.snapshot is not None:
             _latest.update((module, weakref.ref(kept)) for module in objects.remote)
+        kept.running.release()
     return made
 
 
@@ -198,6 +202,7 @@ class _Attempts:
                 action = self._log.next(self._do(action, call), self._saved)
         except BaseException:
             self._log.interrupt()
+            self._keeper.forget_notes()  # they may be of a state that no snapshot has
             raise
         if action is StepAction.RAISE:
             self._raise(call)
@@ -210,9 +215,8 @@ class _Attempts:
         except Exception as error:
             lost = self._is_loss(error)
             if lost:
-                log.warning(
-                    "%s failed: %s", _NAMES[action], str(error)
-                )  # a record with the error would keep its frames
+                text = str(error)  # a log record with the error itself would keep its frames
+                log.warning("%s failed: %s", _NAMES[action], text)
             if action is StepAction.RESTORE and self._error is not None:
                 self._error.add_note(f"the state could not be restored: {type(error).__name__}: {error}")
             else:

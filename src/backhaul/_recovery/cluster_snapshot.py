@@ -16,7 +16,7 @@ import torch
 from backhaul._autograd.failure.member_calls import POLL_SECONDS, outside_contexts
 from backhaul._recovery import owner_snapshot
 from backhaul._recovery.local_snapshot import LocalSnapshot, local_mark, remote_leaves, restore_local, save_local
-from backhaul._recovery.owner_snapshot import Installed, Note, OwnerSnapshot
+from backhaul._recovery.owner_snapshot import NO_NOTE, Installed, Note, OwnerSnapshot
 from backhaul._recovery.random_state import PROCESS
 from backhaul._recovery.trained_state import TrainedState
 from backhaul._remote_tensors.addresses import own_call
@@ -115,7 +115,9 @@ class StateKeeper:
         if with_local:
             same = same and local_mark(state) == self._local_mark
         lost: Exception | None = None
-        for call in self._ask_all(state, owner_snapshot.is_same, lambda name: (self._notes[name],)).values():
+        for call in self._ask_all(
+            state, owner_snapshot.is_same, lambda name: (self._notes.get(name, NO_NOTE),)
+        ).values():
             try:
                 same = call.wait() and same
             except Exception as error:
@@ -125,6 +127,10 @@ class StateKeeper:
                 self.warn_of_undone()
             raise lost
         return same
+
+    def forget_notes(self) -> None:
+        """The state counts as changed."""
+        self._notes = {}
 
     @staticmethod
     def warn_of_undone() -> None:

@@ -24,6 +24,7 @@ from backhaul.nn.module_transfer import ModuleTransfer, pack, unpack
 Note = int
 """Names what a worker has noted of its state, to see later whether it has changed."""
 
+NO_NOTE: Note = -1
 _MAX_NOTES = 64  # a worker forgets older ones; a state without a note counts as changed
 
 
