@@ -193,19 +193,23 @@ def nested(frame: FrameType | None) -> bool:
     return False
 
 
+def own_run(frame: FrameType | None) -> FrameType | None:
+    """The frame of our run of the engine that called ``frame``; None if torch's own run did."""
+    while frame is not None and frame.f_code not in _RUNS:
+        if frame.f_code is _engine_run_backward.__code__:
+            return None
+        frame = frame.f_back
+    return frame
+
+
 def allows_checkpoints(frame: FrameType | None) -> bool | None:
     """Whether reentrant checkpoints may run in the run of the engine that called ``frame``. None: torch knows.
 
     Such a checkpoint adds to ``.grad`` of every leaf that it reaches. So torch refuses it where a run is restricted to
     inputs, as all our runs are. Ours may reach all leaves nevertheless, see ``run_engine``.
     """
-    while frame is not None:
-        if frame.f_code in _RUNS:
-            return bool(frame.f_locals["checkpoints"])
-        if frame.f_code is _engine_run_backward.__code__:
-            return None
-        frame = frame.f_back
-    return None
+    run = own_run(frame)
+    return None if run is None else bool(run.f_locals["checkpoints"])
 
 
 _SMALL_NUMEL = 1 << 14  # as in the native core; adding so many elements takes a few microseconds
