@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from backhaul._autograd.api import undoing_passes
 from backhaul._autograd.torch_engine.hooks import count_own_handle
-from backhaul._recovery.cluster_snapshot import ClusterSnapshot, StateKeeper
+from backhaul._recovery.cluster_snapshot import ClusterSnapshot, StateKeeper, is_gone
 from backhaul._recovery.local_snapshot import save_local
 from backhaul._recovery.random_state import RandomState
 from backhaul._recovery.step_log import StepAction, StepLog, StepOutcome
@@ -279,11 +279,8 @@ class _Attempts:
 
     def _is_loss(self, error: BaseException) -> bool:
         """Whether an error comes from the loss of a worker, or from one that did not answer in time."""
-        seen: BaseException | None = error
-        while seen is not None:
-            if isinstance(seen, _LOSSES):
-                return True
-            seen = seen.__cause__ or seen.__context__
+        if is_gone(error, _LOSSES):
+            return True
         now = self._list_members()
         if not now.keys() >= set(self._state.workers):
             return True

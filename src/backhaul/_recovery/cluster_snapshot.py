@@ -37,8 +37,18 @@ from backhaul.optim.remote_step import forget_owners
 
 T = TypeVar("T")
 
-GONE = (PeerLostError, UnknownWorkerError, CallTimeoutError)
-"""The errors of a call to a worker that is not there, or not yet."""
+_GONE = (PeerLostError, UnknownWorkerError, CallTimeoutError)
+
+
+def is_gone(error: BaseException | None, kinds: tuple[type[BaseException], ...] = _GONE) -> bool:
+    """Whether a call has failed because a worker is not there, or not yet. The reason may be the cause of the error: a
+    reply whose channel was lost cannot be decoded if it has a reference.
+    """
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +192,9 @@ class StateKeeper:
                         )
                     self._loads = _loads_of(state)
                 return
-            except GONE as error:
+            except Exception as error:
+                if not is_gone(error):
+                    raise
                 self._pause(deadline, error)
 
     def _install(
@@ -198,12 +210,16 @@ class StateKeeper:
                     try:
                         given = snapshot, restore, self._incarnations[name], PROCESS
                         calls[name] = rpc_async(name, owner_snapshot.install, given)
-                    except GONE as error:
+                    except Exception as error:
+                        if not is_gone(error):
+                            raise
                         failed = error
             for name, call in calls.items():
                 try:
                     made[name] = call.wait()
-                except GONE as error:
+                except Exception as error:
+                    if not is_gone(error):
+                        raise
                     failed = error
             if failed is None:
                 return made
