@@ -22,6 +22,7 @@ from backhaul._recovery.local_snapshot import save_local
 from backhaul._recovery.random_state import RandomState
 from backhaul._recovery.step_log import StepAction, StepLog, StepOutcome
 from backhaul._recovery.trained_state import TrainedState
+from backhaul._remote_tensors.module_gradients import driven_modules
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.node import Node
 from backhaul._runtime.compile_marks import graph_break
@@ -210,8 +211,13 @@ class _Attempts:
 
     def _do(self, action: StepAction, call: RetriedCall) -> StepOutcome:
         self._members = self._list_members()
+        driven = driven_modules(self._worker, self._worker.part(Node).client)
+        undelivered = driven.undelivered
         try:
-            return self._try(action, call)
+            outcome = self._try(action, call)
+            if driven.undelivered != undelivered and action is not StepAction.RESTORE:
+                raise PeerLostError("changes of gradients have not reached a worker, which may have others now")
+            return outcome
         except Exception as error:
             lost = self._is_loss(error)
             if lost:

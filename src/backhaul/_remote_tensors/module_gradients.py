@@ -239,6 +239,9 @@ class ModuleGradients:
             self.pending.carried_by(forward, changes[-1].number)
 
 
+_ChangeMessage = tuple[Message, dict[int, list[Changes]], RRef[Any]]
+"""A message to one owner, the changes by module, and a reference to something there."""
+
 _asked_here: contextvars.ContextVar[object] = contextvars.ContextVar("asked_here", default=None)
 """What tells this thread or handler from others, once it has asked an owner."""
 
@@ -255,10 +258,12 @@ class DrivenModules:
         lock: Guards ``changed`` and the changes of all modules.
         changed: The modules with changes that are not known to be made.
         new_number: Returns the number of the next changes. The caller holds the lock.
+        undelivered: How many messages with changes were given up, because their owner was lost.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.undelivered = 0
         self._has_new = False  # whether a module may have changes that were not sent yet
         self.changed: weakref.WeakKeyDictionary[ModuleGradients, None] = weakref.WeakKeyDictionary()  # in order
         self.new_number = itertools.count().__next__
@@ -330,22 +335,13 @@ class DrivenModules:
         if not changes:
             return
         errors: list[Exception] = []
-        futures: list[Future[None]] = []
         self._sending.here = True
         try:
             messages = self._messages(changes, errors)
         finally:
             self._sending.here = False
-        for place, (message, made, via) in enumerate(messages):
-            with _collecting(errors):
-                call = via, change_all, via._rrefs.worker.incarnation, made
-                if place + 1 < len(messages):
-                    futures.append(message.send(*call, label="change parameters"))
-                else:
-                    message.send_and_wait(*call, label="change parameters")
-        for future in futures:
-            with _collecting(errors):
-                future.wait()
+        if left := self._send(messages, errors):  # perhaps only a channel is lost, and another can be opened
+            self.undelivered += len(self._send(left, errors))
         with self.lock:
             for module, each in changes.items():
                 module.confirm(each)
@@ -353,11 +349,27 @@ class DrivenModules:
             raise errors[0]
 
     @staticmethod
-    def _messages(
-        changes: dict[ModuleGradients, list[Changes]], errors: list[Exception]
-    ) -> list[tuple[Message, dict[int, list[Changes]], RRef[Any]]]:
+    def _send(messages: Sequence[_ChangeMessage], errors: list[Exception]) -> list[_ChangeMessage]:
+        """Send messages, and wait until they are answered. Returns those to owners that could not be reached."""
+        lost: list[_ChangeMessage] = []
+        futures: list[tuple[_ChangeMessage, Future[None]]] = []
+        for place, each in enumerate(messages):
+            message, made, via = each
+            with _collecting(errors, lost, each):
+                call = via, change_all, via._rrefs.worker.incarnation, made
+                if place + 1 < len(messages):
+                    futures.append((each, message.send(*call, label="change parameters")))
+                else:
+                    message.send_and_wait(*call, label="change parameters")
+        for each, future in futures:
+            with _collecting(errors, lost, each):
+                future.wait()
+        return lost
+
+    @staticmethod
+    def _messages(changes: dict[ModuleGradients, list[Changes]], errors: list[Exception]) -> list[_ChangeMessage]:
         """For each owner the message, what it says, and a reference to something there."""
-        messages: dict[int, tuple[Message, dict[int, list[Changes]], RRef[Any]]] = {}
+        messages: dict[int, _ChangeMessage] = {}
         for module, sent in changes.items():
             owner = module.container.owner().id
             message, made, _ = messages.setdefault(owner, (Message(owner), {}, module.container))
@@ -433,12 +445,12 @@ def _noting(errors: list[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _collecting(errors: list[Exception]) -> Iterator[None]:
-    """Keep the error of the block. A lost owner has nothing to change: what needs its tensors raises an error."""
+def _collecting(errors: list[Exception], lost: list[_ChangeMessage], message: _ChangeMessage) -> Iterator[None]:
+    """Keep the error of the block. If the owner is lost, keep the message: what needs its tensors raises an error."""
     try:
         yield
     except (PeerLostError, UnknownWorkerError):
-        return
+        lost.append(message)
     except Exception as error:
         errors.append(error)
 
