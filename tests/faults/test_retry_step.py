@@ -96,6 +96,31 @@ def test_no_process_takes_the_place_in_time(fleet: Fleet) -> None:
     assert not any(map(torch.equal, bh.retry_step(keep, (model, optimizer)), expected))
 
 
+def test_snapshots_are_not_compressed() -> None:
+    """Calls and gradients are. A step that is made again gives what it gives if it is made once."""
+    codec = bh.Codec(forward="bf16", backward="bf16", where="always")
+    weights = []
+    with Fleet(1, bh.Options(timeout=PATIENCE, transport="tcp", compression=codec)):
+        for tries in (1, 2):
+            torch.manual_seed(0)
+            model = bh.nn.split(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)), {"0": "worker1"})
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            left = [tries] * 2
+
+            def step(number: int) -> None:
+                model(torch.randn(8, 64)).square().mean().backward()  # noqa: B023
+                optimizer.step()  # noqa: B023
+                left[number] -= 1  # noqa: B023
+                if left[number]:  # noqa: B023
+                    raise bh.PeerLostError("lost")
+                optimizer.zero_grad()  # noqa: B023
+
+            for number in range(2):
+                bh.retry_step(step, (model, optimizer), (number,))
+            weights.append(list(model.state_dict().values()))
+    assert all(map(torch.equal, *weights))
+
+
 @pytest.mark.timeout(240)
 def test_a_sample_of_kills() -> None:
     verdict = run_retry_kills(3, 3, seed=4)

@@ -24,6 +24,7 @@ from backhaul._remote_tensors.module_gradients import driven_modules, send_chang
 from backhaul._remote_tensors.on_owner import Description
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
 from backhaul._rpc.api import rpc_async
+from backhaul._rpc.compression import as_it_is
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node
 from backhaul._rref.replaced_values import exchange
@@ -184,7 +185,7 @@ class StateKeeper:
         deadline = self._worker.runtime.now() + wait
         while True:
             try:
-                with outside_contexts(), own_call(), torch.no_grad():
+                with outside_contexts(), own_call(), as_it_is(), torch.no_grad():
                     self._replace(state, saved, self._install(saved, restore, deadline))
                     for number, optimizer in enumerate(state.distributed):
                         optimizer._make_again(

@@ -17,6 +17,7 @@ from torch import nn
 
 from backhaul._recovery.random_state import PROCESS, RandomState
 from backhaul._remote_tensors.on_owner import Description, describe
+from backhaul._rpc.calls.served_call import reply_as_it_is
 from backhaul._rref.handle import RRef
 from backhaul._worker.worker import current_worker
 from backhaul.nn.module_transfer import ModuleTransfer, pack, unpack
@@ -97,6 +98,7 @@ def save(modules: Sequence[RRef[Any]], tensors: Sequence[RRef[Any]], process: st
         tensors: References to tensors, which may be those of the modules.
         process: The process of the caller.
     """
+    reply_as_it_is()
     found, loose = [each.local_value() for each in modules], [each.local_value() for each in tensors]
     for value in found:
         if not isinstance(value, nn.Module):
