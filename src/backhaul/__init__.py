@@ -15,6 +15,7 @@ from backhaul._launch.embedded import cluster
 from backhaul._launch.processes import launch
 from backhaul._ops.api import remote_op
 from backhaul._options import Codec, Devices, Limits, Liveness, Options, Security, Tls
+from backhaul._recovery.api import retry_step
 from backhaul._rpc.api import (
     get_address,
     get_debug_info,
@@ -90,6 +91,7 @@ __all__ = [
     "profiler",
     "remote",
     "remote_op",
+    "retry_step",
     "rpc_async",
     "rpc_sync",
     "serve",
