@@ -95,14 +95,10 @@ class RayCluster(contextlib.AbstractContextManager["RayCluster"]):
         An actor runs one function after the other. It serves the calls of other workers at all times.
         """
         args, kwargs = positional(args), keywords(kwargs)
-        if unknown := [name for name in on or () if name not in self.actors]:
-            raise UnknownWorkerError(
-                f"no actor is called {', '.join(map(repr, unknown))}; there are {', '.join(self.actors)}",
-                worker=unknown[0],
-            )
+        names = self._names(on)
         refuse_shipped_state((function, *args, *kwargs.values()))
         refuse_graphs((args, dict(kwargs)), "an argument")
-        return [self.actors[name].run.remote(function, args, kwargs) for name in (self.actors if on is None else on)]
+        return [self.actors[name].run.remote(function, args, kwargs) for name in names]
 
     def wait_for(self, name: str | None = None, timeout: float | None = None) -> None:
         """Wait until a worker can be called: after a ``PeerLostError``, until Ray has restarted it and it has joined.
@@ -119,7 +115,7 @@ class RayCluster(contextlib.AbstractContextManager["RayCluster"]):
         """
         limit = self.driver.options.rendezvous_timeout if timeout is None else timeout
         deadline, joined = time.monotonic() + limit, threading.Event()
-        names = list(self.actors) if name is None else [name]
+        names = self._names(None if name is None else [name])
         with self.driver, contextlib.ExitStack() as stack:
             stack.callback(on_membership(lambda event: joined.set() if event.kind == "joined" else None))
             while True:
@@ -164,6 +160,15 @@ class RayCluster(contextlib.AbstractContextManager["RayCluster"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown(graceful=kind is None)
+
+    def _names(self, given: Sequence[str] | None) -> list[str]:
+        """The given names, or those of all actors. Raises ``UnknownWorkerError``."""
+        for name in given or ():
+            if name not in self.actors:
+                raise UnknownWorkerError(
+                    f"no actor is called '{name}'; there are {', '.join(self.actors)}", worker=name
+                )
+        return list(self.actors if given is None else given)
 
     def _start_actors(
         self, names: Sequence[str], needs: Sequence[Resources], group: Any, settings: ClusterSettings, words: Any
