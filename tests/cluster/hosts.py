@@ -7,10 +7,12 @@ can use the same addresses. Each process of a host sees a host name and an ``/et
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +26,8 @@ CABLE = "cable"
 
 WAIT_SECONDS = 90.0
 _MOST_HOSTS = 250
+_NEW_MOUNTS, _NEW_NAMES, _NETWORK = 0x00020000, 0x04000000, 0x40000000  # CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET
+_BIND, _PRIVATE = 0x1000, 0x44000  # MS_BIND, MS_REC | MS_PRIVATE
 
 # Runs in the namespace of a host: takes a name and a file for /etc/hosts, then becomes the command.
 _SETTLE = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
@@ -109,6 +113,24 @@ class Host:
         process = self.start(*args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **given)
         out, err = process.communicate(timeout=WAIT_SECONDS)
         return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+    def enter(self) -> None:
+        """Move the calling process, which must have one thread, into this host: much faster than to start another."""
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def check(result: int) -> None:
+            if result:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+        with open(f"/run/netns/{self.namespace}") as file:
+            check(libc.setns(file.fileno(), _NETWORK))
+        check(libc.unshare(_NEW_MOUNTS | _NEW_NAMES))
+        check(libc.mount(None, b"/", None, ctypes.c_ulong(_PRIVATE), None))
+        check(libc.mount(os.fsencode(self.hosts_file), b"/etc/hosts", None, ctypes.c_ulong(_BIND), None))
+        socket.sethostname(self.name)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_processes": []}
 
     def kill(self) -> None:
         """Kill what the test has started in this host."""

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 import backhaul as bh
@@ -27,6 +28,7 @@ from backhaul.compat import rpc
 from backhaul.compat.rpc import constants
 
 from . import remote_functions as remote
+from .conftest import TRANSPORTS
 from .processes import DIED, run_processes
 from .remote_functions import PATIENCE, gate
 
@@ -495,6 +497,20 @@ def test_shutdown_waits_for_everyones_work(endpoints: EndpointFactory, signs: Si
         assert callback.value() == "carol"
         assert seen == ["carol"]
         assert all(worker.closed for worker in workers)
+
+
+def test_workers_that_end_together_do_not_wait_for_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    """Each sees the others close their channels, and must not open new ones to tell of it: nobody would accept them."""
+    for _ in range(8):
+        with bh.cluster(4, endpoints=TRANSPORTS["tcp"]) as workers:
+            for worker in workers:
+                with worker:
+                    x = torch.ones(3, requires_grad=True)
+                    y = x
+                    for info in bh.get_worker_infos():
+                        y = bh.rpc_sync(info, torch.neg, args=(y,))
+                    y.sum().backward()
+    assert not caplog.messages
 
 
 def wait_and_bounce(name: str) -> list[str]:

@@ -13,14 +13,15 @@ from backhaul import _native
 from backhaul._devices.placement import check
 from backhaul._options import Options
 from backhaul._rpc.calls.retry import Attempts, Retry
+from backhaul._rpc.cluster.addressing import other_host
 from backhaul._rpc.cluster.membership_events import MembershipEvent, MembershipEvents
-from backhaul._rpc.cluster.rendezvous import StoreRendezvous, check_rank, credentials_of, open_store, secret_of
+from backhaul._rpc.cluster.own_endpoint import OwnEndpoint, check_neighbor, check_options, host_of, secret_of
+from backhaul._rpc.cluster.rendezvous import StoreRendezvous, check_rank, open_store
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node, describe, start_node
 from backhaul._rpc.node import join as join_cluster
 from backhaul._runtime.compile_marks import graph_break
-from backhaul._transport.sockets.addresses import host_identity, is_loopback
-from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.addresses import host_identity
 from backhaul._types import MAX_WORKERS, WorkerInfo, check_name
 from backhaul._worker.worker import Worker, current_worker, running_workers
 from backhaul.errors import NotInitializedError
@@ -57,7 +58,8 @@ def init(
         options: See ``Options``.
 
     Raises:
-        RendezvousError: Other workers did not start in time, or a name is taken, or no member can be reached.
+        RendezvousError: Other workers did not start in time, or a name is taken, or a member cannot be reached.
+        AuthenticationError: Workers on two hosts have different secrets.
         ValueError: Rank, size, name or options are invalid.
 
     Example:
@@ -74,23 +76,8 @@ def init(
     if running_workers():
         names = ", ".join(worker.name for worker in running_workers())
         raise RuntimeError(f"this process is a worker already ({names}); shut it down first")
+    check_options(options)
     secret = secret_of(options)
-    if options.bind is not None and secret is None and not is_loopback(options.bind):
-        raise ValueError(
-            f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
-            "to the same value on every worker, or give Options(security=Security(secret=...))"
-        )
-    if (
-        options.bind is not None
-        and options.security.tls is None
-        and not options.security.allow_plain
-        and not is_loopback(options.bind)
-    ):
-        raise ValueError(
-            f"bind={options.bind!r} is reachable from other hosts, so messages should be encrypted: give "
-            "Options(security=Security(tls=Tls(certificate=..., key=..., authority=...))), or "
-            "Options(security=Security(allow_plain=True)) if nobody else can read or change the traffic"
-        )
     _native.compile_later()
     if join and join is not True:
         return _join(name, -1 if rank is None else rank, [join] if isinstance(join, str) else join, secret, options)
@@ -106,29 +93,30 @@ def init(
         meeting.replace(worker.part(Node).peers.own.record)
         worker.attach(store)
         return worker
-    endpoint = _endpoint(meeting.agree_on_secret(secret), options, rank)
-    own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
-    try:
-        records = meeting.exchange(own)
-        check(own, records)
-    except BaseException:
-        endpoint.close()
-        raise
-    node = start_node(own, records, endpoint, options)
-    node.worker.attach(store)  # the store of rank 0 may be the server, so it must live as long as the worker
-    return node.worker
-
-
-def _endpoint(secret: bytes, options: Options, rank: int) -> SocketEndpoint:
-    return SocketEndpoint(
-        secret=secret,
-        unix=options.transport != "tcp",
-        bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
-        limit=options.limits.frame_bytes,
-        shm_bytes=options.shm_bytes,
-        credentials=credentials_of(options, rank),
-        spin=options.spin,
+    name = name if name is not None else f"worker{rank}"
+    end = OwnEndpoint(
+        name,
+        meeting.agree_on_secret(secret),
+        options,
+        towards=host_of(store),
+        own_secret=secret is not None,
+        several_hosts=None if world_size > 1 else False,
     )
+    try:
+        own = describe(name, rank, end.endpoint, options, host=host_identity())
+        records = end.settle(meeting.exchange(end.offer(own)))
+        check(records[rank], records)
+    except BaseException:
+        end.close()
+        raise
+    node = start_node(records[rank], records, end.endpoint, options)
+    node.worker.attach(store)  # the store of rank 0 may be the server, so it must live as long as the worker
+    try:
+        check_neighbor(node.peers, end.endpoint, records, node.peers.connections.answer_seconds)
+    except BaseException:
+        node.shutdown(graceful=False, timeout=1.0)
+        raise
+    return node.worker
 
 
 def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes | None, options: Options) -> Worker:
@@ -142,9 +130,17 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
         )
     if not -1 <= rank < MAX_WORKERS:
         raise ValueError(f"rank must be 0 to {MAX_WORKERS - 1}, got {rank}")
-    endpoint = _endpoint(secret, options, rank)
-    own = describe(name, rank, endpoint, options, host=host_identity())
-    return join_cluster(endpoint, own, addresses, options).worker
+    beyond = [host for host in map(other_host, addresses) if host is not None]
+    end = OwnEndpoint(
+        name,
+        secret,
+        options,
+        towards=next(iter(beyond), None),
+        own_secret=secret_of(options) is not None,
+        several_hosts=bool(beyond),
+    )
+    own = describe(name, rank, end.endpoint, options, host=host_identity())
+    return join_cluster(end.endpoint, own, addresses, options).worker
 
 
 @graph_break

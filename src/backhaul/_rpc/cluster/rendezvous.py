@@ -20,16 +20,11 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from backhaul._options import Options
+from backhaul._rpc.cluster.addressing import Offer, settle
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._runtime import interrupts
-from backhaul._transport.sockets.certificates import files_of
-from backhaul._transport.sockets.tls import Credentials
 from backhaul._types import MAX_WORKERS
 from backhaul.errors import RendezvousError
-
-SECRET_VARIABLE = "BACKHAUL_SECRET"
-TLS_VARIABLE = "BACKHAUL_TLS"
-"""Names the folder where ``launch`` puts the certificates of its workers."""
 
 log = logging.getLogger("backhaul")
 
@@ -38,7 +33,7 @@ _POLL_SECONDS, _POLL_SECONDS_PER_KEY = 0.25, 0.001  # between queries of the sto
 _CONNECT_SECONDS = 1.0  # for an attempt to connect to the store
 _MIN_RANGE = 4  # consecutive ranks that are written as a range
 
-_read_record = msgspec.json.Decoder(WorkerRecord)
+_read_offer = msgspec.json.Decoder(Offer)
 
 
 def open_store(
@@ -182,15 +177,15 @@ class StoreRendezvous:
     def addresses(self, host: str) -> list[str]:
         """The addresses at which the members of this rendezvous can be reached from ``host``."""
         keys = [f"worker/{rank}" for rank in range(self._size) if self._store.check([f"worker/{rank}"])]
-        records = [_read_record.decode(self._store.get(key)) for key in keys]
-        found = [choose(record, host) for record in records]
+        offers = [_read_offer.decode(self._store.get(key)) for key in keys]
+        found = [choose(record, host) for record in settle(offers)]
         if not any(found):
             raise RendezvousError("the store has no member of a running cluster that can be reached from this host")
         return [address for address in found if address is not None]
 
     def replace(self, record: WorkerRecord) -> None:
         """Put a new record of this worker into the store, so that later workers find it."""
-        self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
+        self._store.set(f"worker/{self._rank}", msgspec.json.encode(Offer(record, own_secret=True)).decode())
 
     def agree_on_secret(self, given: bytes | None) -> bytes:
         """The given secret, or one that rank 0 makes: then any process that can read the store may take part."""
@@ -200,17 +195,12 @@ class StoreRendezvous:
             self._store.set("secret", random_secrets.token_hex(32))
         return self._get(["secret"], "here")[0]
 
-    def exchange(self, record: WorkerRecord) -> list[WorkerRecord]:
-        """Put this worker's record into the store and return all records by rank. Raises ``RendezvousError``."""
-        self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
-        found = self._get([f"worker/{rank}" for rank in range(self._size)], "worker")
-        records = [_read_record.decode(text) for text in found]
-        names: dict[str, int] = {}
-        for rank, name in enumerate(other.name for other in records):
-            if name in names:
-                raise RendezvousError(f"two workers are called '{name}': ranks {names[name]} and {rank}", worker=name)
-            names[name] = rank
-        return records
+    def exchange(self, offer: Offer) -> list[Offer]:
+        """Put this worker's offer into the store and return all offers by rank. Raises ``RendezvousError``."""
+        self._store.set(f"worker/{self._rank}", msgspec.json.encode(offer).decode())
+        return [
+            _read_offer.decode(text) for text in self._get([f"worker/{rank}" for rank in range(self._size)], "worker")
+        ]
 
     def _get(self, keys: list[str], sign: str) -> list[bytes]:
         return values_of(self._store, keys, sign, self._size, self._timeout, self._began)
@@ -296,28 +286,3 @@ def _listed(ranks: Sequence[int]) -> str:
         row = [rank for _, rank in run]
         found += [f"{row[0]}-{row[-1]}"] if len(row) >= _MIN_RANGE else map(str, row)
     return ", ".join(found)
-
-
-def secret_of(options: Options) -> bytes | None:
-    """The secret from the options or the environment, or None."""
-    secret = options.security.secret if options.security.secret is not None else os.environ.get(SECRET_VARIABLE)
-    if secret is None:
-        return None
-    if not secret:
-        raise ValueError(
-            f"the cluster secret is empty; set {SECRET_VARIABLE} or Options(security=Security(secret=...)), or neither"
-        )
-    return secret.encode() if isinstance(secret, str) else secret
-
-
-def credentials_of(options: Options, rank: int) -> Credentials | None:
-    """The certificate and key of this worker for TCP; None: it has none, and TCP is not encrypted."""
-    if options.security.tls != "auto":
-        return None if options.security.tls is None else Credentials(options.security.tls)
-    folder = os.environ.get(TLS_VARIABLE)
-    if folder is None:
-        raise ValueError(
-            "tls='auto' is for workers that backhaul.launch starts and makes certificates for; other workers need "
-            "Options(security=Security(tls=Tls(certificate=..., key=..., authority=...)))"
-        )
-    return Credentials(files_of(Path(folder), rank))
