@@ -1,4 +1,4 @@
-"""Ray nodes on two hosts: workers listen on the addresses of their nodes, and come back there."""
+"""Ray nodes on two hosts: workers listen on the addresses of their nodes, with TLS, and come back there."""
 
 from __future__ import annotations
 
@@ -75,5 +75,6 @@ def test_workers_on_two_hosts(nodes: tuple[list[Host], dict[str, str]]) -> None:
         assert sorted(address for address, _, _ in places) == [here, here, there]
         for address, listens, _ in places:
             assert listens.startswith(f"tcp:{address}:")
+    assert found["encrypted"] == [True] * 3
     assert found["steps"] == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
     assert found["difference"] < 1e-6

@@ -18,7 +18,7 @@ from backhaul._launch.embedded import worker_names
 from backhaul._options import Options
 from backhaul._rpc.api import get_worker_info, init, on_membership, rpc_sync
 from backhaul._rpc.arguments import keywords, positional
-from backhaul._rpc.cluster.rendezvous import secret_of
+from backhaul._rpc.cluster.own_endpoint import secret_of
 from backhaul._rpc.node import Node
 from backhaul._worker.worker import Worker
 from backhaul.errors import CallTimeoutError, PeerLostError, UnknownWorkerError, WorkerFailedError

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import ssl
 import sys
 from typing import Any
 
@@ -18,12 +20,24 @@ def place() -> tuple[str, str, int]:
     return ray.util.get_node_ip_address(), bh.get_address(), os.getpid()
 
 
+def speaks_tls(address: str) -> bool:
+    """Whether who listens there completes a TLS handshake."""
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, int(port)), timeout=10) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
+
+
 def main(head: str, own: str) -> None:
     ray.init(address=head, _node_ip_address=own)
     found: dict[str, Any] = {}
-    options = bh.Options(security=bh.Security(allow_plain=True))
-    with bh.ray.start(2, placement="STRICT_SPREAD", options=options) as cluster:
+    with bh.ray.start(2, placement="STRICT_SPREAD") as cluster:
         found["places"] = [place(), *cluster.run(place)]
+        found["encrypted"] = [speaks_tls(address) for _, address, _ in found["places"]]
         there = next(at for at, (address, _, _) in enumerate(found["places"]) if address != own)
         processes = [found["places"][there][2]]
 
