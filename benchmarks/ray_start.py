@@ -33,21 +33,31 @@ class PlainActor:
         if module is not None:
             __import__(module)
 
-    def process(self) -> int:
-        return os.getpid()
+    def process(self) -> tuple[int, float]:
+        return process()
 
 
-def await_end(processes: list[int]) -> None:
-    """Wait until the processes of a set are gone, so that they take no time from the next set."""
+def process() -> tuple[int, float]:
+    """The id of this process, and the processor time that it has taken so far."""
+    return os.getpid(), time.process_time()
+
+
+def await_end(answers: list[tuple[int, float]]) -> float:
+    """Wait until the processes of a set are gone, so that they take no time from the next set. Returns the median of
+    their processor times.
+    """
     deadline = time.monotonic() + END_SECONDS
-    while any(os.path.exists(f"/proc/{process}") for process in processes):
+    while any(os.path.exists(f"/proc/{number}") for number, _ in answers):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"actors did not end within {END_SECONDS:g} s: {processes}")
+            raise TimeoutError(f"actors did not end within {END_SECONDS:g} s: {answers}")
         time.sleep(0.05)
+    return statistics.median(seconds for _, seconds in answers)
 
 
-def start_actors(workers: int, module: str | None) -> float:
-    """Start plain actors as ``bh.ray.start`` does. Returns the seconds until all have answered."""
+def start_actors(workers: int, module: str | None) -> tuple[float, float]:
+    """Start plain actors as ``bh.ray.start`` does. Returns the seconds until all have answered, and
+    those of processor time that one has taken.
+    """
     began = time.perf_counter()
     group = ray.util.placement_group([SHARE] * workers, strategy="SPREAD")
     ray.get(group.ready())
@@ -57,23 +67,21 @@ def start_actors(workers: int, module: str | None) -> float:
         kind.options(num_cpus=SHARE["CPU"], scheduling_strategy=strategy(group, number)).remote(module)
         for number in range(workers)
     ]
-    processes = ray.get([actor.process.remote() for actor in actors])
+    answers = ray.get([actor.process.remote() for actor in actors])
     took = time.perf_counter() - began
     for actor in actors:
         ray.kill(actor)
     ray.util.remove_placement_group(group)
-    await_end(processes)
-    return took
+    return took, await_end(answers)
 
 
-def start_cluster(workers: int) -> float:
-    """Start a Backhaul cluster. Returns the seconds until all workers have answered."""
+def start_cluster(workers: int) -> tuple[float, float]:
+    """Start a Backhaul cluster. Returns what ``start_actors`` does."""
     began = time.perf_counter()
     with bh.ray.start(workers, resources=SHARE) as cluster:
-        processes = cluster.run(os.getpid)
+        answers = cluster.run(process)
         took = time.perf_counter() - began
-    await_end(processes)
-    return took
+    return took, await_end(answers)
 
 
 def main() -> None:
@@ -83,24 +91,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
     options = parser.parse_args()
     ray.init(include_dashboard=False, logging_level="error")
-    sets: dict[str, Callable[[], float]] = {
+    sets: dict[str, Callable[[], tuple[float, float]]] = {
         "actors of Ray that do nothing": lambda: start_actors(options.workers, None),
         "actors of Ray that import torch": lambda: start_actors(options.workers, "torch"),
         "bh.ray.start": lambda: start_cluster(options.workers),
     }
     start_actors(options.workers, "backhaul")  # files are in the page cache from now on
-    times: dict[str, list[float]] = {what: [] for what in sets}
+    times: dict[str, list[tuple[float, float]]] = {what: [] for what in sets}
     for _ in range(options.rounds):
         for what, start in sets.items():
             times[what].append(start())
     table = Table(title=f"Start of {options.workers} workers on {os.cpu_count()} cores, {options.rounds} rounds")
-    for column in ("what", "median", "least", "most"):
+    for column in ("what", "median", "least", "most", "processor time of an actor"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    for what, took in times.items():
-        table.add_row(what, *(f"{value:.2f} s" for value in (statistics.median(took), min(took), max(took))))
+    for what, measured in times.items():
+        took, processor = zip(*measured, strict=True)
+        shown = (statistics.median(took), min(took), max(took), statistics.median(processor))
+        table.add_row(what, *(f"{value:.2f} s" for value in shown))
     Console().print(table)
     _, with_torch, ours = times.values()
-    added = [mine - theirs for mine, theirs in zip(ours, with_torch, strict=True)]
+    added = [mine - theirs for (mine, _), (theirs, _) in zip(ours, with_torch, strict=True)]
     print(f"Backhaul adds to actors that import torch: {statistics.median(added):.2f} s (median over rounds)")
 
 

@@ -142,18 +142,19 @@ class RayCluster(contextlib.AbstractContextManager["RayCluster"]):
         """
         limit = self.driver.options.shutdown_timeout if timeout is None else timeout
         deadline, ends = time.monotonic() + limit, list[Any]()
+        runs = self._ray.is_initialized()  # if not, the actors have ended with Ray, and a call would start it again
         try:
-            if graceful and not self.driver.closed:
+            if runs and graceful and not self.driver.closed:
                 ends = [actor.end.remote(limit) for actor in self.actors.values()]
             self.driver.part(Node).shutdown(graceful=graceful, timeout=limit)
             if ends:
                 self._ray.wait(ends, num_returns=len(ends), timeout=max(deadline - time.monotonic(), 0))
         finally:
             for actor in (*self.actors.values(), self._directory):
-                if actor is not None:
+                if runs and actor is not None:
                     self._ray.kill(actor)
             self._directory, group, self._group = None, self._group, None
-            if group is not None:
+            if runs and group is not None:
                 self._ray.util.remove_placement_group(group)
 
     def __exit__(
@@ -241,6 +242,7 @@ def start(
         ImportError: Ray is not installed.
         RendezvousError: Ray has no room for the workers.
         WorkerFailedError: A worker did not start.
+        TimeoutError: Ray did not start all workers in time.
 
     Example:
         >>> import backhaul as bh
@@ -255,25 +257,36 @@ def start(
     if not names:
         raise ValueError("a cluster on Ray has at least one worker beside the driver, got none")
     needs = resources_of(len(names), resources)
-    secret = secret_of(options) or secrets.token_hex(32)
-    security = dataclasses.replace(options.security, secret=secret)
-    hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    settings = ClusterSettings(dataclasses.replace(options, security=security), several_hosts=len(hosts) > 1)
     deadline = time.monotonic() + options.rendezvous_timeout
-    own = settings.options_at(ray.util.get_node_ip_address())
-    started = init(driver, rank=0, world_size=1, store=HashStore(), options=own)
+    given = None if isinstance(placement, str) else placement
+    made = make_group(ray, needs, placement, options.rendezvous_timeout) if given is None else None
     try:
-        group = placement if not isinstance(placement, str) else None
-        made = make_group(ray, needs, placement, options.rendezvous_timeout) if group is None else None
-        cluster = RayCluster(ray, name or secrets.token_hex(4), started, made)
+        settings = _settings(ray, options)
+        worker = init(
+            driver,
+            rank=0,
+            world_size=1,
+            store=HashStore(),
+            options=settings.options_at(ray.util.get_node_ip_address()),
+        )
     except BaseException:
-        started.part(Node).shutdown(graceful=False, timeout=1.0)
+        if made is not None:
+            ray.util.remove_placement_group(made)
         raise
+    cluster = RayCluster(ray, name or secrets.token_hex(4), worker, made)
     try:
         words = {"max_restarts": max_restarts, "runtime_env": None if runtime_env is None else dict(runtime_env)}
-        cluster._start_actors(names, needs, group or made, settings, words)
+        cluster._start_actors(names, needs, given or made, settings, words)
         cluster._await_actors(names, deadline)
     except BaseException:
         cluster.shutdown(graceful=False, timeout=1.0)
         raise
     return cluster
+
+
+def _settings(ray: Any, options: Options) -> ClusterSettings:
+    """Called when the workers have their places: Ray may have added hosts for them."""
+    secret = secret_of(options) or secrets.token_hex(32)
+    hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    security = dataclasses.replace(options.security, secret=secret)
+    return ClusterSettings(dataclasses.replace(options, security=security), several_hosts=len(hosts) > 1)
