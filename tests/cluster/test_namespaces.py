@@ -28,7 +28,6 @@ from .processes import run_processes
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 PORT = 29500  # of the store; each test has networks of its own
 SECRET = "the secret of the namespaces"
-PLAIN = bh.Security(allow_plain=True)
 
 
 def options(**given: Any) -> bh.Options:
@@ -85,7 +84,8 @@ def hosts_of(found: list[tuple[str, str]]) -> list[str]:
 @pytest.mark.parametrize("plain", [False, True])
 def test_nothing_but_a_secret_is_needed(hosts: list[Host], plain: bool) -> None:
     given = options(security=bh.Security(allow_plain=plain))
-    found = on_hosts(hosts, take_part, [given] * 3)
+    master = hosts[0].name if plain else hosts[0].address  # the name means 127.0.1.1 on the host that has it
+    found = on_hosts(hosts, take_part, [given] * 3, master)
     assert hosts_of(found) == [host.address for host in hosts]
     assert {kind for _, kind in found} == {"SocketChannel" if plain else "TlsChannel"}
 
@@ -124,41 +124,54 @@ def test_link_local_addresses(hosts: list[Host]) -> None:
 # Errors of init.
 
 
-def fail(rank: int, hosts: list[Host], given: list[bh.Options]) -> Any:
+def fail(rank: int, hosts: list[Host], folder: pathlib.Path, given: list[bh.Options]) -> Any:
+    found = "fine", None, ""
     try:
         meet(rank, hosts, given[rank])
     except (bh.BackhaulError, ValueError) as error:
-        return type(error).__name__, getattr(error, "worker", None), str(error)
-    # Stay until the others are done, or they would lose this worker while they start.
-    bh.shutdown(timeout=10.0)
-    return "fine", None, ""
+        found = type(error).__name__, getattr(error, "worker", None), str(error)
+    (folder / f"came{rank}").touch()
+    for other in range(len(hosts)):  # they may want to connect to this worker
+        wait_for(folder / f"came{other}")
+    bh.shutdown(graceful=False)
+    return found
 
 
-def test_a_host_that_does_not_listen(hosts: list[Host]) -> None:
-    for wrong in (options(transport="unix"), options(bind="127.0.0.1")):
-        found = on_hosts(hosts, fail, [options(), options(), wrong])
-        assert [each[:2] for each in found] == [("RendezvousError", "worker2")] * 3
+@pytest.mark.parametrize("wrong", [{"transport": "unix"}, {"bind": "127.0.0.1"}], ids=str)
+def test_a_host_that_does_not_listen(hosts: list[Host], wrong: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    found = on_hosts(hosts, fail, tmp_path, [options(), options(), options(**wrong)])
+    assert [each[:2] for each in found] == [("RendezvousError", "worker2")] * 3
 
 
-def test_a_secret_that_is_missing_or_weak(hosts: list[Host]) -> None:
-    found = on_hosts(hosts[:2], fail, [options()] * 2, secret=None)
+def test_a_secret_that_is_missing(hosts: list[Host], tmp_path: pathlib.Path) -> None:
+    found = on_hosts(hosts[:2], fail, tmp_path, [options()] * 2, secret=None)
     assert [each[:2] for each in found] == [("RendezvousError", "worker0")] * 2
     assert all("BACKHAUL_SECRET" in text and "\n" not in text for _, _, text in found)
-    found = on_hosts(hosts[:2], fail, [options()] * 2, secret="secret")
+
+
+def test_a_secret_that_only_some_have(hosts: list[Host], tmp_path: pathlib.Path) -> None:
+    given = [options(security=bh.Security(secret=SECRET), rendezvous_timeout=2.0), options()]
+    found = on_hosts(hosts[:2], fail, tmp_path, given, secret=None)
+    assert found[1][0] == "RendezvousError"
+    assert "rank 0 has a secret" in found[1][2]
+
+
+def test_a_secret_that_is_easy_to_guess(hosts: list[Host], tmp_path: pathlib.Path) -> None:
+    found = on_hosts(hosts[:2], fail, tmp_path, [options()] * 2, secret="secret")
     assert [kind for kind, _, _ in found] == ["ValueError"] * 2
 
 
-@pytest.mark.parametrize("security", [bh.Security(), PLAIN], ids=["tls", "plain"])
-def test_a_wrong_secret(hosts: list[Host], security: bh.Security) -> None:
+@pytest.mark.parametrize("security", [bh.Security(), bh.Security(allow_plain=True)], ids=["tls", "plain"])
+def test_a_wrong_secret(hosts: list[Host], security: bh.Security, tmp_path: pathlib.Path) -> None:
     right = options(security=security)
     wrong = options(security=bh.Security(secret="another secret than theirs", allow_plain=security.allow_plain))
-    found = on_hosts(hosts[:2], fail, [right, wrong])
+    found = on_hosts(hosts[:2], fail, tmp_path, [right, wrong])
     assert [each[:2] for each in found] == [("AuthenticationError", "worker1"), ("AuthenticationError", "worker0")]
 
 
-def test_an_address_that_does_not_answer(hosts: list[Host]) -> None:
+def test_an_address_that_does_not_answer(hosts: list[Host], tmp_path: pathlib.Path) -> None:
     nowhere = options(advertise=f"{hosts[0].address.rpartition('.')[0]}.99")
-    found = on_hosts(hosts[:2], fail, [options(connect_timeout=1.0, shutdown_timeout=1.0), nowhere])
+    found = on_hosts(hosts[:2], fail, tmp_path, [options(connect_timeout=1.0), nowhere])
     assert found[0][:2] == ("RendezvousError", "worker1")
 
 
@@ -181,8 +194,7 @@ def look_around(rank: int, hosts: list[Host]) -> dict[str, Any]:
 
 def test_errors_name_the_interfaces_there_are(hosts: list[Host]) -> None:
     """A host with two networks and no default route."""
-    hosts[0].ip("link", "add", "second0", "type", "dummy")
-    hosts[0].ip("link", "add", "empty0", "type", "dummy")
+    hosts[0].ip("link", "add", "second0", "type", "veth", "peer", "name", "empty0")
     hosts[0].ip("addr", "add", "10.214.0.1/24", "dev", "second0")
     hosts[0].ip("link", "set", "second0", "up")
     (found,) = on_hosts(hosts[:1], look_around)
@@ -225,20 +237,20 @@ def test_workers_that_come_later_or_again(hosts: list[Host], tmp_path: pathlib.P
 LOST_SECONDS = 2.0
 
 
-def drive(rank: int, hosts: list[Host], security: bh.Security, folder: pathlib.Path) -> Any:
+def drive(rank: int, hosts: list[Host], folder: pathlib.Path) -> Any:
     """Rank 0 makes steps until the test has seen what it wants."""
     liveness = bh.Liveness(heartbeat_interval=0.2, suspect_after=0.8, lost_after=LOST_SECONDS)
-    given = options(security=security, liveness=liveness, connect_timeout=1.0, backward_timeout=20.0)
+    given = options(liveness=liveness, connect_timeout=1.0, backward_timeout=20.0)
     meet(rank, hosts, given)
     if rank:
         wait_for(folder / "end")
     else:
-        step(folder, "before")
+        step()
         (folder / "cut").touch()
         wait_for(folder / "is cut")
         begun = time.monotonic()
         with pytest.raises(bh.PeerLostError) as caught:
-            step(folder, "while cut")
+            step()
         took = time.monotonic() - begun
         assert caught.value.worker == "worker2"
         assert bh.rpc_sync("worker1", scale, args=(torch.ones(1),)) == 2  # the others go on
@@ -247,7 +259,7 @@ def drive(rank: int, hosts: list[Host], security: bh.Security, folder: pathlib.P
         deadline = time.monotonic() + 30  # TCP sends lost packets again after a while
         while True:
             try:
-                step(folder, "after")
+                step()
                 break
             except bh.PeerLostError:
                 assert time.monotonic() < deadline
@@ -258,7 +270,7 @@ def drive(rank: int, hosts: list[Host], security: bh.Security, folder: pathlib.P
     return None
 
 
-def step(folder: pathlib.Path, name: str) -> None:
+def step() -> None:
     x = torch.ones(3, requires_grad=True)
     y = bh.rpc_sync("worker2", scale, args=(bh.rpc_sync("worker1", scale, args=(x,)),))
     y.sum().backward()
@@ -266,8 +278,7 @@ def step(folder: pathlib.Path, name: str) -> None:
     assert x.grad.tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize("security", [bh.Security(), PLAIN], ids=["tls", "plain"])
-def test_a_cable_that_is_pulled_and_put_back(hosts: list[Host], security: bh.Security, tmp_path: pathlib.Path) -> None:
+def test_a_cable_that_is_pulled_and_put_back(hosts: list[Host], tmp_path: pathlib.Path) -> None:
     def pull() -> None:
         wait_for(tmp_path / "cut")
         hosts[2].cut()
@@ -278,7 +289,7 @@ def test_a_cable_that_is_pulled_and_put_back(hosts: list[Host], security: bh.Sec
 
     thread = threading.Thread(target=pull)
     thread.start()
-    took, *_ = on_hosts(hosts, drive, security, tmp_path)
+    took, *_ = on_hosts(hosts, drive, tmp_path)
     thread.join()
     # The failure detector's deadline, an attempt to connect again, and a wide margin for a busy machine. Without the
     # detector the call would wait for its timeout of 60 s.

@@ -24,7 +24,7 @@ from backhaul._runtime.compile_marks import graph_break
 from backhaul._transport.sockets.addresses import host_identity
 from backhaul._types import MAX_WORKERS, WorkerInfo, check_name
 from backhaul._worker.worker import Worker, current_worker, running_workers
-from backhaul.errors import NotInitializedError
+from backhaul.errors import NotInitializedError, RendezvousError
 
 T = TypeVar("T")
 
@@ -41,8 +41,8 @@ def init(
 ) -> Worker:
     """Make this process a worker and wait until all workers have started.
 
-    Arguments that are not given come from torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-    ``MASTER_PORT``). Once this returns, every worker can be called by name; connections open at the first call.
+    Arguments that are not given come from the environment of torchrun, MPI, Slurm or Kubernetes; see
+    ``docs/clusters.md``. Once this returns, every worker can be called by name; connections open at the first call.
 
     With ``join`` the worker becomes a member of a cluster that is running already. If a worker of the same name was
     lost, the new one takes its place. Once this returns, every member knows the worker.
@@ -86,17 +86,18 @@ def init(
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
-    meeting = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
+    rendezvous = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, began=began)
     if join:
-        secret = meeting.agree_on_secret(secret)
-        worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)
-        meeting.replace(worker.part(Node).peers.own.record)
+        addresses = rendezvous.addresses(host_identity())
+        secret = rendezvous.find_secret(secret)
+        worker = _join(name or f"worker{rank}", rank, addresses, secret, options, timeout=rendezvous.left)
+        rendezvous.add_member(worker.part(Node).peers.own.record)
         worker.attach(store)
         return worker
     name = name if name is not None else f"worker{rank}"
     end = OwnEndpoint(
         name,
-        meeting.agree_on_secret(secret),
+        rendezvous.agree_on_secret(secret),
         options,
         towards=host_of(store),
         own_secret=secret is not None,
@@ -104,8 +105,12 @@ def init(
     )
     try:
         own = describe(name, rank, end.endpoint, options, host=host_identity())
-        records = end.settle(meeting.exchange(end.offer(own)))
+        records = end.settle(rendezvous.exchange(end.offer(own)))
         check(records[rank], records)
+    except (RendezvousError, ValueError):
+        end.close()
+        rendezvous.wait_for_readers()
+        raise
     except BaseException:
         end.close()
         raise
@@ -119,7 +124,15 @@ def init(
     return node.worker
 
 
-def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes | None, options: Options) -> Worker:
+def _join(
+    name: str | None,
+    rank: int,
+    addresses: Sequence[str],
+    secret: bytes | None,
+    options: Options,
+    *,
+    timeout: float | None = None,
+) -> Worker:
     """Become a member of a running cluster."""
     if name is None:
         raise ValueError("a worker that joins needs a name")
@@ -140,7 +153,7 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
         several_hosts=bool(beyond),
     )
     own = describe(name, rank, end.endpoint, options, host=host_identity())
-    return join_cluster(end.endpoint, own, addresses, options).worker
+    return join_cluster(end.endpoint, own, addresses, options, timeout=timeout).worker
 
 
 @graph_break

@@ -184,14 +184,22 @@ def start_node(
 
 
 def join(
-    endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], options: Options, *, runtime: Runtime | None = None
+    endpoint: Endpoint,
+    own: WorkerRecord,
+    addresses: Sequence[str],
+    options: Options,
+    *,
+    runtime: Runtime | None = None,
+    timeout: float | None = None,
 ) -> Node:
     """Join a running cluster that has members at these addresses. Once this returns, all members know the worker. If
     it raises (``RendezvousError``, ``AuthenticationError``), it has closed the endpoint and ended the worker.
+    ``timeout``: seconds to join; default ``options.rendezvous_timeout``.
     """
     runtime = runtime or Runtime()
+    timeout = options.rendezvous_timeout if timeout is None else timeout
     try:
-        own, others, leader, left = ask_to_join(endpoint, own, addresses, options.rendezvous_timeout, runtime)
+        own, others, leader, left = ask_to_join(endpoint, own, addresses, timeout, runtime)
         check(own, others)
     except BaseException:
         endpoint.close()

@@ -86,11 +86,11 @@ def test_everyone_meets_twice() -> None:
 
 def test_missing_ranks_are_named_and_late_answers_are_ignored() -> None:
     with stores(3) as (first, second, _):
-        second.set("backhaul/1/worker/1", "here")
+        second.set("backhaul/1/arrival/1", "here")
         with pytest.raises(RendezvousError, match=r"waited 0.05 s .*: 1 of 3 did not come: ranks 2"):
             StoreRendezvous(first, 0, 3, 0.05).exchange(record(0, "worker0"))
-        second.set("backhaul/1/worker/2", "late")
-        assert first.multi_get(["backhaul/1/worker/1"]) == [b"here"]
+        second.set("backhaul/1/arrival/2", "late")
+        assert first.multi_get(["backhaul/1/arrival/1"]) == [b"here"]
 
 
 def test_a_parent_that_is_gone() -> None:

@@ -23,7 +23,7 @@ SECRET_NEEDED = (
 )
 
 
-class Offer(msgspec.Struct, frozen=True):
+class AddressOffer(msgspec.Struct, frozen=True):
     """What a worker brings to the rendezvous.
 
     Attributes:
@@ -39,12 +39,12 @@ class Offer(msgspec.Struct, frozen=True):
     own_secret: bool = False
 
 
-def on_several_hosts(offers: Sequence[Offer]) -> bool:
+def on_several_hosts(offers: Sequence[AddressOffer]) -> bool:
     """Whether the workers are on more than one host."""
     return len({offer.record.host for offer in offers}) > 1
 
 
-def settle(offers: Sequence[Offer]) -> list[WorkerRecord]:
+def settle(offers: Sequence[AddressOffer]) -> list[WorkerRecord]:
     """The records of all workers by rank, with the addresses that they use. All workers come to the same result.
 
     Raises:
@@ -69,7 +69,16 @@ def settle(offers: Sequence[Offer]) -> list[WorkerRecord]:
     return [_with_spare(offer) for offer in offers]
 
 
-def _check_names(offers: Sequence[Offer]) -> None:
+def records_of(offers: Sequence[AddressOffer]) -> list[WorkerRecord]:
+    """The records of the members of a running cluster, with the addresses that they use: those of its rendezvous, and
+    those that have joined it later.
+    """
+    first = [offer for offer in offers if offer.record.epoch == 0]
+    several = on_several_hosts(first)
+    return [_with_spare(offer) if several else offer.record for offer in offers]
+
+
+def _check_names(offers: Sequence[AddressOffer]) -> None:
     names: dict[str, int] = {}
     for rank, name in enumerate(offer.record.name for offer in offers):
         if name in names:
@@ -84,7 +93,7 @@ def _listens_on(record: WorkerRecord) -> str:
     )
 
 
-def _with_spare(offer: Offer) -> WorkerRecord:
+def _with_spare(offer: AddressOffer) -> WorkerRecord:
     if not offer.spare:
         return offer.record
     kept = (address for address in offer.record.addresses if not address.startswith("tcp:"))

@@ -49,6 +49,7 @@ class _Links(dict[Channel, PeerLink]):
         return NO_LINK
 
 
+# Over the limit because one lock guards six of its attributes: the channels, and what is known of each.
 class Connections:
     """The channels of one worker to all members. Thread-safe.
 

@@ -12,9 +12,10 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul._options import Options, Tls
-from backhaul._rpc.cluster.addressing import SECRET_NEEDED, Offer, neighbor_of, on_several_hosts, settle
+from backhaul._rpc.cluster.addressing import SECRET_NEEDED, AddressOffer, neighbor_of, on_several_hosts, settle
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._rpc.cluster.peers import Peers
+from backhaul._transport.base import ConnectTimeoutError
 from backhaul._transport.sockets.certificates import check_strength, issue
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.interfaces import NoAddressError
@@ -103,6 +104,9 @@ class OwnEndpoint:
         default = options.bind is None and options.advertise is None and several_hosts is not False
         if default:
             self._reserve(towards)
+        if several_hosts and default and self._spare is None:
+            why = self._obstacle or f"it has no secret of yours; {SECRET_NEEDED}"
+            raise RendezvousError(f"the workers on other hosts cannot reach worker '{name}': {why}", worker=name)
         listener = TcpListener(given) if given is not None else None
         try:
             credentials = self._credentials(beyond_loopback=given is not None and given.beyond_loopback)
@@ -142,12 +146,12 @@ class OwnEndpoint:
             check_strength(self._secret)
         return Credentials(issue(self._secret, self._name))
 
-    def offer(self, record: WorkerRecord) -> Offer:
+    def offer(self, record: WorkerRecord) -> AddressOffer:
         """What this worker brings to the rendezvous."""
         spare = self._spare.address if self._spare is not None else ""
-        return Offer(record, spare, self._obstacle, self._own_secret)
+        return AddressOffer(record, spare, self._obstacle, self._own_secret)
 
-    def settle(self, offers: Sequence[Offer]) -> list[WorkerRecord]:
+    def settle(self, offers: Sequence[AddressOffer]) -> list[WorkerRecord]:
         """Listen where the others will look for this worker; return the records of all. Raises ``RendezvousError``."""
         records = settle(offers)
         if on_several_hosts(offers):
@@ -191,7 +195,7 @@ def check_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[Wor
         text = f"cannot talk to worker '{other.name}' at {address}: {error}"
         raise AuthenticationError(text, worker=other.name) from None
     except (ConnectionError, ValueError) as error:
-        if not _has_left(peers, other):
+        if isinstance(error, ConnectTimeoutError) or not _has_left(peers, other):
             raise RendezvousError(
                 f"worker '{own.name}' cannot reach worker '{other.name}' on another host: {error}; check that no "
                 f"firewall is between them, and that '{other.name}' listens on a network of both (Options(bind=...), "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,10 @@ from pathlib import Path
 SocketAddress = str | tuple[str, int]
 
 MAX_PORT = 65535
+
+_BRACKETED = re.compile(r"\[(?P<host>[^][/\s]+)\](:(?P<port>\d+))?")
+_WITH_PORT = re.compile(r"(?P<host>[^][/\s:]+):(?P<port>\d+)")
+_BARE = re.compile(r"(?P<host>[^][/\s:]+|[^][/\s]*:[^][/\s]*:[^][/\s]*)(?P<port>)")  # no colon, or several
 
 
 def parse(address: str) -> tuple[socket.AddressFamily, SocketAddress]:
@@ -47,16 +52,10 @@ def split_port(text: str) -> tuple[str, int]:
     >>> split_port("10.0.0.5"), split_port("node7:7000"), split_port("fe80::1%eth0"), split_port("[::1]:7000")
     (('10.0.0.5', 0), ('node7', 7000), ('fe80::1%eth0', 0), ('::1', 7000))
     """
-    host, sign, port = text, "", ""
-    if text.startswith("["):
-        host, sign, port = text[1:].partition("]")
-        sign, port = port[:1], port[1:]
-    elif text.count(":") == 1:
-        host, sign, port = text.partition(":")
-    flawed = bool(sign or port) and (sign != ":" or not _is_port(port))
-    if not host or flawed or any(character in host for character in "/[] "):
+    found = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text) or _BARE.fullmatch(text)
+    if found is None or (found["port"] and not _is_port(found["port"])):
         raise ValueError(f"not a host or host:port: {text!r}; put an IPv6 address with a port in brackets")
-    return host, int(port or 0)
+    return found["host"], int(found["port"] or 0)
 
 
 def _is_port(text: str) -> bool:

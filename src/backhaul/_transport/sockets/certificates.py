@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 MIN_SECRET_BYTES = 16
 _MIN_DIFFERENT_BYTES = 6
 
-# Each try of a secret takes 16 MiB and tens of milliseconds. Changing these is a new version of the protocol.
+# Each try of a secret takes 32 MiB and tens of milliseconds. Changing these is a new version of the protocol.
 _SALT = b"backhaul/authority/1"
-_COST, _BLOCK = 1 << 14, 8
+_COST, _BLOCK = 1 << 15, 8
 _KEY_BYTES = 48  # half as long again as the key, so that all keys are equally probable
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the group of the curve P-256
