@@ -186,6 +186,7 @@ UNCHECKED = (
     "_C._dynamo.eval_frame.set_code_exec_strategy",
     "autograd._is_checkpoint_valid",
     "autograd.function._HookMixin._register_hook",
+    "nn.parallel.distributed._DDPSink",
     "utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
     # Only an instance has these.
     "distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param",

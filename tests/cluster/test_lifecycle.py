@@ -20,6 +20,7 @@ import torch
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 import backhaul as bh
+from backhaul._rpc.node import Node
 from backhaul._transport.base import EndpointFactory
 from backhaul._transport.sockets.addresses import parse
 from backhaul._transport.sockets.endpoint import SocketEndpoint
@@ -665,6 +666,21 @@ def test_a_call_that_races_with_shutdown_names_the_closed_worker(endpoints: Endp
             over.set()
             for end in ends:
                 assert type(end.result(PATIENCE)) is bh.errors.NotInitializedError, end.result()
+
+
+def test_a_worker_that_ends_connects_to_nobody(endpoints: EndpointFactory) -> None:
+    """Its own threads hear of the channels that it closes, and some connect to workers whose channel is lost."""
+    with bh.cluster(2, endpoints=endpoints) as (own, _):
+        assert bh.rpc_sync("worker1", remote.whoami) == "worker1"
+        peers = own.part(Node).peers
+        other, lost = peers.find("worker1"), threading.Event()
+        peers.on_lost(lambda *_: lost.set())
+        peers.connections.close()
+        assert lost.wait(PATIENCE)
+        with pytest.raises(bh.PeerLostError) as caught:
+            peers.channel_to(other, PATIENCE)
+        assert caught.value.worker == "worker1"
+        bh.shutdown(graceful=False)
 
 
 def test_no_thread_survives_shutdown(endpoints: EndpointFactory, signs: Signs) -> None:

@@ -224,3 +224,18 @@ def test_data_parallel(tmp_path: pathlib.Path, kind: str, place: str) -> None:
     found = bh.launch(train, 2, args=arguments, options=options, timeout=LIMIT, start_method="forkserver")
     for rank in range(2):
         torch.testing.assert_close(found[rank], expected())
+
+
+def test_a_static_graph_is_refused() -> None:
+    """It would reduce nothing, without an error."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with bh.cluster(2):
+            model = DistributedDataParallel(Around(1), static_graph=True)
+            with pytest.raises(bh.errors.BackhaulError):
+                model(batch(0, 0)).sum().backward()
+            here = DistributedDataParallel(make_model(), static_graph=True)
+            here(batch(0, 0)).sum().backward()  # of this worker alone
+            assert all(parameter.grad is not None for parameter in here.parameters())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -228,6 +231,53 @@ def test_threads_that_send_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in large groups: hooks on received tensors send gradients, but not those of a pass of another thread."""
     monkeypatch.setattr(torch_run, "SEND_EARLY_NODES", -1)
     check_outside(shared, LEAVES)
+
+
+ON_SHARED_NODES = """
+import sys, threading, torch
+import backhaul as bh
+from backhaul._autograd.torch_engine import run
+
+run.SEND_EARLY_NODES = -1
+sys.setswitchinterval(1e-5)  # threads take turns often
+
+def twice(x):
+    return (x * 2).sin() * x
+
+def go_back(worker, start, y, x, expected):
+    with worker:
+        start.wait(60)
+        for _ in range(4):
+            (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            torch.testing.assert_close(grad, expected)
+
+with bh.cluster(2) as (driver, _):
+    for _ in range(30):
+        x = torch.randn(3, requires_grad=True)
+        (expected,) = torch.autograd.grad(sum(twice(x * (i + 1)) for i in range(20)).sum(), x)
+        y = sum(bh.rpc_sync("worker1", twice, args=(x * (i + 1),)) for i in range(20))
+        start = threading.Barrier(4)
+        threads = [threading.Thread(target=go_back, args=(driver, start, y, x, expected)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_hooks_are_not_added_to_nodes_that_other_threads_run(native: str) -> None:
+    """torch reads the hooks of a node without a lock. A process of its own, since a mistake ends the process."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", ON_SHARED_NODES],
+        env=os.environ | {"BACKHAUL_NATIVE": native},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_threads_over_processes() -> None:

@@ -34,7 +34,7 @@ def _load() -> Any:
         if not path.exists():
             return None
         if not (os.sep in choice or build.is_own(path)):
-            raise PermissionError("other users can write to the file or its folder")
+            raise PermissionError(f"other users can write to {path} or to its folder; take that permission away")
         loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
         spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
         assert spec is not None
@@ -42,7 +42,11 @@ def _load() -> Any:
         loader.exec_module(module)
         build.note_use(path)
     except Exception as error:
-        log.warning("the native core of Backhaul cannot be loaded, so Backhaul runs without it: %s", error)
+        log.warning(
+            "the native core of Backhaul cannot be loaded, so Backhaul runs without it: %s. If the file is broken, "
+            "remove it: it is compiled again",
+            error,
+        )
         return None
     return module
 

@@ -122,6 +122,7 @@ class FrameReceiver:
     def accept(self, event: Event) -> list[Task]:
         """Act on an event while its channel is held; return the tasks that follow."""
         if isinstance(event, Lost):
+            self.close()  # waiters that are not in use refer to channels, and these to the calls that read them last
             later = self.on_gone.notify(event.channel)
             return [functools.partial(self._tell_lost, event), *(task for task in later if task is not None)]
         channel, frames, tasks = event.channel, event.frames, []
@@ -213,7 +214,7 @@ class FrameReceiver:
                 self.see_to(loss)
 
     def close(self) -> None:
-        """Free what ``attend`` has kept for its next use."""
+        """Free what ``attend`` has kept for its next use, which makes it anew."""
         while self._waiters:
             self._waiters.pop().close()
 

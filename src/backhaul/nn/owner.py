@@ -222,15 +222,21 @@ Loaded = tuple[list[str], list[str], list[str], Description]
 """Missing keys, unexpected keys, errors, and the tensors of the module."""
 
 
-def load(module: nn.Module, state: State, versions: State, assign: bool) -> Loaded:
-    """Load a state."""
+def load(module: nn.Module, state: State, versions: State, assign: bool, prefix: str) -> Loaded:
+    """Load a state. The names in it, and in what is returned, begin with ``prefix``."""
     given: Any = nn.Module().state_dict()  # of the type that can carry metadata
     given.update(state)
     given._metadata = versions
+    whole = module
+    for name in reversed(prefix.split(".")[:-1]):  # so that errors have full names
+        inner, whole = whole, nn.Module()
+        whole._modules[name] = inner
     try:
-        keys = module.load_state_dict(given, strict=False, assign=assign)
+        keys = whole.load_state_dict(given, strict=False, assign=assign)
     except RuntimeError as error:
-        return [], [], [str(error)], describe(module)
+        first, *rest = str(error).split("\n\t")
+        listed = rest and first.startswith("Error(s) in loading state_dict")  # else a hook has raised it
+        return [], [], rest if listed else [str(error)], describe(module)
     return list(keys.missing_keys), list(keys.unexpected_keys), [], describe(module)
 
 

@@ -41,17 +41,14 @@ class RemoteState(ListedTensors):
     ) -> None:
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        state = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        state = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
         state = tree_map_only(torch.Tensor, lambda tensor: on_cpu(tensor.detach()), state)
-        versions = {
-            f"{name}."[len(prefix) : -1]: value
-            for name, value in getattr(state_dict, "_metadata", {}).items()
-            if f"{name}.".startswith(prefix)
-        }
+        metadata = getattr(state_dict, "_metadata", {})
+        versions = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, errors, description = self._ask_owner(owner.load, state, versions, assign)
+        missing, unexpected, errors, description = self._ask_owner(owner.load, state, versions, assign, prefix)
         self._describe_again(description)
-        missing_keys.extend(prefix + name for name in missing)
+        missing_keys.extend(missing)
         if strict:
-            unexpected_keys.extend(prefix + name for name in unexpected)
+            unexpected_keys.extend(unexpected)
         error_msgs.extend(errors)

@@ -11,7 +11,7 @@ from backhaul._autograd.backward.groups import Fired, RecvEnd
 from backhaul._autograd.forward.functions import Grads, Recv
 from backhaul._autograd.ids import MessageId
 from backhaul._autograd.torch_engine.hooks import NodeWatch
-from backhaul._autograd.torch_engine.run import Node
+from backhaul._autograd.torch_engine.run import Node, engine_runs
 
 SendEarly = Callable[[Recv, Grads], None]
 """Sends the gradients of a message before the group that they come from has run to its end."""
@@ -19,6 +19,12 @@ SendEarly = Callable[[Recv, Grads], None]
 
 class EarlySends:
     """Until ``__exit__``, sends the gradients of a message as soon as all of them have arrived."""
+
+    @classmethod
+    def begin(cls, send: SendEarly, ends: Iterable[RecvEnd]) -> EarlySends | None:
+        """None if another run of the engine is under way, which may read the hooks of the same nodes."""
+        with engine_runs.lock:
+            return None if engine_runs.count else cls(send, ends)
 
     def __init__(self, send: SendEarly, ends: Iterable[RecvEnd]) -> None:
         self._send = send

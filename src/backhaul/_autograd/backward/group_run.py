@@ -71,16 +71,16 @@ class GroupRun:
         if self._sharded is not None:
             compute = functools.partial(self.compute, group, edges, seeds, ends, order)
             return self._run_sharded(group, sources, compute)
-        early = send_early is not None and len(group.nodes) > torch_run.SEND_EARLY_NODES and bool(ends)
+        sending = None
+        if send_early is not None and len(group.nodes) > torch_run.SEND_EARLY_NODES and ends:
+            sending = EarlySends.begin(send_early, ends)
         if self._spec.deterministic:
             self.put_in_order(sources)
-        elif not (early or node_hooks.possible or RemovableHandle.next_id > hooks.own_handles):
+        elif not (sending or node_hooks.possible or RemovableHandle.next_id > hooks.own_handles):
             return self.compute(group, edges, seeds, ends, order)
-        if not early:
+        if sending is None:
             with self.task(sources):
                 return self.compute(group, edges, seeds, ends, order)
-        assert send_early is not None
-        sending = EarlySends(send_early, ends)
         with self.task(sources), sending:
             fired = self.compute(group, edges, seeds, ends, order)
         return sending.left(fired)

@@ -184,12 +184,13 @@ class LocalPass:
             seeds,
             task_number=self._task_number,
             send_early=self._send_early,
+            send_all=self._send_all,
             roots=True,
         )
         if ran is None:
             return False
         self._account_simple((ROOTS,), ran[1])
-        self._outbox.send_all(self, ran[0])
+        self._send_all(ran[0])
         return True
 
     def take(self, sources: list[MessageId], counts: list[int], grads: list[torch.Tensor | None]) -> None:
@@ -198,7 +199,7 @@ class LocalPass:
         try:
             ran = self._run_simple(sources, counts, grads)
             if ran is not None:
-                self._outbox.send_all(self, ran)
+                self._send_all(ran)
         except BaseException as error:
             self.fail(sources[0] if len(sources) == 1 else TOGETHER, error)
         else:
@@ -270,6 +271,7 @@ class LocalPass:
             grads,
             task_number=self._task_number,
             send_early=self._send_early,
+            send_all=self._send_all,
         )
         if ran is None:
             return None
@@ -341,6 +343,9 @@ class LocalPass:
 
     def _send_early(self, recv: Recv, grads: Grads) -> None:
         self._outbox.send(self, recv, grads)
+
+    def _send_all(self, found: list[Answers]) -> None:
+        self._outbox.send_all(self, found)
 
     def send(self, source: MessageId, parcels: Parcels) -> None:
         """A task is done: send what it has packed. The last task of the pass also reports to the driver."""

@@ -71,11 +71,12 @@ def run_simple(
     *,
     task_number: Callable[[], int],
     send_early: SendEarly,
+    send_all: Callable[[list[Answers]], None],
     roots: bool = False,
 ) -> tuple[list[Answers], dict[int, int]] | None:
-    """Run sources whose gradients have arrived, and add the gradients of their leaves. Returns the gradients of the
-    messages that they reach, and these messages with their senders. None: the sources have to run in another way, and
-    nothing has been done.
+    """Run sources whose gradients have arrived, and add the gradients of their leaves. Returns the gradients of
+    messages that are left to send, and all messages that the sources reach with their senders. None: the sources have
+    to run in another way, and nothing has been done.
 
     Args:
         spec: The pass, which ``suits``.
@@ -85,6 +86,7 @@ def run_simple(
         grads: The gradients.
         task_number: Returns the number of the pass's ``GraphTask``.
         send_early: Sends the gradients of a message while a large group still runs. They are not returned.
+        send_all: Sends gradients before hooks and reducers of leaves run: a reducer of DDP waits for other processes.
         roots: Whether the source is the roots of the pass, which no other pass may meet.
     """
     records, retain = context.sends, spec.retain
@@ -100,6 +102,9 @@ def run_simple(
     leaves, hooked, answers, produced = found
     if hooked:
         left = leaves.rest()
+        if left and answers:
+            send_all(answers)
+            answers = []
     elif spec.into_grad:
         with grad_writers.lock:
             left = leaves.rest() if grad_writers.count else leaves.add_to_grad()

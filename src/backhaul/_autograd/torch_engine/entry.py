@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from backhaul._autograd.torch_engine.run import grad_writers
+from backhaul._autograd.torch_engine.run import engine_runs, grad_writers
 from backhaul._runtime.compile_marks import not_compiled
 from backhaul._torch_support import NEWEST, OLDEST
 from backhaul.errors import UnsupportedTorchError
@@ -34,7 +34,7 @@ def make_entry(torch_entry: Callable[..., Any]) -> Callable[..., Any]:
         taken = take(outputs, *args, **kwargs)
         if taken is not None:
             return taken
-        with grad_writers:
+        with grad_writers, engine_runs:
             return torch_entry(outputs, *args, **kwargs)
 
     return run_backward

@@ -14,13 +14,15 @@ import torch
 from torch.autograd import graph
 from torch.autograd.function import _HookMixin
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import distributed
 from torch.utils.hooks import RemovableHandle
 
 from backhaul._autograd.torch_engine import entry, sharded
 from backhaul._autograd.torch_engine.graph_task import task_for
 from backhaul._autograd.torch_engine.hooks import count_own_handle, is_own_hook, node_hooks
 from backhaul._autograd.torch_engine.reducers import reducers
-from backhaul._autograd.torch_engine.run import Node, allows_checkpoints
+from backhaul._autograd.torch_engine.run import Node, allows_checkpoints, own_run
+from backhaul.errors import BackhaulError
 
 _undo: list[Callable[[], None]] = []  # removes the patches that are installed, the last first
 _doors: tuple[Any, Any] = (None, None)  # what ``_engine_run_backward`` was when ``guard_backward`` last checked it
@@ -39,6 +41,7 @@ def install() -> None:
     _watch_modules()
     _enter_backward()
     _allow_checkpoints()
+    _refuse_static_graphs()
 
 
 def uninstall() -> None:
@@ -113,6 +116,26 @@ def _allow_checkpoints() -> None:
         return bool(is_valid()) if allowed is None else allowed
 
     _replace(torch.autograd, "_is_checkpoint_valid", is_checkpoint_valid)
+
+
+def _refuse_static_graphs() -> None:
+    """With a static graph, DDP reduces gradients for the first time when one run of the engine ends. In a pass there
+    would be no gradients at that time, and DDP would never reduce any.
+    """
+    sink = getattr(distributed, "_DDPSink", None)
+    if sink is None:  # this torch has another way
+        return
+    backward = sink.backward
+
+    def refuse_or_pass_on(ctx: Any, *grads: Any) -> Any:
+        if ctx.ddp_weakref().static_graph and own_run(sys._getframe(1)) is not None:
+            raise BackhaulError(
+                "DistributedDataParallel(static_graph=True) cannot take part in a backward pass over workers, because "
+                "it expects one run of the engine; make it without static_graph"
+            )
+        return backward(ctx, *grads)
+
+    _replace(sink, "backward", staticmethod(refuse_or_pass_on))
 
 
 def guard_backward() -> None:

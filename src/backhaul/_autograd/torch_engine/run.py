@@ -31,6 +31,38 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Sets the grad mode of this thread. ``torch.set_grad_enabled`` does more and costs more."""
 
 
+class _RunCount:
+    """Counts the runs of torch's engine that may do something. Thread-safe.
+
+    Attributes:
+        lock: Guards the count. While a thread holds the lock, no such run begins.
+        count: How many such runs are under way.
+    """
+
+    __slots__ = ("count", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.count -= 1
+
+
+grad_writers = _RunCount()
+"""Entered around each run of the engine that may write to ``.grad``."""
+
+engine_runs = _RunCount()
+"""Entered around each run of the engine. A run reads the hooks of its nodes without the interpreter lock, so Backhaul
+adds a hook to a node only while no other run is under way.
+"""
+
+
 @interrupts.calls_out
 def run_engine(
     edges: Sequence[GradientEdge],
@@ -52,15 +84,16 @@ def run_engine(
     threads = torch._C._is_multithreading_enabled()
     torch._C._set_multithreading_enabled(False)
     try:
-        found: Sequence[torch.Tensor | None] = _engine.run_backward(
-            tuple(edges),
-            tuple(seeds),
-            retain,
-            create,
-            tuple(wanted),
-            allow_unreachable=True,
-            accumulate_grad=accumulate,
-        )
+        with engine_runs:
+            found: Sequence[torch.Tensor | None] = _engine.run_backward(
+                tuple(edges),
+                tuple(seeds),
+                retain,
+                create,
+                tuple(wanted),
+                allow_unreachable=True,
+                accumulate_grad=accumulate,
+            )
     finally:
         torch._C._set_multithreading_enabled(threads)
     return found
@@ -85,9 +118,10 @@ def run_sources(  # noqa: PLR0917 (by place, which takes less time)
     """Run the engine once for several sources; see ``backward.simple_runs`` and the native core. None: the core does
     not run these.
     """
-    found: tuple[Any, bool, list[Any], dict[int, int]] | None = core.run_sources(
-        index, records, sources, counts, grads, retain, SEND_EARLY_NODES, send_early, forget
-    )
+    with engine_runs:
+        found: tuple[Any, bool, list[Any], dict[int, int]] | None = core.run_sources(
+            index, records, sources, counts, grads, retain, SEND_EARLY_NODES, send_early, forget, engine_runs
+        )
     return found
 
 
@@ -159,29 +193,13 @@ def nested(frame: FrameType | None) -> bool:
     return False
 
 
-class _GradWriters:
-    """Counts the runs of torch's engine that may write to ``.grad`` of leaves. Thread-safe.
-
-    Attributes:
-        lock: Guards the count. While a thread holds the lock, no such run begins.
-        count: How many runs may be under way.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.count += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.count -= 1
-
-
-grad_writers = _GradWriters()
-"""Entered around each run of the engine that may write to ``.grad``."""
+def own_run(frame: FrameType | None) -> FrameType | None:
+    """The frame of our run of the engine that called ``frame``; None if torch's own run did."""
+    while frame is not None and frame.f_code not in _RUNS:
+        if frame.f_code is _engine_run_backward.__code__:
+            return None
+        frame = frame.f_back
+    return frame
 
 
 def allows_checkpoints(frame: FrameType | None) -> bool | None:
@@ -190,13 +208,8 @@ def allows_checkpoints(frame: FrameType | None) -> bool | None:
     Such a checkpoint adds to ``.grad`` of every leaf that it reaches. So torch refuses it where a run is restricted to
     inputs, as all our runs are. Ours may reach all leaves nevertheless, see ``run_engine``.
     """
-    while frame is not None:
-        if frame.f_code in _RUNS:
-            return bool(frame.f_locals["checkpoints"])
-        if frame.f_code is _engine_run_backward.__code__:
-            return None
-        frame = frame.f_back
-    return None
+    run = own_run(frame)
+    return None if run is None else bool(run.f_locals["checkpoints"])
 
 
 _SMALL_NUMEL = 1 << 14  # as in the native core; adding so many elements takes a few microseconds

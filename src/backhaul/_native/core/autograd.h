@@ -106,14 +106,14 @@ inline PyObject* find_received(PyObject*, PyObject* roots) {
   });
 }
 
-// run_sources(index, records, sources, counts, gradients, retain, most_nodes, send, forget)
+// run_sources(index, records, sources, counts, gradients, retain, most_nodes, send, forget, runs)
 //   -> (gradients of leaves, whether hooks must see them, answers, produced messages with their workers)
 inline PyObject* run_sources(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect(count, 9)) return nullptr;
+  if (!expect(count, 10)) return nullptr;
   return or_none([&]() -> PyObject* {
-    const auto [index, records, sources, counts, grads, retain, nodes, send, forget] =
-        std::array<PyObject*, 9>{arguments[0], arguments[1], arguments[2], arguments[3], arguments[4],
-                                 arguments[5], arguments[6], arguments[7], arguments[8]};
+    const auto [index, records, sources, counts, grads, retain, nodes, send, forget, runs] =
+        std::array<PyObject*, 10>{arguments[0], arguments[1], arguments[2], arguments[3], arguments[4],
+                                  arguments[5], arguments[6], arguments[7], arguments[8], arguments[9]};
     if (Py_TYPE(index) != &SourceIndex::type || !PyDict_CheckExact(records) || !PyList_CheckExact(sources) ||
         !PyList_CheckExact(counts) || !PyList_CheckExact(grads) || PyList_GET_SIZE(sources) != PyList_GET_SIZE(counts))
       throw NotMine();
@@ -121,7 +121,7 @@ inline PyObject* run_sources(PyObject*, PyObject* const* arguments, Py_ssize_t c
     if (most == -1 && PyErr_Occurred()) throw PythonError();
     EngineRun run(SourceIndex::of(index), records, sources, counts, grads, most, send, forget == Py_True);
     HANDLE_TH_ERRORS
-    return run(retain == Py_True).release();
+    return run(retain == Py_True, runs).release();
     END_HANDLE_TH_ERRORS
   });
 }

@@ -262,14 +262,15 @@ class EarlySends {
   EarlySends& operator=(const EarlySends&) = delete;
   ~EarlySends() { current = outer_; }
 
-  // Waits for the gradients of a message. Hooks of the user's tensors see them first.
-  void watch(Message& message, const std::vector<Node*>& nodes) {
+  // Waits for the gradients of a message. Hooks of the user's tensors see them first. Unless this run is the `only` one,
+  // another may be reading the hooks of the nodes: then a message whose nodes have no hook yet is sent at the end.
+  void watch(Message& message, const std::vector<Node*>& nodes, bool only) {
+    message.missing = 0;
+    if (!only && !std::all_of(nodes.begin(), nodes.end(), is_watched)) return;
     message.missing = nodes.size();
     for (size_t i = 0; i < nodes.size(); ++i) {
       watched_.emplace(nodes[i], std::pair(&message, i));
-      const auto& hooks = nodes[i]->tensor_pre_hooks();
-      if (hooks.empty() || !dynamic_cast<Hook*>(hooks.back().get()))
-        nodes[i]->add_tensor_pre_hook(std::make_unique<Hook>(nodes[i]));
+      if (!is_watched(nodes[i])) nodes[i]->add_tensor_pre_hook(std::make_unique<Hook>(nodes[i]));
     }
   }
 
@@ -284,6 +285,11 @@ class EarlySends {
 
     Node* const node;  // which owns this
   };
+
+  static bool is_watched(Node* node) {
+    const auto& hooks = node->tensor_pre_hooks();
+    return !hooks.empty() && dynamic_cast<Hook*>(hooks.back().get());
+  }
 
   void arrive(Node* node, const at::Tensor& grad) {
     const auto found = watched_.find(node);
@@ -348,18 +354,21 @@ class EngineRun {
       if (forget) index->remove(*source);
   }
 
-  // Runs the engine. Returns (gradients of leaves, whether hooks or reducers must see them, [(worker, recvs, messages,
-  // counts, gradients, bytes), ...], the messages that are answered with their workers).
-  Object operator()(bool retain) {
+  // Runs the engine. `runs` counts the runs under way, with this one. Returns (gradients of leaves, whether hooks or
+  // reducers must see them, [(worker, recvs, messages, counts, gradients, bytes), ...], the messages that are answered
+  // with their workers).
+  Object operator()(bool retain, PyObject* runs) {
+    static PyObject* count = interned("count");
     add_seeds();
     variable_list found(outputs_.size());
     if (!roots_.empty() && !outputs_.empty()) {
       EarlySends early(send_);
+      const bool only = number_of(runs, count) == 1;  // nothing gives the interpreter away until the engine runs
       size_t used = 0;
       for (Message& message : messages_) {
         std::vector<Node*> nodes;
         for (size_t i = 0; i < message.places.size(); ++i) nodes.push_back(outputs_[used++].function.get());
-        if (message.missing) early.watch(message, nodes);
+        if (message.missing) early.watch(message, nodes, only);
       }
       OnThisThread one;
       WithoutInterpreter without;

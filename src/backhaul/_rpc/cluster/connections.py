@@ -72,8 +72,8 @@ class Connections:
         self._by_channel: dict[Channel, Peer] = {}
         self.links = _Links()
         self._refusals: dict[Channel, str] = {}  # the reason that a peer gave before it closed the channel
-        self._closed = False
         self._closed_bytes = 0  # bytes sent over channels that are gone
+        self._closed = False  # this worker ends: it opens no more channels
         self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
         self.on_channel: Listeners[[Channel], None] = Listeners()  # a new channel to a worker; must not block
         self.of = self._by_channel.get
@@ -126,7 +126,7 @@ class Connections:
         if peer.gone:
             raise PeerLostError(f"lost worker '{name}': it {peer.gone}", worker=name, reason=peer.gone)
         if self._closed:
-            raise _unreachable(peer, "this worker is shutting down")
+            raise _unreachable(peer, "this worker is closed")
         try:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
             if not self.certificates.allow(channel, name):
@@ -198,8 +198,11 @@ class Connections:
             return self._closed_bytes + sum(channel.bytes_sent for channel in self._by_channel)
 
     def close(self) -> None:
-        """Close all channels, and open no more. That wakes the threads that read or write them."""
-        self._closed = True  # workers that end together would wait for each other to accept new channels
+        """Close all channels, and open no more. That wakes the threads that read or write them.
+
+        A listener that hears of a loss must not connect again: two workers that end would wait for each other.
+        """
+        self._closed = True
         for channel in list(self._by_channel):
             channel.close()
 

@@ -303,9 +303,10 @@ class SocketChannel(Channel):
         if self._connection.ended is not None or self._writer.closing:
             raise self._closed_error()
         if queue.append(b"".join(frame.parts())):
-            self._endpoint.flush_soon(self)
+            # In this order: the timer that ``flush_soon`` starts also unparks. It may expire before that returns.
             if not self._parked and self.acquire():
                 self.park()
+            self._endpoint.flush_soon(self)
         elif len(queue.parts) >= _MAX_QUEUED_FRAMES:
             self._writer.flush()
 

@@ -21,7 +21,7 @@ from backhaul._autograd.ids import ContextId, MessageId
 from backhaul._autograd.messages import PassSpec
 from backhaul._autograd.torch_engine import patches as torch_patches
 from backhaul._autograd.torch_engine import run as torch_run
-from backhaul._autograd.torch_engine.run import LeafNode
+from backhaul._autograd.torch_engine.run import LeafNode, engine_runs
 from backhaul._native import core
 from tests.unit.autograd.graphs import CONTEXT, Graph
 
@@ -37,17 +37,27 @@ def patches() -> Iterator[None]:
     torch_patches.uninstall()
 
 
-def never(recv: Recv, grads: Any) -> None:
+def never(*_: object) -> None:
     raise AssertionError("sent early")
 
 
 def run(
     context: Context, sources: list[Any], counts: list[int], grads: list[torch.Tensor | None], spec: PassSpec = SPEC
 ) -> list[Answers] | None:
-    ran = run_simple(spec, context, sources, counts, grads, task_number=lambda: 1 << 62, send_early=never)
+    sent: list[Answers] = []
+    ran = run_simple(
+        spec,
+        context,
+        sources,
+        counts,
+        grads,
+        task_number=lambda: 1 << 62,
+        send_early=never,
+        send_all=sent.extend,
+    )
     if ran is None:
         return None
-    answers, produced = ran
+    answers, produced = [*sent, *ran[0]], ran[1]
     assert produced == {message: to for to, _, messages, *_ in answers for message in messages}
     return answers
 
@@ -68,10 +78,11 @@ class Indexed:
 
     def runs(self, source: MessageId) -> bool:
         """Whether the core would run a source. Without gradients, nothing is done."""
-        return (
-            core.run_sources(self.context.index, {}, [self.sources[source]], [0], [], True, 64, never, False)
-            is not None
-        )
+        with engine_runs:
+            ran = core.run_sources(
+                self.context.index, {}, [self.sources[source]], [0], [], True, 64, never, False, engine_runs
+            )
+        return ran is not None
 
     def simple(self) -> set[MessageId]:
         """The sources that the core runs, found by looking at every node."""
@@ -330,16 +341,49 @@ def test_gradients_leave_before_the_end_of_a_large_run(monkeypatch: pytest.Monke
         expected = [7.0 * 3 if factor > 1 else 3.0] * 2
         order.clear()
         ran = run_simple(
-            SPEC, context, [source], [2], [torch.ones(2), torch.ones(2)], task_number=lambda: 1 << 62, send_early=send
+            SPEC,
+            context,
+            [source],
+            [2],
+            [torch.ones(2), torch.ones(2)],
+            task_number=lambda: 1 << 62,
+            send_early=send,
+            send_all=never,
         )
         assert ran == ([], {9: 1, 10: 2})
         assert order[:2] == ["last", "inner"]
         assert sorted(order[2:]) == [(9, [expected]), (10, [[3.0, 3.0], [5.0, 5.0]])]
     order.clear()
-    ran = run_simple(SPEC, context, [source], [1], [torch.ones(2)], task_number=lambda: 1 << 62, send_early=send)
+    ran = run_simple(
+        SPEC, context, [source], [1], [torch.ones(2)], task_number=lambda: 1 << 62, send_early=send, send_all=never
+    )
     assert ran is not None
     ((to, (recv,), *_, grads, _),) = ran[0]  # no gradient comes to one of its tensors, so it is sent in the end
     assert (to, recv, grads[1]) == (2, recvs[1], None)
+
+
+def test_gradients_leave_before_hooks_of_leaves_run(patches: None) -> None:
+    context, order = Context(CONTEXT), []
+    weight = torch.ones(2, requires_grad=True)
+    (received,) = receive(Recv(MessageId(9), 1, (), context=CONTEXT), [torch.ones(2)])
+    _, source, _ = core.record_sent(context.index, [received * weight], frozenset())
+    weight.register_post_accumulate_grad_hook(lambda leaf: order.append("hook"))
+
+    def send_all(answers: list[Answers]) -> None:
+        order.append([message for _, _, messages, *_ in answers for message in messages])
+
+    ran = run_simple(
+        PassSpec(CONTEXT, 7, 1, retain=True, into_grad=True),
+        context,
+        [source],
+        [1],
+        [torch.ones(2)],
+        task_number=lambda: 1 << 62,
+        send_early=never,
+        send_all=send_all,
+    )
+    assert ran == ([], {9: 1})
+    assert order == [[9], "hook"]
 
 
 def test_an_error_while_gradients_leave_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

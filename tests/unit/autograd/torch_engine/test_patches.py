@@ -24,6 +24,7 @@ STATES = """
     import torch
     from torch.autograd.function import _HookMixin
     from torch.nn.modules import module
+    from torch.nn.parallel import distributed
 
     def state():
         return (
@@ -32,6 +33,7 @@ STATES = """
             vars(_HookMixin)["_register_hook"],
             torch.autograd.graph._engine_run_backward,
             torch.autograd._engine_run_backward,
+            vars(distributed._DDPSink)["backward"],
             len(module._global_module_registration_hooks),
             signal.getsignal(signal.SIGINT),
             sys.excepthook,
@@ -47,7 +49,7 @@ STATES = """
         with bh.cluster(2) as workers:
             print("worker", *(old is new or old == new for old, new in zip(before, state())))
             workers[0].close()
-            print("last", *(old is new or old == new for old, new in zip(before, state()[:6])))
+            print("last", *(old is new or old == new for old, new in zip(before, state()[:7])))
         print("after", *(old is new or old == new for old, new in zip(before, state())))
 """
 
@@ -62,8 +64,8 @@ def run(program: str) -> list[list[str]]:
 
 def test_patches_are_there_only_while_a_worker_runs() -> None:
     """The import patches nothing. The first worker installs the patches and takes SIGINT over; the last undoes it."""
-    untouched, patched = ["True"] * 11, ["False"] * 7 + ["True"] * 4
-    cycle = [["worker", *patched], ["last", *["False"] * 6], ["after", *untouched]]
+    untouched, patched = ["True"] * 12, ["False"] * 8 + ["True"] * 4
+    cycle = [["worker", *patched], ["last", *["False"] * 7], ["after", *untouched]]
     assert run(STATES) == [["import", *untouched], *cycle, *cycle]
 
 
