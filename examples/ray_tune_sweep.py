@@ -1,6 +1,6 @@
-"""Tries learning rates with Ray Tune. Each trial is a cluster of its own: a driver and two workers with the model.
+"""Tries learning rates with Ray Tune. Each trial is a cluster of its own: a driver, and a worker with half of the model.
 
-Ray Tune reserves a placement group for each trial. The trial starts its workers in that group, trains, and reports. So
+Ray Tune reserves a placement group for each trial. The trial starts its worker in that group, trains, and reports. So
 Ray runs as many trials at a time as it has room for. ``--check`` trains once more in one process, and compares.
 
     python examples/ray_tune_sweep.py
@@ -20,8 +20,8 @@ from torch import nn
 
 import backhaul as bh
 
-WORKERS = 2
-PLACES = {"0": "worker1", "2": "worker2"}
+WORKERS = 1
+PLACES = {"0": "worker1"}
 SHARE = {"CPU": 0.3}  # what each process of a trial asks for: little, so that trials fit on a small machine
 
 
