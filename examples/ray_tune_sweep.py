@@ -1,4 +1,4 @@
-"""Tries learning rates with Ray Tune. Each trial is a cluster of its own: a driver, and a worker with half of the model.
+"""Tries learning rates with Ray Tune. Each trial is a cluster of its own: a driver, and a worker with half a model.
 
 Ray Tune reserves a placement group for each trial. The trial starts its worker in that group, trains, and reports. So
 Ray runs as many trials at a time as it has room for. ``--check`` trains once more in one process, and compares.
