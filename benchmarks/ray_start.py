@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8, help="actors of a set (default 8)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     ray.init(include_dashboard=False, logging_level="error")
     sets: dict[str, Callable[[], tuple[float, float]]] = {
         "actors of Ray that do nothing": lambda: start_actors(options.workers, None),
