@@ -54,6 +54,7 @@ NAMES = [
     "optim",
     "profile",
     "profiler",
+    "ray",
     "remote",
     "remote_op",
     "retry_step",
@@ -112,6 +113,14 @@ def test_modules_on_other_workers() -> None:
     assert shape(bh.nn.gather) == "(model, *, timeout)"
 
 
+def test_clusters_on_ray() -> None:
+    assert bh.ray.__all__ == ["RayCluster", "join", "start"]
+    assert shape(bh.ray.start) == (
+        "(workers, *, resources, placement, driver, max_restarts, name, runtime_env, options)"
+    )
+    assert shape(bh.ray.join) == "(cluster, name, *, namespace)"
+
+
 def test_every_public_thing_is_documented() -> None:
     for name in bh.__all__:
         assert name == "__version__" or inspect.getdoc(getattr(bh, name)), name
@@ -128,4 +137,4 @@ def test_no_name_hides_a_module() -> None:
     hidden = {name for name in modules & set(bh.__all__) if not inspect.ismodule(getattr(bh, name))}
     assert not hidden
     public = {name for name in modules if not name.startswith("_")}
-    assert public == {"compat", "errors", "jit", "nn", "optim", "profiler", "testing"}
+    assert public == {"compat", "errors", "jit", "nn", "optim", "profiler", "ray", "testing"}

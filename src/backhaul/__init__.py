@@ -8,7 +8,7 @@ workers. ``nn.split`` puts modules of a model on workers.
 from backhaul import _torch_support  # noqa: F401  (first, since it checks the torch that all others use)
 
 # isort: split
-from backhaul import errors, nn, optim, profiler
+from backhaul import errors, nn, optim, profiler, ray
 from backhaul._autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul._autograd.failure.replay import Replay
 from backhaul._launch.embedded import cluster
@@ -89,6 +89,7 @@ __all__ = [
     "optim",
     "profile",
     "profiler",
+    "ray",
     "remote",
     "remote_op",
     "retry_step",

@@ -281,10 +281,11 @@ class LeakError(BackhaulError):
 
 
 class WorkerFailedError(BackhaulError):
-    """Raised if a process that ``launch`` started ended without a result. Look at the output of that process.
+    """Raised if a process that ``launch`` started ended without a result, or if Ray did not start a worker or has given
+    it up. Look at the output of that process.
 
     Attributes:
-        exitcode: The exit code of the process. Negative: the signal that ended it.
+        exitcode: The exit code of the process, if it is known. Negative: the signal that ended it.
     """
 
     def __init__(self, message: str, *, worker: str | None = None, exitcode: int | None = None) -> None:
