@@ -162,7 +162,7 @@ class GradientOutbox:
         # In device memory, gradients go back the way that their message came.
         link = peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
         grads = answers.grads
-        encoded = encode_values(grads, ["a gradient"] * len(grads), False, peer.plain, link)
+        encoded = encode_values(grads, ["a gradient"] * len(grads), False, peer.plain, link, False)
         note = None
         if spec.create and any(tensor.requires_grad for tensor in encoded.tensors):
             note = record_send(
