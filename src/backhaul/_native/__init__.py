@@ -1,7 +1,8 @@
 """The native core: the straight line of a message in C++, with the same bytes as its twins in Python.
 
-``core`` is the compiled module, or None: then Python does all of the work. The functions of the core call their twins
-in Python for what they do not handle. The core knows no threads, sockets, locks or policy. ``build`` compiles it.
+``core`` is the compiled module, or None: then Python does all of the work. For what a function of the core does not
+handle, it calls its twin in Python or returns None. The core starts no threads, takes no locks and uses no sockets,
+except that it polls descriptors while a thread spins. ``build`` compiles it.
 """
 
 from __future__ import annotations
