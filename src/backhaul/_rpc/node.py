@@ -25,6 +25,7 @@ from backhaul._rpc.cluster.membership_events import MembershipEvents
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.cluster.partition_healing import PartitionHealing
 from backhaul._rpc.cluster.peers import Peers
+from backhaul._rpc.compression import check_codecs
 from backhaul._rpc.device_memory import start_devices
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.liveness.heartbeats import Heartbeats
@@ -34,6 +35,7 @@ from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
 from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
+from backhaul._wire.tensors.buffer_forms import readable_forms
 from backhaul._wire.value_count import most_buffers
 from backhaul._worker.worker import Worker, in_handler, running_workers
 from backhaul.errors import BackhaulError, LeakError
@@ -56,6 +58,7 @@ class Node:
     """The RPC parts of one worker, attached to it."""
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
+        check_codecs(worker.options)
         self.worker = worker
         self.peers = Peers(worker, own, records)
         self.admission = Admission(worker, self.peers)
@@ -154,6 +157,7 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         maps=maps_of(options.devices.maps, options.devices.placement),
         bounds=bounds_of(options),
         seal=seal_of(secret_of(incarnation)),
+        forms=readable_forms(),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from backhaul._autograd.api import find_gradients
+from backhaul._rpc.compression import as_it_is
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
@@ -276,7 +277,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 used += size
             return method_call(share.local, "load_state_dict", {"state": part, "param_groups": groups})
 
-        self._on_all("load_state_dict", load)
+        with as_it_is():
+            self._on_all("load_state_dict", load)
         for number, group in enumerate(self.param_groups):
             self.param_groups[number] = {**_copy(options[number]), "params": group["params"]}
         with self._lock:

@@ -18,6 +18,7 @@ from backhaul._devices import seam
 from backhaul._rpc.calls.pending_call import check_size
 from backhaul._rpc.calls.send_pacing import SendPacing
 from backhaul._rpc.cluster.peers import Peer, Peers
+from backhaul._rpc.compression import LEAST_COMPRESSED
 from backhaul._runtime.observer import GradientKey, Observer
 from backhaul._transport.base import ChannelClosedError
 from backhaul._wire.call_frames import encode_values
@@ -209,8 +210,12 @@ class GradientOutbox:
         tally, now = share.depart(peer.record.id, few=peer.plain)
         body = pack(Gradients(share.spec, messages, counts, encoded.payload, note, tally))
         frame = Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep)
-        if peer.plain:
-            check_size(frame, peer, "a message of gradients")
+        if peer.examined:
+            if peer.plain:
+                check_size(frame, peer, "a message of gradients")
+            if frame.nbytes > LEAST_COMPRESSED and (smaller := peer.compression.of_gradients(encoded)) is not None:
+                body = pack(Gradients(share.spec, messages, counts, smaller.payload, note, tally))
+                frame = Frame(AutogradKind.GRADIENT, 0, body, smaller.buffers, smaller.keep)
         observer = self._worker.observer if begun else None
         if observer is not None:
             spec = share.spec

@@ -19,6 +19,7 @@ from backhaul._rpc.calls.async_results import ASYNC_MARK, AsyncResults, Later, a
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.pending_call import check_size, fault_frame
 from backhaul._rpc.calls.served_call import ServedCall, never_dropped_names
+from backhaul._rpc.compression import LEAST_COMPRESSED
 from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import PROFILE
 from backhaul._rpc.security.policy import find_exposed
@@ -285,6 +286,9 @@ class CallServer:
             frame = reply_frame(call.number, encoded, notes)
             if frame.nbytes > peer.unchecked_bytes:
                 check_size(frame, peer, "the result of", call)
+                if frame.nbytes > LEAST_COMPRESSED and not call.exact:
+                    smaller = peer.compression.of_reply(encoded, call.function)
+                    frame = frame if smaller is None else reply_frame(call.number, smaller, notes)
         except SerializationError as error:
             name = self._worker.name
             problem = SerializationError(

@@ -84,7 +84,7 @@ class Heartbeats:
         for channel, silence in report.lost.items():
             log.warning("worker '%s' is lost: no sign of life for %.1f s", peers[channel].info.name, silence)
             limit = self._worker.options.liveness.lost_after
-            channel.abort(f"no sign of life for {silence:.1f} s (lost_after={limit:g})")
+            self._peers.connections.give_up(channel, f"no sign of life for {silence:.1f} s (lost_after={limit:g})")
         for channel in report.beat:
             if channel not in report.lost:
                 self._beat_bytes[channel] = self._beat_bytes.get(channel, 0) + _BEAT_BYTES
