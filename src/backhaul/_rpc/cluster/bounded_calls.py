@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch.distributed import DistStoreError  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError
 
 from backhaul._runtime import interrupts
 
