@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+RAY_STAMP := $(VENV)/.stamp-ray
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
 TORCH := $(shell sed -n 's/^\(torch==[^ ;\#]*\).*/\1/p' constraints.txt)
 
@@ -15,7 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env native run test matrix explore test-cuda races lint types browser bench bench-cuda memory hostile reference sim kills fuzz sanitize soak oracle format clean
+.PHONY: help env native ray run test matrix explore test-cuda races lint types browser launchers bench bench-cuda memory hostile reference sim kills fuzz sanitize soak oracle format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -36,7 +37,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-run: env ## Train a model split over workers; ARGS go to examples/train_transformer.py
+# Ray is large, so it is installed where it is asked for: for its tests, and for `make run ARGS="--on ray"`.
+$(RAY_STAMP): $(STAMP)
+	@echo "Installing Ray."
+	@$(PIP) -c constraints.txt -e '.[ray]' 'ray[tune]'
+	@touch $@
+
+ray: $(RAY_STAMP) ## Install Ray, for its tests and its example
+
+run: env $(if $(filter ray --on=ray,$(ARGS)),$(RAY_STAMP)) ## Train a model split over workers; ARGS go to examples/train_transformer.py
 	@$(BIN)/python examples/train_transformer.py $(ARGS)
 
 # A file's tests run in one process, in their order; several files at a time. Many tests start processes that import the
@@ -46,7 +55,7 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-
 WITHOUT_CORE := tests/unit/wire tests/native tests/rref tests/cluster/test_calls.py tests/autograd/test_contexts.py \
 	tests/autograd/test_kinds.py tests/plain/test_features.py
 test: export PYTHONDONTWRITEBYTECODE :=
-test: lint types browser ## Check everything: lint, types, tests; ARGS go to pytest
+test: lint types browser launchers ray ## Check everything: lint, types, tests; ARGS go to pytest
 	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,BACKHAUL_NATIVE=0 $(PYTEST) -q $(WITHOUT_CORE))
 
@@ -82,6 +91,19 @@ browser: ## Install Chromium for the tests of reports, where apt-get can
 		timeout 600 apt-get -qq install -y --no-install-recommends chromium fonts-liberation >/dev/null 2>&1 && exit 0; \
 	fi; \
 	echo "There is no Chromium: the tests that need it are skipped."
+
+LAUNCHERS := openmpi-bin mpich slurmctld slurmd slurm-client munge
+launchers: ## Install Open MPI, MPICH and Slurm for the tests of launchers, where apt-get can
+	@for name in mpirun.openmpi mpiexec.hydra slurmctld slurmd srun munged; do \
+		command -v $$name >/dev/null || missing=yes; \
+	done; test -z "$$missing" && exit 0; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "Installing Open MPI, MPICH and Slurm for the tests of launchers."; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		timeout 300 apt-get -qq update >/dev/null 2>&1; \
+		timeout 600 apt-get -qq install -y --no-install-recommends $(LAUNCHERS) >/dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "Open MPI, MPICH or Slurm is missing: the tests that need it are skipped."
 
 bench: env ## Measure programs and calls side by side with torch.distributed; ARGS such as --quick, --rows RNN,echo, --regress
 	@$(BIN)/python benchmarks/bench.py $(ARGS)

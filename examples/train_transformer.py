@@ -8,6 +8,7 @@ block and the head on separate workers. The driver holds no weights. Tokens trav
     make run ARGS="--workers 4 --steps 100"
     make run ARGS="--steps 20 --profile profile"    # and see profile/report.html
     make run ARGS="--device cuda"                   # all parts on the GPU, each in its own process
+    make run ARGS="--on ray"                        # the workers are Ray actors
 """
 
 from __future__ import annotations
@@ -220,6 +221,17 @@ def write_profile(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Co
     return prof.table()
 
 
+def train_on_processes(names: list[str], *args: Any) -> dict[str, Any]:
+    """Start processes of this machine. All of them run ``train``."""
+    return bh.launch(train, names, args=args)[0]
+
+
+def train_on_ray(names: list[str], *args: Any) -> dict[str, Any]:
+    """Start Ray actors; this process is the driver. An actor asks for little, so that all fit on a small machine."""
+    with bh.ray.start(names[1:], driver=names[0], resources={"CPU": 0.1}):
+        return train(*args)
+
+
 def main() -> None:
     """Start the workers, train, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -227,15 +239,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
     parser.add_argument("--profile", metavar="FOLDER", help="profile three steps and write report.html and trace.json")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the parts (default cpu)")
+    parser.add_argument("--on", choices=("processes", "ray"), default="processes", help="what starts the workers")
     options = parser.parse_args()
     if options.workers < 2 or options.steps < 1:
         parser.error("at least 2 workers (embedding and head) and 1 step")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device")
+    if options.device == "cuda" and options.on == "ray":
+        parser.error("on Ray this example runs on the CPU")
     blocks = [f"body-{number}" for number in range(1, options.workers - 1)]
     names = ["driver", "embedding", *blocks, "head"]
     device = "cuda:0" if options.device == "cuda" else "cpu"
-    result = bh.launch(train, names, args=(options.steps, options.profile, device))[0]
+    result = (train_on_ray if options.on == "ray" else train_on_processes)(
+        names, options.steps, options.profile, device
+    )
     losses = result["losses"]
     table = Table(title=f"A transformer over {options.workers} workers and a driver")
     table.add_column("what")

@@ -54,10 +54,13 @@ NAMES = [
     "optim",
     "profile",
     "profiler",
+    "ray",
     "remote",
     "remote_op",
+    "retry_step",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "time_left",
     "wait_all",
@@ -66,6 +69,7 @@ NAMES = [
 SIGNATURES = {
     "init": "(name, *, rank, world_size, store, join, options)",
     "shutdown": "(*, graceful, timeout, ignore_rref_leak)",
+    "serve": "(*, timeout)",
     "leave": "(*, timeout)",
     "on_membership": "(callback)",
     "launch": "(function, workers, *, args, kwargs, options, timeout, start_method, torchrun_variables)",
@@ -75,6 +79,7 @@ SIGNATURES = {
     "rpc_async": "(to, func, args, kwargs, timeout, *, retry)",
     "remote": "(to, func, args, kwargs, timeout, *, retry)",
     "remote_op": "(fn, to, *, fake, timeout)",
+    "retry_step": "(step, state, args, kwargs, *, attempts, wait, restore, snapshot_every)",
     "get_worker_info": "(name)",
     "context": "(*, replay)",
     "Replay": "(*, restore, timeout)",
@@ -108,6 +113,14 @@ def test_modules_on_other_workers() -> None:
     assert shape(bh.nn.gather) == "(model, *, timeout)"
 
 
+def test_clusters_on_ray() -> None:
+    assert bh.ray.__all__ == ["RayCluster", "join", "start"]
+    assert shape(bh.ray.start) == (
+        "(workers, *, resources, placement, driver, max_restarts, name, runtime_env, options)"
+    )
+    assert shape(bh.ray.join) == "(cluster, name, *, namespace)"
+
+
 def test_every_public_thing_is_documented() -> None:
     for name in bh.__all__:
         assert name == "__version__" or inspect.getdoc(getattr(bh, name)), name
@@ -124,4 +137,4 @@ def test_no_name_hides_a_module() -> None:
     hidden = {name for name in modules & set(bh.__all__) if not inspect.ismodule(getattr(bh, name))}
     assert not hidden
     public = {name for name in modules if not name.startswith("_")}
-    assert public == {"compat", "errors", "jit", "nn", "optim", "profiler", "testing"}
+    assert public == {"compat", "errors", "jit", "nn", "optim", "profiler", "ray", "testing"}

@@ -8,29 +8,29 @@ workers. ``nn.split`` puts modules of a model on workers.
 from backhaul import _torch_support  # noqa: F401  (first, since it checks the torch that all others use)
 
 # isort: split
-from backhaul import errors, nn, optim, profiler
+from backhaul import errors, nn, optim, profiler, ray
 from backhaul._autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul._autograd.failure.replay import Replay
 from backhaul._launch.embedded import cluster
 from backhaul._launch.processes import launch
 from backhaul._ops.api import remote_op
 from backhaul._options import Codec, Devices, Limits, Liveness, Options, Security, Tls
+from backhaul._recovery.api import retry_step
 from backhaul._rpc.api import (
     get_address,
     get_debug_info,
     get_worker_info,
     get_worker_infos,
     init,
-    leave,
     on_membership,
     rpc_async,
     rpc_sync,
-    shutdown,
 )
 from backhaul._rpc.calls.async_results import async_execution
 from backhaul._rpc.calls.retry import Retry
 from backhaul._rpc.cluster.membership_events import MembershipEvent
 from backhaul._rpc.compression import compression
+from backhaul._rpc.ending import leave, serve, shutdown
 from backhaul._rpc.futures import Future, collect_all, wait_all
 from backhaul._rpc.security.policy import expose
 from backhaul._rref.handle import RRef
@@ -89,10 +89,13 @@ __all__ = [
     "optim",
     "profile",
     "profiler",
+    "ray",
     "remote",
     "remote_op",
+    "retry_step",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "time_left",
     "wait_all",

@@ -46,11 +46,12 @@ class Security:
     Attributes:
         secret: The cluster secret. Every peer must prove that it knows the secret before the worker reads anything
             else from it. Default: the environment variable ``BACKHAUL_SECRET``, else a secret that worker 0 makes and
-            shares through the store.
-        tls: Certificates. TCP is then encrypted, and both ends prove who they are. ``"auto"``: ``launch`` makes
-            certificates for this launch alone.
-        allow_plain: Whether TCP beyond loopback may run without ``tls``. Everyone on the network path can then read
-            and change the traffic.
+            shares through the store. Workers on several hosts need one that is set on every host.
+        tls: Certificates. TCP is then encrypted, and both ends prove who they are. ``"auto"``: every worker makes its
+            certificate from the secret, which then needs 16 characters or more. None: as ``"auto"`` where other hosts
+            can reach the worker, and no TLS on loopback.
+        allow_plain: Whether TCP runs without TLS beyond loopback too, if ``tls`` is None. Everyone on the network path
+            can then read and change the traffic.
         trusted: Whether other workers may run any code here, as the processes of one program may. If False, they can
             call only exposed functions (see ``expose``), with plain data and tensors; nothing they send is unpickled.
         allow: Only with ``trusted=False``: who may call which exposed function, as patterns of worker names ->
@@ -234,10 +235,13 @@ class Options:
         threads: How many handlers run at once. A handler that waits for Backhaul does not count, nor does a scripted
             handler that waits in script, and a request that has waited long for a thread gets one anyway. A low
             number can therefore slow calls down but never block them.
-        transport: ``"auto"`` listens on a Unix socket, and on TCP too if ``bind`` is given; ``"unix"`` and ``"tcp"``
-            listen on that alone.
-        bind: Host name or IP address on which TCP listens; loopback by default. Beyond loopback ``security.secret``
-            and ``security.tls`` are required.
+        transport: ``"auto"`` listens on a Unix socket, and on TCP too if the workers are on several hosts or ``bind``
+            is given; ``"unix"`` and ``"tcp"`` listen on that alone.
+        bind: Where TCP listens: a host name or IP address, also with a port (``"10.0.0.5:7000"``), or ``"if:eth0"`` for
+            the address of an interface. Default: the address that reaches the store of the rendezvous, or loopback if
+            all workers are on one host. Beyond loopback a secret is required.
+        advertise: The host name or IP address that other workers are told, also with a port, where that is not the
+            address on which TCP listens. Without a port in ``bind``, TCP listens on this port too.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
             ``file:///path``. Not used if ``init`` gets a store.
         shm_bytes: The most shared memory that this worker makes for large tensors which it sends to other workers of
@@ -279,6 +283,7 @@ class Options:
     threads: int = 16
     transport: Literal["auto", "unix", "tcp"] = "auto"
     bind: str | None = None
+    advertise: str | None = None
     init_method: str | None = None
     shm_bytes: int | None = None
     spin: float | Literal["auto"] = "auto"
@@ -307,8 +312,8 @@ class Options:
                     f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}; write "
                     f"Options({name}={kind.__name__}(...))"
                 )
-        if self.transport == "unix" and (self.bind, self.security.tls) != (None, None):
-            raise ValueError("bind and security.tls are for TCP, but transport is 'unix'")
+        if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
+            raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
         _check_bytes(self, "shm_bytes")
         _check_compression(self.compression)
         if self.spin != "auto" and not (

@@ -17,7 +17,10 @@ from backhaul._transport.sockets.endpoint import SocketChannel, SocketEndpoint
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind
 
+from .hosts import hosts
 from .remote_functions import open_gates
+
+__all__ = ["hosts"]
 
 TRANSPORTS: dict[str, EndpointFactory] = {
     "inproc": InprocEndpoint,

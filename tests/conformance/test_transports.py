@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import socket
-from pathlib import Path
 
 import pytest
 
 from backhaul._transport.base import EndpointFactory
 from backhaul._transport.inproc import InprocEndpoint
-from backhaul._transport.sockets.certificates import files_of, make_certificates
+from backhaul._transport.sockets.certificates import issue
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.tls import Credentials
 from backhaul.testing.transport_conformance import TransportConformance
@@ -28,10 +27,8 @@ def has_ipv6_loopback() -> bool:
 
 
 @pytest.fixture(scope="session")
-def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
-    folder: Path = tmp_path_factory.mktemp("certificates")
-    make_certificates(folder, ["anyone"])
-    return Credentials(files_of(folder, 0))
+def credentials() -> Credentials:
+    return Credentials(issue(SECRET, "anyone"))
 
 
 class TestInproc(TransportConformance):

@@ -20,12 +20,13 @@ import torch
 import backhaul as bh
 from backhaul._rpc.node import Node, describe, shutdown_together, start_node
 from backhaul._transport.base import Received
-from backhaul._transport.sockets.certificates import files_of, make_certificates
+from backhaul._transport.sockets.certificates import check_strength, issue
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.tls import Credentials
 from backhaul._wire.frames import Frame
 from backhaul.testing.transport_conformance import PATIENCE, Pollers
 
+from ..certificates import files_of, make_certificates
 from .attackers import SECRET, dial, prove, read_to_end, say
 
 NAMES = ["alice", "bob"]
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same names of another authority."""
     made = tmp_path_factory.mktemp("strangers")
-    make_certificates(made, NAMES)
+    make_certificates(made, NAMES, b"another authority")
     return made
 
 
@@ -200,13 +201,6 @@ def test_files_that_are_no_certificates_are_named(folder: Path, tmp_path: Path) 
         given = {"certificate": files.certificate, "key": files.key, "authority": files.authority, **wrong}
         with pytest.raises(ValueError, match="cannot use"):
             Credentials(bh.Tls(**given))
-    with pytest.raises(ValueError, match=r"backhaul\.launch"):
-        bh.init(
-            "alone",
-            rank=0,
-            world_size=1,
-            options=bh.Options(init_method=f"file://{tmp_path}/store", security=bh.Security(tls="auto")),
-        )
 
 
 # Workers.
@@ -290,13 +284,59 @@ def test_a_launch_with_certificates_of_its_own(trusted: bool) -> None:
     assert found == [("TlsChannel", ["bob"], 0), None]
 
 
-def test_without_anything_to_make_certificates_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"cryptography.*openssl.*Tls"):
-        make_certificates(tmp_path, NAMES)
+# Certificates from the secret.
 
 
-def test_the_authority_is_thrown_away(folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == ["0.key", "0.pem", "1.key", "1.pem", "authority.pem"]
-    assert all(path.stat().st_mode & 0o77 == 0 for path in folder.glob("*.key"))
+def test_everybody_with_the_secret_makes_certificates_that_the_others_accept(caplog: pytest.LogCaptureFixture) -> None:
+    alice, bob = (Credentials(issue(SECRET, name)) for name in NAMES)
+    with pair(alice, bob) as (there, here):
+        assert here.connect(there.addresses[0], timeout=PATIENCE).names == {"alice"}
+    stranger = Credentials(issue(SECRET + b"!", "bob"))
+    for server, client in ((alice, stranger), (stranger, alice)):
+        with (
+            pair(server, client) as (there, here),
+            pytest.raises(bh.errors.AuthenticationError, match="does not know the cluster secret"),
+        ):
+            here.connect(there.addresses[0], timeout=PATIENCE)
+    assert all("cluster secret" in message for message in caplog.messages)
+
+
+def test_a_certificate_of_the_user_is_not_accepted_in_place_of_one_from_the_secret(folder: Path) -> None:
+    with (
+        pair(Credentials(issue(SECRET, "alice")), Credentials(files_of(folder, 1))) as (there, here),
+        pytest.raises(bh.errors.AuthenticationError),
+    ):
+        here.connect(there.addresses[0], timeout=PATIENCE)
+
+
+def test_openssl_accepts_the_certificates(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command")
+    make_certificates(tmp_path, NAMES)
+    for purpose in ("sslserver", "sslclient"):
+        subprocess.run(
+            ["openssl", "verify", "-x509_strict", "-purpose", purpose, "-CAfile", "authority.pem", "0.pem", "1.pem"],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+    shown = subprocess.run(
+        ["openssl", "x509", "-noout", "-text", "-in", "0.pem"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
+    assert "DNS:alice" in shown
+
+
+def test_keys_are_made_anew(tmp_path: Path) -> None:
+    """Only the authority's key follows from the secret, and nothing shows that key."""
+    first, second = issue(SECRET, "alice"), issue(SECRET, "alice")
+    assert first.key != second.key
+    assert "KEY" not in repr(first)
+    assert b"PRIVATE" not in first.certificate + first.authority
+
+
+def test_secrets_that_are_easy_to_guess_make_no_certificates() -> None:
+    for weak in (b"", b"secret", b"fifteen letters", b"a" * 40, b"12345" * 10):
+        with pytest.raises(ValueError, match="token_hex"):
+            check_strength(weak)
+    for fine in (b"sixteen letters!", bytes(range(16)), b"0123456789abcdef"):
+        check_strength(fine)

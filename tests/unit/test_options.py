@@ -122,8 +122,9 @@ def test_codecs_have_names(given: dict[str, Any]) -> None:
 
 
 def test_a_unix_socket_has_no_address_to_bind() -> None:
-    with pytest.raises(ValueError):
-        Options(transport="unix", bind="127.0.0.1")
+    for given in ({"bind": "127.0.0.1"}, {"advertise": "node7"}):
+        with pytest.raises(ValueError):
+            Options(transport="unix", **given)
 
 
 def test_options_are_given_by_name_and_stay() -> None:

@@ -14,12 +14,10 @@ import pickle
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Literal
 
 import cloudpickle
@@ -29,15 +27,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from backhaul._launch.embedded import worker_names
 from backhaul._launch.pipe_store import PipeStore, Table
 from backhaul._options import Options
-from backhaul._rpc.api import init, shutdown
+from backhaul._rpc.api import init
 from backhaul._rpc.arguments import keywords, positional
-from backhaul._rpc.cluster.rendezvous import SECRET_VARIABLE, TLS_VARIABLE
+from backhaul._rpc.cluster.own_endpoint import SECRET_VARIABLE
+from backhaul._rpc.ending import shutdown
 from backhaul._runtime import interrupts
-from backhaul._transport.sockets.certificates import make_certificates
 from backhaul._wire.codec import decode, encode
 from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
-from backhaul.errors import WorkerFailedError
+from backhaul.errors import WorkerFailedError, WorkersLostError
 
 _TERMINATE_SECONDS = 3.0  # between asking a process to end and killing it
 _SERVE_SECONDS = 1e9  # workers that are done serve the others for as long as those take; ``timeout`` may limit that
@@ -109,20 +107,15 @@ def launch(
         environment.clear()
     environment[SECRET_VARIABLE] = secrets.token_hex(32)
     processes = _WorkerProcesses(names)
-    with contextlib.ExitStack() as stack:
-        if options is not None and options.security.tls == "auto":
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backhaul-tls-"))
-            make_certificates(Path(folder), names)
-            environment[TLS_VARIABLE] = folder
-        try:
-            with _real_main_file():
-                for rank, name in enumerate(names):
-                    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if torchrun_variables else {}
-                    processes.start(context, rank, (job, name, rank, len(names), {**environment, **ranks}))
-            return processes.results(None if timeout is None else time.monotonic() + timeout)
-        finally:
-            processes.end()
-            del store  # an error keeps this frame alive, and the frame must not keep the server alive
+    try:
+        with _real_main_file():
+            for rank, name in enumerate(names):
+                ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if torchrun_variables else {}
+                processes.start(context, rank, (job, name, rank, len(names), {**environment, **ranks}))
+        return processes.results(None if timeout is None else time.monotonic() + timeout)
+    finally:
+        processes.end()
+        del store  # an error keeps this frame alive, and the frame must not keep the server alive
 
 
 def _has_main_file() -> bool:
@@ -316,7 +309,8 @@ def _work(  # noqa: PLR0917 (given by position)
         store = PipeStore(pipe) if options is None or options.init_method is None else None
         init(name, rank=rank, world_size=world_size, store=store, options=options)
         result = function(*args, **kwargs)
-        shutdown(timeout=_SERVE_SECONDS)
+        with contextlib.suppress(WorkersLostError):  # the parent knows which process has ended
+            shutdown(timeout=_SERVE_SECONDS)
         encoded = encode([result], names=[f"the result of worker '{name}'"])
         outcome = _ProcessOutcome(time.monotonic(), encoded.payload, [bytes(b) for b in encoded.buffers])
         pipe.send_bytes(pickle.dumps(outcome))

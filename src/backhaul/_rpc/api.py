@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -13,17 +12,18 @@ from backhaul import _native
 from backhaul._devices.placement import check
 from backhaul._options import Options
 from backhaul._rpc.calls.retry import Attempts, Retry
+from backhaul._rpc.cluster.addressing import other_host
 from backhaul._rpc.cluster.membership_events import MembershipEvent, MembershipEvents
-from backhaul._rpc.cluster.rendezvous import StoreRendezvous, check_rank, credentials_of, open_store, secret_of
+from backhaul._rpc.cluster.own_endpoint import OwnEndpoint, check_neighbor, check_options, host_of, secret_of
+from backhaul._rpc.cluster.rendezvous import StoreRendezvous, check_rank, open_store
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node, describe, start_node
 from backhaul._rpc.node import join as join_cluster
 from backhaul._runtime.compile_marks import graph_break
-from backhaul._transport.sockets.addresses import host_identity, is_loopback
-from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.addresses import host_identity
 from backhaul._types import MAX_WORKERS, WorkerInfo, check_name
 from backhaul._worker.worker import Worker, current_worker, running_workers
-from backhaul.errors import NotInitializedError
+from backhaul.errors import RendezvousError
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ def init(
 ) -> Worker:
     """Make this process a worker and wait until all workers have started.
 
-    Arguments that are not given come from torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-    ``MASTER_PORT``). Once this returns, every worker can be called by name; connections open at the first call.
+    Arguments that are not given come from the environment of torchrun, MPI, Slurm or Kubernetes; see
+    ``docs/clusters.md``. Once this returns, every worker can be called by name; connections open at the first call.
 
     With ``join`` the worker becomes a member of a cluster that is running already. If a worker of the same name was
     lost, the new one takes its place. Once this returns, every member knows the worker.
@@ -57,7 +57,8 @@ def init(
         options: See ``Options``.
 
     Raises:
-        RendezvousError: Other workers did not start in time, or a name is taken, or no member can be reached.
+        RendezvousError: Other workers did not start in time, or a name is taken, or a member cannot be reached.
+        AuthenticationError: Workers on two hosts have different secrets.
         ValueError: Rank, size, name or options are invalid.
 
     Example:
@@ -74,23 +75,8 @@ def init(
     if running_workers():
         names = ", ".join(worker.name for worker in running_workers())
         raise RuntimeError(f"this process is a worker already ({names}); shut it down first")
+    check_options(options)
     secret = secret_of(options)
-    if options.bind is not None and secret is None and not is_loopback(options.bind):
-        raise ValueError(
-            f"bind={options.bind!r} is reachable from other hosts, so the cluster needs a secret: set BACKHAUL_SECRET "
-            "to the same value on every worker, or give Options(security=Security(secret=...))"
-        )
-    if (
-        options.bind is not None
-        and options.security.tls is None
-        and not options.security.allow_plain
-        and not is_loopback(options.bind)
-    ):
-        raise ValueError(
-            f"bind={options.bind!r} is reachable from other hosts, so messages should be encrypted: give "
-            "Options(security=Security(tls=Tls(certificate=..., key=..., authority=...))), or "
-            "Options(security=Security(allow_plain=True)) if nobody else can read or change the traffic"
-        )
     _native.compile_later()
     if join and join is not True:
         return _join(name, -1 if rank is None else rank, [join] if isinstance(join, str) else join, secret, options)
@@ -99,39 +85,53 @@ def init(
     elif rank is None or world_size is None:
         raise ValueError("with a store, init needs rank and world_size too")
     check_rank(rank, world_size)
-    meeting = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, running=bool(join), began=began)
+    rendezvous = StoreRendezvous(store, rank, world_size, options.rendezvous_timeout, began=began)
     if join:
-        secret = meeting.agree_on_secret(secret)
-        worker = _join(name or f"worker{rank}", rank, meeting.addresses(host_identity()), secret, options)
-        meeting.replace(worker.part(Node).peers.own.record)
+        addresses = rendezvous.addresses(host_identity())
+        secret = rendezvous.find_secret(secret)
+        worker = _join(name or f"worker{rank}", rank, addresses, secret, options, timeout=rendezvous.left)
+        rendezvous.add_member(worker.part(Node).peers.own.record)
         worker.attach(store)
         return worker
-    endpoint = _endpoint(meeting.agree_on_secret(secret), options, rank)
-    own = describe(name if name is not None else f"worker{rank}", rank, endpoint, options, host=host_identity())
+    name = name if name is not None else f"worker{rank}"
+    end = OwnEndpoint(
+        name,
+        rendezvous.agree_on_secret(secret),
+        options,
+        towards=host_of(store),
+        own_secret=secret is not None,
+        several_hosts=None if world_size > 1 else False,
+    )
     try:
-        records = meeting.exchange(own)
-        check(own, records)
-    except BaseException:
-        endpoint.close()
+        own = describe(name, rank, end.endpoint, options, host=host_identity())
+        records = end.settle(rendezvous.exchange(end.offer(own)))
+        check(records[rank], records)
+    except (RendezvousError, ValueError):
+        end.close()
+        rendezvous.wait_for_readers()
         raise
-    node = start_node(own, records, endpoint, options)
+    except BaseException:
+        end.close()
+        raise
+    node = start_node(records[rank], records, end.endpoint, options)
     node.worker.attach(store)  # the store of rank 0 may be the server, so it must live as long as the worker
+    try:
+        check_neighbor(node.peers, end.endpoint, records, node.peers.connections.answer_seconds)
+    except BaseException:
+        node.shutdown(graceful=False, timeout=1.0)
+        raise
     return node.worker
 
 
-def _endpoint(secret: bytes, options: Options, rank: int) -> SocketEndpoint:
-    return SocketEndpoint(
-        secret=secret,
-        unix=options.transport != "tcp",
-        bind=options.bind or ("127.0.0.1" if options.transport == "tcp" else None),
-        limit=options.limits.frame_bytes,
-        shm_bytes=options.shm_bytes,
-        credentials=credentials_of(options, rank),
-        spin=options.spin,
-    )
-
-
-def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes | None, options: Options) -> Worker:
+def _join(
+    name: str | None,
+    rank: int,
+    addresses: Sequence[str],
+    secret: bytes | None,
+    options: Options,
+    *,
+    timeout: float | None = None,
+) -> Worker:
     """Become a member of a running cluster."""
     if name is None:
         raise ValueError("a worker that joins needs a name")
@@ -142,38 +142,17 @@ def _join(name: str | None, rank: int, addresses: Sequence[str], secret: bytes |
         )
     if not -1 <= rank < MAX_WORKERS:
         raise ValueError(f"rank must be 0 to {MAX_WORKERS - 1}, got {rank}")
-    endpoint = _endpoint(secret, options, rank)
-    own = describe(name, rank, endpoint, options, host=host_identity())
-    return join_cluster(endpoint, own, addresses, options).worker
-
-
-@graph_break
-def leave(*, timeout: float | None = None) -> None:
-    """End the current worker. The other workers continue.
-
-    Waits until this worker has no call under way. Then announces its departure to all other workers. From then on,
-    their calls to it raise ``UnknownWorkerError``. Once this returns, the worker's threads and sockets are gone. Does
-    nothing if there is no worker.
-
-    Args:
-        timeout: Seconds to wait at most; default ``options.shutdown_timeout``. The worker ends in any case.
-
-    Example:
-        >>> import backhaul as bh
-        >>> with bh.cluster(["first", "second"]) as (first, second):
-        ...     with second:
-        ...         bh.leave()
-        ...     [info.name for info in bh.get_worker_infos()]
-        ['first']
-    """
-    try:
-        worker = current_worker()
-    except NotInitializedError as error:
-        if error.worker is None and running_workers():
-            raise
-        return
-    limit = worker.options.shutdown_timeout if timeout is None else timeout
-    worker.part(Node).shutdown(graceful=False, timeout=limit, alone=True)
+    beyond = [host for host in map(other_host, addresses) if host is not None]
+    end = OwnEndpoint(
+        name,
+        secret,
+        options,
+        towards=next(iter(beyond), None),
+        own_secret=secret_of(options) is not None,
+        several_hosts=bool(beyond),
+    )
+    own = describe(name, rank, end.endpoint, options, host=host_identity())
+    return join_cluster(end.endpoint, own, addresses, options, timeout=timeout).worker
 
 
 @graph_break
@@ -204,40 +183,6 @@ def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], N
         ('left', 'second')
     """
     return current_worker().part(MembershipEvents).subscribe(callback)
-
-
-@graph_break
-def shutdown(*, graceful: bool = True, timeout: float | None = None, ignore_rref_leak: bool = True) -> None:
-    """End the current worker.
-
-    With ``graceful`` this first waits until every worker has called ``shutdown`` and no call is under way
-    anywhere; it does not wait for lost workers. Once this returns (or raises), the worker's threads and sockets are
-    gone, and calls that were pending have failed. Does nothing if there is no worker.
-
-    Args:
-        graceful: Whether to wait for the other workers.
-        timeout: Seconds to wait at most; default ``options.shutdown_timeout``.
-        ignore_rref_leak: If False, this worker releases the references that it holds, and raises ``LeakError`` if other
-            workers still refer to its values at the end. Pass the same value on all workers.
-
-    Raises:
-        LeakError: See ``ignore_rref_leak``.
-        ShutdownTimeoutError: Other workers were not ready in time. This worker is closed in any case.
-    """
-    try:
-        worker = current_worker()
-    except NotInitializedError as error:
-        if error.worker is None and running_workers():
-            raise  # there are several workers, and none is current
-        return
-    limit = worker.options.shutdown_timeout if timeout is None else timeout
-    worker.part(Node).shutdown(graceful=graceful, timeout=limit, strict=not ignore_rref_leak)
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    for worker in running_workers():
-        worker.part(Node).shutdown(graceful=False, timeout=1.0)
 
 
 @graph_break

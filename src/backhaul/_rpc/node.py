@@ -32,6 +32,7 @@ from backhaul._rpc.liveness.heartbeats import Heartbeats
 from backhaul._rpc.security.rate_limits import RateLimits, bounds_of
 from backhaul._rpc.security.untrusted import UntrustedServer, guard_frames
 from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
+from backhaul._rpc.shutdown.lost_members import LostMembers
 from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
@@ -92,16 +93,19 @@ class Node:
     def _bytes_sent(self) -> int:
         return self.peers.connections.bytes_sent - self.heartbeat.bytes_sent + self.worker.devices.bytes_sent
 
-    def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
-        """End this worker; see ``backhaul.shutdown``. ``strict``: run the audits. ``alone``: other workers continue."""
+    def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> LostMembers:
+        """End this worker; see ``backhaul.shutdown``. ``strict``: run the audits. ``alone``: other workers continue.
+
+        Returns the members that were lost before all were done, if this call has waited for them.
+        """
         if graceful or alone:
             refuse_in_handlers(self.worker.name)
         deadline = self.worker.runtime.now() + timeout
         if not interrupts.acquire(self._ending, timeout):
-            return  # another thread shuts down, and has its own deadline
+            return LostMembers()  # another thread shuts down, and has its own deadline
         try:
             if self.worker.closed:
-                return
+                return LostMembers()
             try:
                 audits = self.audits if graceful and strict else []
                 for audit in audits:
@@ -118,6 +122,7 @@ class Node:
                     self.worker.devices.settle(max(deadline - self.worker.runtime.now(), 0.5))
                 finally:
                     self._end(deadline - self.worker.runtime.now())
+            return self.graceful_shutdown.lost
         finally:
             self._ending.release()
 
@@ -189,14 +194,22 @@ def start_node(
 
 
 def join(
-    endpoint: Endpoint, own: WorkerRecord, addresses: Sequence[str], options: Options, *, runtime: Runtime | None = None
+    endpoint: Endpoint,
+    own: WorkerRecord,
+    addresses: Sequence[str],
+    options: Options,
+    *,
+    runtime: Runtime | None = None,
+    timeout: float | None = None,
 ) -> Node:
     """Join a running cluster that has members at these addresses. Once this returns, all members know the worker. If
     it raises (``RendezvousError``, ``AuthenticationError``), it has closed the endpoint and ended the worker.
+    ``timeout``: seconds to join; default ``options.rendezvous_timeout``.
     """
     runtime = runtime or Runtime()
+    timeout = options.rendezvous_timeout if timeout is None else timeout
     try:
-        enrolled = ask_to_join(endpoint, own, addresses, options.rendezvous_timeout, runtime)
+        enrolled = ask_to_join(endpoint, own, addresses, timeout, runtime)
         check(enrolled.own, enrolled.others)
     except BaseException:
         endpoint.close()

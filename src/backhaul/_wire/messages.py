@@ -157,6 +157,12 @@ class Count(msgspec.Struct, array_like=True, frozen=True):
     wave: int
 
 
+class AllDone(msgspec.Struct, array_like=True, frozen=True):
+    """Shutdown: all workers are done. By name, the members that were lost before that, and why."""
+
+    lost: dict[str, str]
+
+
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What a decoder raises if bytes are not the message that they should be."""
 
@@ -185,4 +191,4 @@ def malformed(kind: type[msgspec.Struct], error: Exception) -> ProtocolError:
     return ProtocolError(f"not a {kind.__name__}: {error}")
 
 
-prepare(Hello, Refuse, Join, Welcome, Payload, Request, Reply, Fault, Cancel, CallTally, Count)
+prepare(Hello, Refuse, Join, Welcome, Payload, Request, Reply, Fault, Cancel, CallTally, Count, AllDone)

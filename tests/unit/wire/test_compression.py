@@ -205,7 +205,7 @@ def test_a_parameter_beside_others() -> None:
 @FORMS
 def test_both_twins_read_it(form: str) -> None:
     x = torch.randn(2000, requires_grad=True)
-    encoded = encode_values((x,), ("result",), False, False, None)
+    encoded = encode_values((x,), ("result",), False, False, None, False)
     found = compress(encoded, form)
     assert found is not None
     assert (found.recorded, found.tensors) == ((0,), [x])

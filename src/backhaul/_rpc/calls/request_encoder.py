@@ -67,7 +67,7 @@ class RequestEncoder:
             values = values if name else (function, *values)
         try:
             link = peer.link.request(None if self.keeps_requests else peer.channel)
-            encoded = encode_values(values, names, peer.main_shared, peer.plain, link)
+            encoded = encode_values(values, names, peer.main_shared, peer.plain, link, False)
         except SerializationError as error:
             hidden = getattr(function, _HIDDEN, 0)
             raise SerializationError(

@@ -278,7 +278,7 @@ class CallServer:
         notes: dict[str, bytes] = {}
         try:
             link = peer.link.answer(call.channel)
-            encoded = encode_values((result,), _RESULT, peer.main_shared, peer.plain, link)
+            encoded = encode_values((result,), _RESULT, peer.main_shared, peer.plain, link, False)
             for interceptor, kept in call.kept:
                 note = interceptor.reply_out(peer, kept, encoded)
                 if note is not None:

@@ -14,13 +14,16 @@ class CertificateNames:
 
     @property
     def bound(self) -> bool:
-        """Whether a certificate is valid only for the workers that it names."""
+        """Whether a certificate proves the name of a worker. One that is made from the cluster secret does not: every
+        member can make one of any name.
+        """
         tls = self._options.security.tls
-        return tls.names if isinstance(tls, Tls) else tls is not None
+        return isinstance(tls, Tls) and tls.names
 
     def allow(self, channel: Channel, name: str) -> bool:
         """Whether the peer of a channel may be the worker ``name``. A channel without a certificate allows any name."""
-        return not self.bound or channel.names is None or name in channel.names
+        tls = self._options.security.tls
+        return (isinstance(tls, Tls) and not tls.names) or channel.names is None or name in channel.names
 
     @staticmethod
     def listed(channel: Channel) -> str:

@@ -1,9 +1,10 @@
-"""How workers find each other: each puts its record into a c10d store and waits for the records of the others. The
-store holds addresses, and the secret where none was given; nothing else goes through it.
+"""How workers find each other: at a c10d store, by the protocol of ``generations``. The store holds addresses, and the
+secret where none was given; nothing else goes through it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import logging
@@ -14,56 +15,80 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from backhaul._options import Options
+from backhaul._rpc.cluster.addressing import SECRET_NEEDED, AddressOffer, records_of
+from backhaul._rpc.cluster.environment import find_place
+from backhaul._rpc.cluster.generations import (
+    AddToKey,
+    Answer,
+    AwaitKeys,
+    GetKeys,
+    Operation,
+    Participant,
+    SetKey,
+    Steps,
+    SupersededError,
+    add_member,
+    agree_on_secret,
+    count_reader,
+    find_members,
+    find_secret,
+    follow,
+    keep_secret,
+    lead,
+)
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._runtime import interrupts
-from backhaul._transport.sockets.certificates import files_of
-from backhaul._transport.sockets.tls import Credentials
 from backhaul._types import MAX_WORKERS
 from backhaul.errors import RendezvousError
 
-SECRET_VARIABLE = "BACKHAUL_SECRET"
-TLS_VARIABLE = "BACKHAUL_TLS"
-"""Names the folder where ``launch`` puts the certificates of its workers."""
+T = TypeVar("T")
 
 log = logging.getLogger("backhaul")
 
 _NOTICE_SECONDS = 5.0  # after which a worker logs which workers it waits for
 _POLL_SECONDS, _POLL_SECONDS_PER_KEY = 0.25, 0.001  # between queries of the store after that
+_READERS_SECONDS, _READERS_POLL_SECONDS = 2.0, 0.02  # for the others to read why this worker fails
+_ANSWER_SECONDS = 1.0  # that the store has to answer at least
 _CONNECT_SECONDS = 1.0  # for an attempt to connect to the store
 _MIN_RANGE = 4  # consecutive ranks that are written as a range
 
-_read_record = msgspec.json.Decoder(WorkerRecord)
+_read_offer = msgspec.json.Decoder(AddressOffer)
 
 
 def open_store(
     rank: int | None, world_size: int | None, options: Options, *, alone: bool = False
 ) -> tuple[Store, int, int]:
-    """The store that ``options.init_method`` names (default: torchrun's environment), the worker's rank, and the size.
+    """The store that ``options.init_method`` or the environment names, the worker's rank, and the number of workers.
 
     ``alone``: the store exists already, and this worker must not serve it, whatever its rank is.
     """
-    rank = _from_environment("RANK", rank)
-    world_size = _from_environment("WORLD_SIZE", world_size)
-    method = options.init_method or "env://"
+    place = find_place(os.environ, rank, world_size, parent=os.getppid())
+    rank, world_size = place.rank, place.size
     if rank is None or world_size is None:
+        unknown = " and ".join(what for what, value in (("rank", rank), ("world_size", world_size)) if value is None)
+        says = f"; the environment of {place.source} does not say it" if place.source else ""
         raise ValueError(
-            "init needs a rank and a world_size: pass them, or start under torchrun, which sets RANK and WORLD_SIZE; "
-            "for workers inside this process use backhaul.cluster()"
+            f"init does not know the {unknown}{says}: pass it, set RANK and WORLD_SIZE, or start with torchrun, mpirun "
+            "or srun (an Indexed Job of Kubernetes needs WORLD_SIZE); for workers inside this process use "
+            "backhaul.cluster()"
         )
     check_rank(rank, world_size)
-    if method == "env://":
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"init does not know where the workers meet: set {' and '.join(missing)} (torchrun does), or pass "
-                "Options(init_method='tcp://host:port' or 'file:///path'), or a store"
-            )
+    method = options.init_method if options.init_method not in (None, "env://") else place.method
+    if method is None:
+        values = (("MASTER_ADDR", place.address), ("MASTER_PORT", place.port))
+        missing = " and ".join(name for name, value in values if value is None)
+        raise ValueError(
+            f"init does not know where the workers meet: set {missing} to the host of rank 0 and a free port there (as "
+            "torchrun does), or pass Options(init_method='tcp://host:port' or 'file:///path'), or a store"
+        )
+    log.info("rank %d of %d, as %s says; the workers meet at %s", rank, world_size, place.source, method)
     if method.startswith("file://"):
         # Torch would wait until the folder appears, and stop every thread of the process meanwhile.
         folder = Path(urllib.parse.urlparse(method).path).parent
@@ -130,158 +155,171 @@ def check_rank(rank: int, world_size: int) -> None:
         raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
 
 
-def _from_environment(name: str, given: int | None) -> int | None:
-    if given is not None:
-        return given
-    value = os.environ.get(name)
-    try:
-        return int(value) if value is not None else None
-    except ValueError:
-        raise ValueError(f"the environment's {name} is not a number: {value!r}") from None
-
-
 class StoreRendezvous:
     """One rendezvous of all workers at a store. A second ``init`` on the same store is a rendezvous of its own.
+
+    ``generations`` has the protocol; this carries out its operations.
 
     Args:
         store: The store.
         rank: This worker's rank.
         world_size: How many workers there are.
-        timeout: Seconds to wait for the others.
-        running: This worker looks up the members of the last rendezvous, which is over.
+        timeout: Seconds for the whole rendezvous.
         began: When the ``timeout`` began; now, if it is None.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout: float,
-        *,
-        running: bool = False,
-        began: float | None = None,
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float, *, began: float | None = None) -> None:
+        self._store = store
         self._rank = rank
         self._size = world_size
         self._timeout = timeout
-        self._began = time.monotonic() if began is None else began
-        self._running = running
-        try:
-            store.set_timeout(datetime.timedelta(seconds=timeout))
-            if running:
-                times = max(store.add(f"backhaul/times/{other}", 0) for other in range(world_size))
-            else:
-                times = store.add(f"backhaul/times/{rank}", 1)  # every worker takes part equally often
-        except (DistError, RuntimeError) as error:
-            raise RendezvousError(f"the store does not answer: {error}") from error
-        self._store = PrefixStore(f"backhaul/{times}", store)
-        if not running:
-            self._store.set(f"here/{rank}", "")
-
-    def addresses(self, host: str) -> list[str]:
-        """The addresses at which the members of this rendezvous can be reached from ``host``."""
-        keys = [f"worker/{rank}" for rank in range(self._size) if self._store.check([f"worker/{rank}"])]
-        records = [_read_record.decode(self._store.get(key)) for key in keys]
-        found = [choose(record, host) for record in records]
-        if not any(found):
-            raise RendezvousError("the store has no member of a running cluster that can be reached from this host")
-        return [address for address in found if address is not None]
-
-    def replace(self, record: WorkerRecord) -> None:
-        """Put a new record of this worker into the store, so that later workers find it."""
-        self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
+        self._deadline = (time.monotonic() if began is None else began) + timeout
+        self._noticed = False
+        self._token = ""  # that rank 0 had in the rendezvous
+        self._generation = 0  # the one that this worker has joined later
 
     def agree_on_secret(self, given: bytes | None) -> bytes:
         """The given secret, or one that rank 0 makes: then any process that can read the store may take part."""
         if given is not None:
+            if self._rank == 0:
+                self._run(keep_secret())
             return given
-        if self._rank == 0 and not self._running:
-            self._store.set("secret", random_secrets.token_hex(32))
-        return self._get(["secret"], "here")[0]
+        found = self._run(agree_on_secret(self._rank, self._size, random_secrets.token_hex(32).encode()))
+        if not found:
+            raise RendezvousError(f"rank 0 has a secret of its user's, and rank {self._rank} has none; {SECRET_NEEDED}")
+        return found
 
-    def exchange(self, record: WorkerRecord) -> list[WorkerRecord]:
-        """Put this worker's record into the store and return all records by rank. Raises ``RendezvousError``."""
-        self._store.set(f"worker/{self._rank}", msgspec.json.encode(record).decode())
-        found = self._get([f"worker/{rank}" for rank in range(self._size)], "worker")
-        records = [_read_record.decode(text) for text in found]
-        names: dict[str, int] = {}
-        for rank, name in enumerate(other.name for other in records):
-            if name in names:
-                raise RendezvousError(f"two workers are called '{name}': ranks {names[name]} and {rank}", worker=name)
-            names[name] = rank
-        return records
+    def find_secret(self, given: bytes | None) -> bytes:
+        """The given secret, or the one of a cluster that is running."""
+        found = given if given is not None else self._run(find_secret())
+        if not found:
+            raise RendezvousError(f"the members were given a secret, which the store does not have; {SECRET_NEEDED}")
+        return found
 
-    def _get(self, keys: list[str], sign: str) -> list[bytes]:
-        return values_of(self._store, keys, sign, self._size, self._timeout, self._began)
+    def exchange(self, offer: AddressOffer) -> list[AddressOffer]:
+        """Meet the workers of all ranks; return their offers by rank. Raises ``RendezvousError``."""
+        return [_read_offer.decode(payload) for payload in self.meet(msgspec.json.encode(offer))]
 
+    def meet(self, payload: bytes) -> list[bytes]:
+        """As ``exchange``, with any JSON in place of offers."""
+        own = Participant(random_secrets.token_hex(16), self._size, msgspec.Raw(payload))
+        try:
+            arrivals = self._run(lead(own) if self._rank == 0 else follow(self._rank, own))
+        except SupersededError:
+            raise RendezvousError(
+                "another process with rank 0 has come to the same store; start each rank once, or end this process"
+            ) from None
+        self._token = arrivals[0].token
+        if self._rank:
+            self._run(count_reader(self._token, 1))
+        for rank, arrival in enumerate(arrivals):
+            if arrival.size != len(arrivals):
+                raise RendezvousError(
+                    f"rank 0 was started with world_size={len(arrivals)}, and rank {rank} with "
+                    f"world_size={arrival.size}; give all workers the same number"
+                )
+        return [bytes(arrival.payload) for arrival in arrivals]
 
-@interrupts.waits
-def values_of(  # noqa: PLR0917 (each is needed)
-    store: Store, keys: list[str], sign: str, size: int, timeout: float, began: float
-) -> list[bytes]:
-    """Wait for all keys and return their values.
+    @interrupts.waits
+    def wait_for_readers(self) -> None:
+        """Rank 0, before it fails on what the others offer: wait a little until they know it too. The store may end
+        with this process, and then they could not tell why.
+        """
+        deadline = time.monotonic() + _READERS_SECONDS
+        with contextlib.suppress(RendezvousError):
+            while self._rank == 0 and self._token and self._run(count_reader(self._token, 0)) < self._size - 1:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(_READERS_POLL_SECONDS)
 
-    Args:
-        store: The store.
-        keys: The keys.
-        sign: The keys that show which ranks have come are ``sign/rank``.
-        size: How many workers are expected.
-        timeout: Seconds to wait.
-        began: When the ``timeout`` began.
+    def addresses(self, host: str) -> list[str]:
+        """The addresses at which the members of the newest cluster at this store can be reached from ``host``. Waits
+        until there is a cluster.
+        """
+        self._generation, payloads = self._run(find_members())
+        found = [choose(record, host) for record in records_of([_read_offer.decode(payload) for payload in payloads])]
+        if not any(found):
+            raise RendezvousError("the store has no member of a running cluster that can be reached from this host")
+        return list(dict.fromkeys(address for address in found if address is not None))
 
-    Raises:
-        RendezvousError: The keys did not come in time. Names the ranks that are missing.
-    """
-    deadline = began + timeout
-    now = time.monotonic()
-    try:
-        # First all keys at once: a TCP store answers that in one message, however many workers there are.
-        store.wait(keys, datetime.timedelta(seconds=max(min(deadline - now, _NOTICE_SECONDS), 0.001)))
-        values: list[bytes] = store.multi_get(keys)
+    def add_member(self, record: WorkerRecord) -> None:
+        """This worker has joined the cluster that ``addresses`` found: put it into the store for later workers."""
+        self._run(add_member(self._generation, msgspec.json.encode(AddressOffer(record))))
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self._deadline - time.monotonic()
+
+    def _run(self, steps: Steps[T]) -> T:
+        """Carry out a protocol."""
+        try:
+            operation = next(steps)
+            while True:
+                operation = steps.send(self._carry_out(operation))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        except (DistError, RuntimeError) as error:
+            if isinstance(error, RendezvousError):
+                raise
+            raise RendezvousError(f"the store does not answer: {error}") from error
+
+    def _carry_out(self, operation: Operation) -> Answer:
+        self._store.set_timeout(datetime.timedelta(seconds=max(self.left, _ANSWER_SECONDS)))
+        if isinstance(operation, AddToKey):
+            return self._store.add(operation.key, operation.amount)
+        if isinstance(operation, SetKey):
+            self._store.set(operation.key, operation.value.decode())
+            return None
+        keys = list(operation.keys)
+        if isinstance(operation, AwaitKeys) and not self._wait(keys, operation.signs):
+            return None
+        if isinstance(operation, GetKeys) and not self._store.check(keys):
+            return None
+        values: list[bytes] = self._store.multi_get(keys)
         return values
-    except (DistError, RuntimeError) as error:
-        absent = _absent(store, sign, size)
-        if deadline - time.monotonic() > 0 and absent != _GONE:
-            log.warning("still waiting for workers: %s; giving up after %g s (rendezvous_timeout)", absent, timeout)
-            return _poll_until(store, keys, sign, size, timeout, deadline)
-        raise _not_met(timeout, absent) from error
 
+    @interrupts.waits
+    def _wait(self, keys: list[str], signs: Sequence[str]) -> bool:
+        """Wait a while until all keys are there. Raises ``RendezvousError`` at the deadline."""
+        if self._noticed:
+            # Unlike a wait in the store, this can be interrupted and prints nothing.
+            if self._store.check(keys):
+                return True
+            if self.left <= 0:
+                raise self._not_met(self._missing(signs))
+            time.sleep(min(_POLL_SECONDS + _POLL_SECONDS_PER_KEY * len(keys), self.left))
+            return False
+        try:
+            # First all keys at once: a TCP store answers that in one message, however many workers there are.
+            self._store.wait(keys, datetime.timedelta(seconds=max(min(self.left, _NOTICE_SECONDS), 0.001)))
+            return True
+        except (DistError, RuntimeError) as error:
+            missing = self._missing(signs)
+            if self.left <= 0 or missing == _GONE:
+                raise self._not_met(missing) from error
+            log.warning("waits for workers: %s; gives up after %g s (rendezvous_timeout)", missing, self._timeout)
+            self._noticed = True
+            return False
 
-def _poll_until(  # noqa: PLR0917 (those of values_of)
-    store: Store, keys: list[str], sign: str, size: int, timeout: float, deadline: float
-) -> list[bytes]:
-    """Query the store at intervals. Unlike a wait in the store, that can be interrupted and prints nothing."""
-    try:
-        while not store.check(keys):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise _not_met(timeout, _absent(store, sign, size))
-            time.sleep(min(_POLL_SECONDS + _POLL_SECONDS_PER_KEY * len(keys), left))
-        values: list[bytes] = store.multi_get(keys)
-        return values
-    except (DistError, RuntimeError) as error:
-        if isinstance(error, RendezvousError):
-            raise
-        raise _not_met(timeout, _GONE) from error
+    def _not_met(self, missing: str) -> RendezvousError:
+        return RendezvousError(f"waited {self._timeout:g} s for the other workers (rendezvous_timeout): {missing}")
+
+    def _missing(self, signs: Sequence[str]) -> str:
+        """Which ranks have not come, for people."""
+        if not signs:
+            return "no cluster has started at this store"
+        try:
+            ranks = [rank for rank, sign in enumerate(signs) if sign and not self._store.check([sign])]
+        except (DistError, RuntimeError):
+            return _GONE
+        if not ranks:
+            return "all came, but one of them has ended or hangs"
+        return f"{len(ranks)} of {len(signs)} did not come: ranks {_listed(ranks)}"
 
 
 _GONE = "the store is gone"
-
-
-def _not_met(timeout: float, absent: str) -> RendezvousError:
-    return RendezvousError(f"waited {timeout:g} s for the other workers (rendezvous_timeout): {absent}")
-
-
-def _absent(store: Store, sign: str, size: int) -> str:
-    """Which ranks have not come, for people."""
-    try:
-        missing = [rank for rank in range(size) if not store.check([f"{sign}/{rank}"])]
-    except (DistError, RuntimeError):
-        return _GONE
-    if not missing:
-        return "all came, but one of them has ended or hangs"
-    return f"{len(missing)} of {size} did not come: ranks {_listed(missing)}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -296,28 +334,3 @@ def _listed(ranks: Sequence[int]) -> str:
         row = [rank for _, rank in run]
         found += [f"{row[0]}-{row[-1]}"] if len(row) >= _MIN_RANGE else map(str, row)
     return ", ".join(found)
-
-
-def secret_of(options: Options) -> bytes | None:
-    """The secret from the options or the environment, or None."""
-    secret = options.security.secret if options.security.secret is not None else os.environ.get(SECRET_VARIABLE)
-    if secret is None:
-        return None
-    if not secret:
-        raise ValueError(
-            f"the cluster secret is empty; set {SECRET_VARIABLE} or Options(security=Security(secret=...)), or neither"
-        )
-    return secret.encode() if isinstance(secret, str) else secret
-
-
-def credentials_of(options: Options, rank: int) -> Credentials | None:
-    """The certificate and key of this worker for TCP; None: it has none, and TCP is not encrypted."""
-    if options.security.tls != "auto":
-        return None if options.security.tls is None else Credentials(options.security.tls)
-    folder = os.environ.get(TLS_VARIABLE)
-    if folder is None:
-        raise ValueError(
-            "tls='auto' is for workers that backhaul.launch starts and makes certificates for; other workers need "
-            "Options(security=Security(tls=Tls(certificate=..., key=..., authority=...)))"
-        )
-    return Credentials(files_of(Path(folder), rank))

@@ -16,6 +16,7 @@ from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.connector import tune
 from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.pending_connections import PendingConnection, TlsPendingConnection
+from backhaul._transport.sockets.tcp_listener import TcpListener
 from backhaul._transport.sockets.tls import Credentials
 
 log = logging.getLogger("backhaul")
@@ -36,7 +37,6 @@ class Acceptor:
     Args:
         descriptors: The epoll set of the endpoint.
         secret: What peers must know.
-        credentials: What this side proves itself with over TCP, which is then TLS.
         accepted: Called with each connection that has proven itself, after it has left the epoll set.
     """
 
@@ -44,13 +44,12 @@ class Acceptor:
         self,
         descriptors: EpollSet,
         secret: bytes,
-        credentials: Credentials | None,
         accepted: Callable[[PendingConnection], None],
     ) -> None:
         self.secret = secret
         self.descriptors = descriptors
         self.pending: dict[int, PendingConnection] = {}
-        self._credentials = credentials
+        self._credentials: Credentials | None = None
         self._accepted = accepted
         self._timer = descriptors.add_timer(self._drop_late)
         self._lock = threading.Lock()  # guards the tables
@@ -64,25 +63,17 @@ class Acceptor:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listeners.append(sock)
         sock.bind("\0" + name)
-        self._start_listening(sock)
-        return f"unix:@{name}"
-
-    def listen_tcp(self, host: str) -> str:
-        """Listen on a TCP port of ``host``. Returns its address."""
-        family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        self._listeners.append(sock)
-        sock.bind(where)
-        self._start_listening(sock)
-        bound = sock.getsockname()
-        # Peers cannot connect to a wildcard address; give them the host's name instead.
-        name = socket.gethostname() if bound[0] in ("0.0.0.0", "::") else bound[0]
-        return addresses.show_tcp(name, bound[1])
-
-    def _start_listening(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.listen(1024)
         self.descriptors.watch(sock.fileno(), lambda: self._accept(sock), select.EPOLLIN)
+        return f"unix:@{name}"
+
+    def listen_tcp(self, listener: TcpListener, credentials: Credentials | None) -> str:
+        """Accept connections at a TCP socket, which belongs to this object from now on. Returns its address."""
+        self._credentials = credentials
+        self._listeners.append(listener.sock)
+        self.descriptors.watch(listener.sock.fileno(), lambda: self._accept(listener.sock), select.EPOLLIN)
+        return listener.address
 
     def _accept(self, listener: socket.socket) -> None:
         try:

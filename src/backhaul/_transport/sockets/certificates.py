@@ -1,142 +1,133 @@
-"""Certificates for the workers of one launch. An authority signs one for each worker; its key is then deleted.
+"""Certificates that are made from the cluster secret. Each worker makes its own; nothing is exchanged.
 
-Python's ``ssl`` cannot make certificates. The ``cryptography`` package (extra ``tls``) makes them, or else the
-``openssl`` command.
+Everybody who knows the secret can compute the key of the cluster's authority, and sign a certificate with it. So a
+worker that comes later, or again, needs nothing but the secret. Private keys are made where they are used and never
+leave that process.
+
+[Note: guessing] A server shows its certificate before the client has proven anything, so everybody who can connect gets
+a signature with which to try secrets. ``scrypt`` makes each try expensive, and ``check_strength`` refuses secrets that
+are short.
+
+[Note: time] The certificates are valid at any time. They end with the process, since their keys do. A time limit would
+protect nothing and would fail on hosts whose clocks are wrong.
 """
 
 from __future__ import annotations
 
 import datetime
-import importlib.util
-import os
-import secrets
-import shutil
-import subprocess
-from collections.abc import Sequence
-from pathlib import Path
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from backhaul._options import Tls
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-_VALID_DAYS = 365  # workers that run long reconnect with the same certificate
+MIN_SECRET_BYTES = 16
+_MIN_DIFFERENT_BYTES = 6
+
+# Each try of a secret takes 32 MiB and tens of milliseconds. Changing these is a new version of the protocol.
+_SALT = b"backhaul/authority/1"
+_COST, _BLOCK = 1 << 15, 8
+_KEY_BYTES = 48  # half as long again as the key, so that all keys are equally probable
+
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the group of the curve P-256
+_BEGIN, _END = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)  # "no expiration" in RFC 5280
 
 
-def files_of(folder: Path, rank: int) -> Tls:
-    """Return the files that ``make_certificates`` has made for the worker of that rank."""
-    return Tls(
-        certificate=folder / f"{rank}.pem", key=folder / f"{rank}.key", authority=folder / "authority.pem", names=True
-    )
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A new private key with its certificate, and the authority that signed it. All are PEM."""
+
+    key: bytes
+    certificate: bytes
+    authority: bytes
+
+    def __repr__(self) -> str:
+        return "Issued(...)"
 
 
-def make_certificates(folder: Path, names: Sequence[str]) -> None:
-    """Make a certificate for each worker, by rank, with the worker's name as subject alternative name.
+def check_strength(secret: bytes) -> None:
+    """Raise ``ValueError`` if a secret is too short to make keys from. A long secret may still be easy to guess.
 
-    Once this returns, the authority's key is deleted: no further certificate can be made.
-
-    Raises:
-        RuntimeError: Neither the ``cryptography`` package nor the ``openssl`` command is installed.
+    >>> check_strength(b"0123456789abcdef")
     """
-    if importlib.util.find_spec("cryptography") is not None:
-        _with_cryptography(folder, names)
-    elif (command := shutil.which("openssl")) is not None:
-        _with_openssl(command, folder, names)
-    else:
-        raise RuntimeError(
-            "tls='auto' cannot make certificates: install the 'cryptography' package (pip install 'backhaul[tls]') or "
-            "the openssl command, or pass your own certificates with Options(security=Security(tls=Tls(...)))"
+    if len(secret) < MIN_SECRET_BYTES or len(set(secret)) < _MIN_DIFFERENT_BYTES:
+        raise ValueError(
+            f"the cluster secret is too easy to guess for use between hosts: it needs {MIN_SECRET_BYTES} characters or "
+            f"more, of which {_MIN_DIFFERENT_BYTES} differ; make one with: {HOW_TO_MAKE_A_SECRET}"
         )
 
 
-def _private(path: Path, data: bytes) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
+HOW_TO_MAKE_A_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
 
 
-def _with_cryptography(folder: Path, names: Sequence[str]) -> None:
+def issue(secret: bytes, name: str) -> Issued:
+    """Make a certificate for the worker of that name, signed by the authority of everybody who knows the secret.
+
+    Takes tens of milliseconds. Whoever knows the secret can make a certificate of any name.
+    """
+    # Imported here: it takes 0.1 s, and most programs stay on one host.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    pem = serialization.Encoding.PEM
-    now = datetime.datetime.now(datetime.UTC)
+    signer, key = _authority_key(secret), ec.generate_private_key(ec.SECP256R1())
+    public, own = signer.public_key(), key.public_key()
 
-    def called(name: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-
-    def describe(subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        return (
+    def sign(subject: str, holder: ec.EllipticCurvePublicKey, *extensions: x509.ExtensionType) -> bytes:
+        made = (
             x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(authority)
-            .public_key(key)
+            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)]))
+            .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _AUTHORITY)]))
+            .public_key(holder)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=_VALID_DAYS))
+            .not_valid_before(_BEGIN)
+            .not_valid_after(_END)
         )
+        for extension in extensions:
+            critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+            made = made.add_extension(extension, critical=critical)
+        return made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
-    authority = called("backhaul launch")
-    signer = ec.generate_private_key(ec.SECP256R1())
-    own = describe(authority, signer.public_key())
-    own = own.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    own = own.add_extension(x509.SubjectKeyIdentifier.from_public_key(signer.public_key()), critical=False)
-    (folder / "authority.pem").write_bytes(own.sign(signer, hashes.SHA256()).public_bytes(pem))
-    for rank, name in enumerate(names):
-        key = ec.generate_private_key(ec.SECP256R1())
-        made = describe(called("backhaul worker"), key.public_key())
-        made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        made = made.add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
-        )
-        files = files_of(folder, rank)
-        Path(files.certificate).write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(pem))
-        plain = serialization.NoEncryption()
-        _private(Path(files.key), key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    usage = functools.partial(
+        x509.KeyUsage,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    authority = sign(
+        _AUTHORITY,
+        public,
+        x509.BasicConstraints(ca=True, path_length=0),
+        x509.SubjectKeyIdentifier.from_public_key(public),
+        usage(digital_signature=False, key_cert_sign=True),
+    )
+    certificate = sign(
+        "backhaul worker",
+        own,
+        x509.BasicConstraints(ca=False, path_length=None),
+        x509.SubjectAlternativeName([x509.DNSName(name)]),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(public),
+        x509.SubjectKeyIdentifier.from_public_key(own),
+        usage(digital_signature=True, key_cert_sign=False),
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+    )
+    plain = serialization.NoEncryption()
+    secret_key = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    return Issued(secret_key, certificate, authority)
 
 
-_CONFIGURATION = """
-[req]
-distinguished_name = subject
-prompt = no
-[subject]
-CN = {subject}
-[authority]
-basicConstraints = critical, CA:true, pathlen:0
-subjectKeyIdentifier = hash
-[worker]
-subjectAltName = DNS:{name}
-authorityKeyIdentifier = keyid
-"""
+_AUTHORITY = "backhaul cluster"
 
 
-def _with_openssl(command: str, folder: Path, names: Sequence[str]) -> None:
-    authority, signer = folder / "authority.pem", folder / "authority.key"
-    settings, request = folder / "settings", folder / "request"
-    days = ("-days", str(_VALID_DAYS))
+def _authority_key(secret: bytes) -> ec.EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-    def run(*arguments: str | Path) -> None:
-        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{command} {arguments[0]} failed to make certificates: {done.stderr.strip()}")
-
-    def make_key(path: Path) -> None:
-        _private(path, b"")
-        run("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", path)
-
-    try:
-        make_key(signer)
-        settings.write_text(_CONFIGURATION.format(subject="backhaul launch", name="none"))
-        with_settings = ("-config", settings)
-        run(
-            "req", "-x509", "-new", *with_settings, "-extensions", "authority", "-key", signer, *days, "-out", authority
-        )
-        for rank, name in enumerate(names):
-            files = files_of(folder, rank)
-            make_key(Path(files.key))
-            settings.write_text(_CONFIGURATION.format(subject="backhaul worker", name=name))
-            run("req", "-new", *with_settings, "-key", files.key, "-out", request)
-            number = f"0x{secrets.token_hex(16)}"
-            signed = ("-CA", authority, "-CAkey", signer, "-set_serial", number, *days)
-            extended = ("-extfile", settings, "-extensions", "worker")
-            run("x509", "-req", "-in", request, *signed, *extended, "-out", files.certificate)
-    finally:
-        for path in (signer, settings, request):
-            path.unlink(missing_ok=True)
+    stretched = hashlib.scrypt(secret, salt=_SALT, n=_COST, r=_BLOCK, p=1, maxmem=1 << 26, dklen=_KEY_BYTES)
+    return ec.derive_private_key(int.from_bytes(stretched, "big") % (_ORDER - 1) + 1, ec.SECP256R1())

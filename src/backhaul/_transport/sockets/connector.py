@@ -12,6 +12,7 @@ from backhaul._runtime import interrupts
 from backhaul._transport.base import ConnectTimeoutError
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.handshake import ClientHandshake
+from backhaul._transport.sockets.interfaces import interfaces
 from backhaul._transport.sockets.tls import Credentials, explain
 from backhaul.errors import AuthenticationError
 
@@ -36,14 +37,18 @@ def tune(sock: socket.socket) -> None:
 class Connector:
     """Opens connections. Thread-safe.
 
+    Attributes:
+        credentials: What this side proves itself with over TCP, which is then TLS.
+        scope: The interface on which this worker listens, if that is known; link-local addresses are reached there.
+
     Args:
         secret: What both sides must know.
-        credentials: What this side proves itself with over TCP, which is then TLS.
     """
 
-    def __init__(self, secret: bytes, credentials: Credentials | None) -> None:
+    def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._credentials = credentials
+        self.credentials: Credentials | None = None
+        self.scope: str | None = None
 
     def connect(self, address: str, timeout: float) -> socket.socket:
         """Open a connection and authenticate both sides. The socket does not block; with TLS it is an SSL socket.
@@ -54,11 +59,14 @@ class Connector:
         """
         family, where = addresses.parse(address)
         deadline = time.monotonic() + timeout
+        if isinstance(where, tuple) and addresses.is_link_local(where[0]):
+            where = self._localize(where)
         sock = _open(family, where, timeout, address)
         try:
             tune(sock)
-            if self._credentials is not None and family != socket.AF_UNIX:
-                sock = self._credentials.connect(sock)
+            credentials = self.credentials
+            if credentials is not None and family != socket.AF_UNIX:
+                sock = credentials.connect(sock)
             handshake = ClientHandshake(self._secret)
             sock.sendall(handshake.start())
             while not handshake.done:
@@ -74,10 +82,17 @@ class Connector:
             raise _timed_out(address, timeout) from error
         except ssl.SSLError as error:  # the peer's verdict on our certificate may come as late as this
             sock.close()
-            raise AuthenticationError(explain(error)) from error
+            raise AuthenticationError(explain(error, credentials)) from error
         except BaseException:
             sock.close()
             raise
+
+    def _localize(self, where: tuple[str, int]) -> tuple[str, int]:
+        there = [each.name for each in interfaces() if any(map(addresses.is_link_local, each.addresses))]
+        try:
+            return addresses.localize(where[0], self.scope, there), where[1]
+        except ValueError as error:
+            raise ConnectionError(str(error)) from error
 
 
 def _timed_out(address: str, timeout: float) -> ConnectTimeoutError:

@@ -24,6 +24,7 @@ from backhaul._transport.sockets.connector import Connector
 from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.pending_connections import PendingConnection
 from backhaul._transport.sockets.shared_memory_link import Trimmer
+from backhaul._transport.sockets.tcp_listener import TcpListener, listen_address
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket
 from backhaul._transport.spin_wait import SpinLimit, SpinPolicy, new_signal
 from backhaul._transport.waiter import ChannelWaiter
@@ -49,10 +50,11 @@ class SocketEndpoint(Endpoint):
     Args:
         secret: What peers must know.
         unix: Whether to listen on an abstract Unix socket.
-        bind: Host to listen on by TCP, or None.
+        bind: Where to listen by TCP, see ``Options.bind``; None: nowhere.
+        advertise: See ``Options.advertise``.
         limit: Largest frame to accept, in bytes.
         shm_bytes: How much shared memory to use at most; 0 for none. Default: see ``shm.default_ceiling``.
-        credentials: What this worker proves itself with over TCP, which is then TLS.
+        credentials: What this worker proves itself with over TCP, which is then TLS. See also ``use_tcp``.
         spin: How long threads may spin, see ``Options.spin``.
     """
 
@@ -62,6 +64,7 @@ class SocketEndpoint(Endpoint):
         secret: bytes,
         unix: bool = True,
         bind: str | None = None,
+        advertise: str | None = None,
         limit: int = 8 << 30,
         shm_bytes: int | None = None,
         credentials: Credentials | None = None,
@@ -83,22 +86,30 @@ class SocketEndpoint(Endpoint):
         self.unflushed: set[SocketChannel] = set()
         self.parked: set[SocketChannel] = set()
         self._flush_timer = self.descriptors.add_timer(self._go_on)
-        self._acceptor = Acceptor(self.descriptors, secret, credentials, self._accepted)
-        self._connector = Connector(secret, credentials)
+        self._acceptor = Acceptor(self.descriptors, secret, self._accepted)
+        self._connector = Connector(secret)
         self._last_read = threading.local()  # .channel: the channel that this thread read last
         self._lock = threading.Lock()  # guards the two below
         self._channels: dict[int, SocketChannel] = {}  # by descriptor
         self._closed = False
-        found: list[str] = []
+        self.addresses = ()
         try:
             if unix:
-                found.append(self._acceptor.listen_unix())
-            if bind is not None:
-                found.append(self._acceptor.listen_tcp(bind))
-        except OSError:
+                self.addresses += (self._acceptor.listen_unix(),)
+            self.use_tcp(TcpListener(listen_address(bind, advertise)) if bind is not None else None, credentials)
+        except (OSError, ValueError):
             self.close()
             raise
-        self.addresses = tuple(found)
+
+    def use_tcp(self, listener: TcpListener | None, credentials: Credentials | None) -> None:
+        """Listen at a TCP socket, which then belongs to this object. Others are told the address of the last one. With
+        credentials, TCP is TLS from now on. Called before the first ``poll``.
+        """
+        self._connector.credentials = credentials
+        if listener is not None:
+            self._connector.scope = listener.where.interface
+            kept = (address for address in self.addresses if not address.startswith("tcp:"))
+            self.addresses = (*kept, self._acceptor.listen_tcp(listener, credentials))
 
     def poll(self, timeout: float | None) -> Event | None:
         if self._acceptor.paused:

@@ -179,7 +179,7 @@ class TlsPendingConnection(PendingConnection):
         except ssl.SSLWantWriteError:
             return select.EPOLLOUT
         except ssl.SSLError as error:
-            raise _RefusalError(explain(error)) from error
+            raise _RefusalError(explain(error, self._credentials)) from error
         self._agreed = True
         return 0
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import ssl
 import threading
@@ -21,11 +22,13 @@ from typing import Any, cast
 from backhaul._options import Tls
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Event, Lost, Received
+from backhaul._transport.sockets.certificates import Issued
 from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
 from backhaul._wire.memory import Buffer
 from backhaul.errors import AuthenticationError
 
 _WRITE_BYTES = 1 << 17  # in one call; a thread that reads waits for it. At most ``socket_writer.TURN_BYTES``
+_NOT_VERIFIED = ssl.SSLCertVerificationError
 _CLIENT_HELLO = b"\x16\x03"  # the first bytes of every TLS connection
 _NOT_NOW = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _NOT_TLS = frozenset(
@@ -39,21 +42,38 @@ def begins_tls(data: bytes) -> bool:
 
 
 class Credentials:
-    """A worker's certificate, key and authority, loaded. Raises ``ValueError`` if they cannot be used."""
+    """A worker's certificate, key and authority, loaded. Raises ``ValueError`` if they cannot be used.
 
-    def __init__(self, tls: Tls) -> None:
-        self.names = tls.names
-        self._server = self._load(tls, ssl.PROTOCOL_TLS_SERVER)
+    Attributes:
+        names: Whether the certificate of a peer must contain the peer's name.
+        from_secret: Whether the certificates of all workers are made from the cluster secret.
+    """
+
+    def __init__(self, given: Tls | Issued) -> None:
+        self.from_secret = isinstance(given, Issued)
+        self.names = isinstance(given, Issued) or given.names
+        self._server = self._load(given, ssl.PROTOCOL_TLS_SERVER)
         self._server.num_tickets = 0  # connections are not resumed
-        self._client = self._load(tls, ssl.PROTOCOL_TLS_CLIENT)
+        self._client = self._load(given, ssl.PROTOCOL_TLS_CLIENT)
 
-    @staticmethod
-    def _load(tls: Tls, side: int) -> ssl.SSLContext:
+    @classmethod
+    def _load(cls, given: Tls | Issued, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
+        if isinstance(given, Tls):
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            cls._load_files(context, given)
+        else:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            with _as_file(given.certificate + given.key) as path:
+                context.load_cert_chain(path)
+            context.load_verify_locations(cadata=given.authority.decode())
+        return context
+
+    @staticmethod
+    def _load_files(context: ssl.SSLContext, tls: Tls) -> None:
         what = f"certificate {tls.certificate} with key {tls.key}"
         try:
             # With an empty password OpenSSL does not ask for one at the terminal, which would stop the program.
@@ -62,7 +82,6 @@ class Credentials:
             context.load_verify_locations(cafile=tls.authority)
         except OSError as error:  # ssl.SSLError is one
             raise ValueError(f"cannot use the {what}: {error}") from error
-        return context
 
     def accept(self, sock: socket.socket) -> ssl.SSLSocket:
         """Make the server's side of a new connection. The caller does the handshake."""
@@ -76,10 +95,21 @@ class Credentials:
             return secure
         except ssl.SSLError as error:
             secure.close()
-            raise AuthenticationError(explain(error)) from error
+            raise AuthenticationError(explain(error, self)) from error
         except BaseException:
             secure.close()
             raise
+
+
+@contextlib.contextmanager
+def _as_file(data: bytes) -> Iterator[str]:
+    """A file in memory. OpenSSL reads keys from files only, and this one is never on a disk."""
+    fd = os.memfd_create("backhaul-certificate")
+    try:
+        os.write(fd, data)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 @interrupts.waits
@@ -87,10 +117,16 @@ def _shake_hands(secure: ssl.SSLSocket) -> None:
     secure.do_handshake()
 
 
-def explain(error: ssl.SSLError) -> str:
-    """Say for people what went wrong with a connection."""
+def explain(error: ssl.SSLError, credentials: Credentials | None = None) -> str:
+    """Say for people what went wrong with a connection. ``credentials``: those of this side."""
     reason = error.reason or ""
-    if isinstance(error, ssl.SSLCertVerificationError):
+    refused = "ALERT" in reason and any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "DECRYPT_ERROR"))
+    if credentials is not None and credentials.from_secret and (refused or isinstance(error, _NOT_VERIFIED)):
+        return (
+            "the other side does not know the cluster secret, or it uses certificates of its own: use the same secret "
+            "and the same Options(security=Security(tls=...)) on both"
+        )
+    if isinstance(error, _NOT_VERIFIED):
         return (
             f"the certificate of the other side is not valid, or this cluster's authority did not sign it: "
             f"{error.verify_message}"
@@ -99,7 +135,7 @@ def explain(error: ssl.SSLError) -> str:
         return "the other side does not speak TLS: use the same Options(security=Security(tls=...)) on both"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "the other side showed no certificate"
-    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
+    if refused:
         return f"the other side did not accept the certificate of this side: {_words(reason)}"
     return f"TLS failed: {_words(reason) or error}"
 

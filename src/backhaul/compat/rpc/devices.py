@@ -5,20 +5,17 @@ As in the reference, every worker checks the declarations of all workers before 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 
 import msgspec
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from backhaul._devices.cuda import process
 from backhaul._devices.placement import CPU, EVERYONE, index_of
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.cluster.rendezvous import values_of
+from backhaul._rpc.cluster.rendezvous import StoreRendezvous
 from backhaul._types import device_name
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions
-from backhaul.errors import RendezvousError
 
 
 class DeviceDeclaration(msgspec.Struct, frozen=True):
@@ -60,17 +57,8 @@ def exchange(
     own: DeviceDeclaration, rank: int, world_size: int, store: Store, timeout: float
 ) -> list[DeviceDeclaration]:
     """Publish the declaration of this worker; return those of all workers, by rank. Raises ``RendezvousError``."""
-    began = time.monotonic()
-    try:
-        store.set_timeout(timedelta(seconds=timeout))
-        store.set(f"devices/{rank}", msgspec.json.encode(own).decode())
-    except (DistError, RuntimeError) as error:
-        raise RendezvousError(
-            f"worker '{own.name}' cannot reach the store: {error}; check that the worker with rank 0 runs and that "
-            "init_method names its address"
-        ) from error
-    found = values_of(store, [f"devices/{other}" for other in range(world_size)], "devices", world_size, timeout, began)
-    return [_decoder.decode(text) for text in found]
+    rendezvous = StoreRendezvous(PrefixStore("devices", store), rank, world_size, timeout)
+    return [_decoder.decode(text) for text in rendezvous.meet(msgspec.json.encode(own))]
 
 
 def check(declarations: Iterable[DeviceDeclaration], *, complete: bool) -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul._transport.sockets.addresses import host_identity, is_loopback, parse, show_tcp
+from backhaul._transport.sockets.addresses import host_identity, is_loopback, localize, parse, show_tcp, split_port
+from backhaul._transport.sockets.tcp_listener import listen_address
 
 
 @pytest.mark.parametrize(
@@ -118,3 +119,53 @@ def test_a_host_without_proc_is_known_by_its_name(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "readlink", fail)
     assert host_identity() == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("10.0.0.5", ("10.0.0.5", 0)),
+        ("10.0.0.5:7000", ("10.0.0.5", 7000)),
+        ("node7:1", ("node7", 1)),
+        ("fd00::1", ("fd00::1", 0)),
+        ("[fd00::1]", ("fd00::1", 0)),
+        ("[fe80::1%eth0]:7000", ("fe80::1%eth0", 7000)),
+    ],
+)
+def test_hosts_and_ports_as_people_write_them(text: str, found: tuple[str, int]) -> None:
+    assert split_port(text) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":7000", "host:", "host:port", "host:65536", "[::1", "[]", "[::1]7000", "[::1]:", "two words", "a/b", "::]"],
+)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        split_port(text)
+
+
+def test_the_scope_of_a_link_local_address_is_the_own_interface() -> None:
+    there = "fe80::1%eth0"
+    assert localize(there, "lan1", ["eth0", "lan1"]) == "fe80::1%lan1"  # where this worker listens
+    assert localize(there, None, ["lan1", "eth0"]) == there
+    assert localize(there, None, ["lan1"]) == "fe80::1%lan1"
+    assert localize("fd00::1", "lan1", []) == "fd00::1"
+    for interfaces in ([], ["lan1", "lan2"]):
+        with pytest.raises(ValueError, match="link-local"):
+            localize(there, None, interfaces)
+
+
+def test_where_a_worker_listens() -> None:
+    plain = listen_address("127.0.0.1:7000")
+    assert (plain.host, plain.port, plain.shown_host, plain.shown_port) == ("127.0.0.1", 7000, "127.0.0.1", 0)
+    assert not plain.beyond_loopback
+    forwarded = listen_address("127.0.0.1", "[fd00::7]:7001")
+    assert (forwarded.port, forwarded.shown_host, forwarded.shown_port) == (7001, "fd00::7", 7001)
+    assert forwarded.beyond_loopback
+    assert listen_address("127.0.0.1:7000", "node7:7001").port == 7000
+    assert listen_address("localhost").host in ("127.0.0.1", "::1")
+    assert listen_address("if:lo").interface == "lo"
+    for wrong in ("if:", "if:no-such-interface", "no such host", "127.0.0.1:70000", "fe80::1"):
+        with pytest.raises(ValueError):
+            listen_address(wrong)
