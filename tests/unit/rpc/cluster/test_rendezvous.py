@@ -88,7 +88,7 @@ def test_a_store_that_does_not_answer() -> None:
             return 0
 
     try:
-        for step in (lambda found: found.addresses("here"), lambda found: found.exchange(record(1))):
+        for step in (lambda found: found.addresses("here"), lambda found: found.exchange(offer(1))):
             with pytest.raises(RendezvousError, match="does not answer"):
                 step(StoreRendezvous(Hanging(), 1, 2, 0.01))
     finally:
