@@ -329,7 +329,10 @@ def call_with_secret(rank: int, port: int, secrets: list[str]) -> Any:
     finally:
         store.set(f"{secrets} {rank}", "")
         store.get(f"{secrets} {1 - rank}")  # stay until the other has been refused
-        bh.shutdown()  # does not wait for a worker that it cannot talk to
+        # Does not wait for a worker that it cannot talk to. Worker 1 may see that worker 0 has ended, and not know why.
+        strangers = rank == 1 and secrets[0] != secrets[1]
+        with contextlib.suppress(*[bh.errors.WorkersLostError] * strangers):
+            bh.shutdown()
 
 
 def test_secrets_of_two_processes(store_port: int) -> None:
